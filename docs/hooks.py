@@ -13,14 +13,14 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-from fusion_bench_nufilt.baselines.fusionbench import RuleConfig
-from fusion_bench_nufilt.core import FusionConfig
-from fusion_bench_nufilt.core.options import choices
-from fusion_bench_nufilt.layers import TargetConfig
+from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.baselines.fusionbench import RuleConfig
+from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.methods.options import SpectralConfig, TsvConfig, WudiConfig
-from fusion_bench_nufilt.stream import ProtocolConfig
-from fusion_bench_nufilt.stream.protocol import DeviceConfig
+from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.nufilt import FusionConfig
+from fusion_bench_nufilt.utils.options import choices
 
 METHODS = (FusionConfig, SpectralConfig, WudiConfig, TsvConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from transformers import AutoProcessor
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.storage.checkpoint import save_checkpoint
+from fusion_bench_nufilt.utils.manifest import save_checkpoint
 
 
 def main() -> None:

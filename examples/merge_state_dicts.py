@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fusion_bench_nufilt import FusionConfig, fuse_layers
-from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.merge.architecture import from_names
-from fusion_bench_nufilt.storage.tensors import TensorFile
+from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.models.architecture import from_names
+from fusion_bench_nufilt.utils.tensors import TensorFile
 
 
 def main() -> None:

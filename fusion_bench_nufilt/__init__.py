@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusion_bench_nufilt.baselines import (
+    from fusion_bench_nufilt.continual.baselines import (
         BatchMethodBaseline,
         ContinualMethodBaseline,
         KnotsTiesMergingAlgorithm,
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
         NewTaskAdaMergingAlgorithm,
         SequentialFineTuning,
     )
-    from fusion_bench_nufilt.core import FusionConfig, fuse_layers
-    from fusion_bench_nufilt.merge.heads import load_task
-    from fusion_bench_nufilt.stream.layerwise import (
+    from fusion_bench_nufilt.continual.layerwise import (
         LayerwiseMergingAlgorithm,
         NufiltContinualMergingAlgorithm,
     )
+    from fusion_bench_nufilt.merge.heads import load_task
+    from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
 
     __version__: str
 
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FusionConfig": "core",
-    "LayerwiseMergingAlgorithm": "stream.layerwise",
-    "NufiltContinualMergingAlgorithm": "stream.layerwise",
-    "fuse_layers": "core",
+    "FusionConfig": "nufilt",
+    "LayerwiseMergingAlgorithm": "continual.layerwise",
+    "NufiltContinualMergingAlgorithm": "continual.layerwise",
+    "fuse_layers": "nufilt",
     "load_task": "merge.heads",
 }
 
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
     start faster.
     """
     if name in __all__:
-        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'baselines')}"), name)
+        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'continual.baselines')}"), name)
     if name == "__version__":
         return version("fusion-bench-nufilt")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,8 +19,8 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        import fusion_bench_nufilt.compat  # noqa: F401 -- FusionBench needs it from here on
-        from fusion_bench_nufilt.misplaced import CONFIG, refuse_misplaced
+        import fusion_bench_nufilt.continual.compat  # noqa: F401 -- FusionBench needs it from here on
+        from fusion_bench_nufilt.continual.misplaced import CONFIG, refuse_misplaced
 
         search_path.append("fusion-bench-nufilt", f"file://{CONFIG}")
         # FusionBench prefers a folder ./config of the user's to its own; with its own appended,

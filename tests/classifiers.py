@@ -7,7 +7,7 @@ from functools import cache
 import torch
 import transformers as hf
 
-from tests.models import SMALL
+from tests.tiny_models import SMALL
 
 STEPS, BATCH, TEST = 20, 64, 200
 

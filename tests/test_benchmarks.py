@@ -16,7 +16,7 @@ import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.conftest import REPO
-from tests.core.test_parity import SMALL, TOLERANCE, config_of, load_case
+from tests.nufilt.test_parity import SMALL, TOLERANCE, config_of, load_case
 
 sys.path.insert(0, str(REPO / "benchmarks" / "speed"))
 sys.path.insert(0, str(REPO / "benchmarks" / "accuracy"))
@@ -33,8 +33,8 @@ from one_step import METHODS, MODELS, make_layer, measure_memory, merge, prepare
 from plain import needed_flops, plain_step
 
 from fusion_bench_nufilt.compare.configs import compose_run, taskpool_config
-from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.nufilt import FusionConfig
 
 SPEED = REPO / "benchmarks" / "speed"
 

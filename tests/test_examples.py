@@ -26,7 +26,7 @@ from fusion_bench_nufilt.demo import load_clip, load_processor
 from fusion_bench_nufilt.demo.train import normalise
 from tests.classifiers import train
 from tests.conftest import REPO
-from tests.models import build, clip, finetuned, llama
+from tests.tiny_models import build, clip, finetuned, llama
 
 
 def gpt2():

@@ -16,26 +16,27 @@ from fusion_bench.taskpool import BaseTaskPool
 from torch import nn
 
 from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.baselines import finetuning
-from fusion_bench_nufilt.baselines.wemoe import WEMoEConfig, mixture_of
-from fusion_bench_nufilt.core import LowRank, adapter, failures, fuse_layers
-from fusion_bench_nufilt.core.stack import working_bytes
+from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.continual.baselines import finetuning
+from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
 from fusion_bench_nufilt.merge.forecast import solving_memory
 from fusion_bench_nufilt.merge.output import Output, work_folder
-from fusion_bench_nufilt.merge.sources.models import FullModel
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.sums import Sum
-from fusion_bench_nufilt.stream import Evaluator
-from tests.baselines.helpers import baseline
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.nufilt import LowRank, adapter, fuse_layers
+from fusion_bench_nufilt.nufilt.step import working_bytes
+from fusion_bench_nufilt.utils import failures
 from tests.conftest import REPO
-from tests.core.matrices import random_layer
+from tests.continual.baselines.helpers import baseline
+from tests.continual.helpers import pool
 from tests.merge.helpers import RANKS, merge, plan, save_stream, tensors
-from tests.models import build, clip
+from tests.nufilt.matrices import random_layer
 from tests.simulated_gpus import SOLVERS, LateLibrary, simulated
-from tests.stream.helpers import pool
+from tests.tiny_models import build, clip
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, max_steps=5)
 SHAPES = [(20, 12), (12, 12), (8, 30), (20, 12), (20, 12), (40, 40), (20, 12)]
@@ -331,7 +332,7 @@ def test_the_host_s_work_for_a_gpu_has_all_threads(gpus, monkeypatch, stream):
 def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
     """A pass over a weight takes the host longer than the GPU needs to merge it."""
     passes = []
-    for module in ("core.weights", "merge.sources.checkpoint", "merge.engine"):
+    for module in ("nufilt.weights", "models.checkpoint", "merge.engine"):
         name = f"fusion_bench_nufilt.{module}.is_finite"
         monkeypatch.setattr(
             name, lambda x: passes.append((x.device.type, x.ndim)) or bool(torch.isfinite(x).all())
@@ -590,7 +591,7 @@ def test_checking_a_task_pool_leaves_the_gpu_s_random_numbers(gpus, monkeypatch)
     "tests",
     [
         ["-m", "cuda", "tests/core", "tests/methods", "tests/merge"],
-        ["-m", "not slow", "tests/merge/test_merge.py", "tests/stream/test_layerwise.py"],
+        ["-m", "not slow", "tests/merge/test_merge.py", "tests/continual/test_layerwise.py"],
     ],
     ids=["marked", "unmarked"],
 )

@@ -16,11 +16,11 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.layers import TargetConfig, select_layers
-from fusion_bench_nufilt.layers.coverage import coverage
+from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.models.coverage import coverage
 from tests.families import FAMILIES
 from tests.merge.helpers import RANKS
-from tests.models import finetuned
+from tests.tiny_models import finetuned
 
 
 def algorithm(models):

@@ -70,7 +70,7 @@ from fusion_bench.compat.taskpool import load_taskpool_from_config
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 from fusion_bench_nufilt.compare.configs import compose_run, make, taskpool_config
-from fusion_bench_nufilt.stream.data_sets import check_test_sets, check_train_sets
+from fusion_bench_nufilt.continual.data_sets import check_test_sets, check_train_sets
 fabric = Fabric(accelerator="cpu", devices=1)
 for name, overrides in json.loads(sys.argv[1]).items():
     config = compose_run([f"modelpool={name}", *overrides])

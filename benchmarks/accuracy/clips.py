@@ -165,7 +165,7 @@ def write_pool(
 ) -> None:
     """Write a model pool and a task pool like those in ``examples/local_clip``."""
     name, clip = f"clips_{benchmark}", str(models / "clip")
-    loaders = "fusion_bench_nufilt.taskpools.local_tasks"
+    loaders = "fusion_bench_nufilt.continual.taskpools.local_tasks"
     pretrained = models / "_pretrained_" if (models / "_pretrained_").is_dir() else models / "clip"
     modelpool = {
         "defaults": [{"/taskpool@taskpool": name}, "_self_"],

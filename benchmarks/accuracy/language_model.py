@@ -138,7 +138,7 @@ def finetune(
 def write_kind(kind: str, out: Path) -> None:
     """Write the model pool for a kind of fine-tuning, and the common task pool."""
     taskpool = {
-        "_target_": "fusion_bench_nufilt.taskpools.LMEvalTaskPool",
+        "_target_": "fusion_bench_nufilt.continual.taskpools.LMEvalTaskPool",
         "_recursive_": False,
         "tasks": {name: f"heldout_{name}" for name in TASKS},
         "tokenizer": str(out / "base"),

@@ -30,7 +30,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
-from fusion_bench_nufilt.stream.evaluation import Results, TasksByName
+from fusion_bench_nufilt.continual.evaluation import Results, TasksByName
 
 STEPS, BATCH, WARMUP, TEMPERATURE = 80, 16, 4, 0.05
 RATES = {"full": 1e-4, "muon": 2e-4, "lora": 1e-3, "lora_own": 1e-3}

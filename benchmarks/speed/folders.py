@@ -185,7 +185,7 @@ def measure(folder, arguments, stream="next"):
     """Merge in a separate process: elapsed and CPU seconds, peak memory, traffic."""
     code = (
         "import json, pathlib, resource, sys, time\n"
-        "from fusion_bench_nufilt.commands.app import app\n"
+        "from fusion_bench_nufilt.cli.app import app\n"
         "try: app(sys.argv[1:])\n"
         "finally:\n"
         "    import torch\n"

@@ -24,7 +24,7 @@ import one_step
 import pandas as pd
 import torch
 
-from fusion_bench_nufilt.core import fuse_layers
+from fusion_bench_nufilt.nufilt import fuse_layers
 
 REPO = Path(__file__).resolve().parents[2]
 COLUMNS = ("what", "method", "seconds", "GPU memory (GB)", "remark")
@@ -225,7 +225,7 @@ def folders(args: argparse.Namespace) -> None:
 
 PARTS: dict[str, tuple[Any, float]] = {  # what is done, and the seconds that it may take
     "about": (about, 30),
-    "parity": (partial(tests, "parity vectors", "core/test_parity.py"), 60),
+    "parity": (partial(tests, "parity vectors", "nufilt/test_parity.py"), 60),
     "clip-b32": (partial(steps, "clip-b32", "CLIP B/32, eight tasks", 7, 1), 60),
     "folders": (folders, 260),
     "llama-7b-block": (
@@ -236,7 +236,7 @@ PARTS: dict[str, tuple[Any, float]] = {  # what is done, and the seconds that it
     "order-free": (order_free, 60),
     "tests": (
         partial(
-            tests, "other tests marked `cuda`", "core/test_fusion.py methods merge/test_merge.py"
+            tests, "other tests marked `cuda`", "nufilt/test_fusion.py methods merge/test_merge.py"
         ),
         60,
     ),

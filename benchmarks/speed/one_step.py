@@ -34,14 +34,14 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from fusion_bench_nufilt.compare.experiment import read_peak, reset_peak
-from fusion_bench_nufilt.core import FusionConfig, fuse_each
-from fusion_bench_nufilt.core.adapter import Objective, fit_adapter, loop_gram
-from fusion_bench_nufilt.core.subspace import null_space_filter, top_right_singular_vectors
-from fusion_bench_nufilt.core.workers import fast_in_float64
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.sums import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
+from fusion_bench_nufilt.nufilt import FusionConfig, fuse_each
+from fusion_bench_nufilt.nufilt.adapter import Objective, fit_adapter, loop_gram
+from fusion_bench_nufilt.nufilt.subspace import null_space_filter, top_right_singular_vectors
+from fusion_bench_nufilt.utils.devices import fast_in_float64
 
 # Convolutions as matrices: in each stage those of the blocks (reducing, 3 x 3, expanding), and the
 # shortcut's.

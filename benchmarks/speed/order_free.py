@@ -17,8 +17,8 @@ import pandas as pd
 import torch
 from one_step import CONFIG, MODELS, Shape, make_layer, now, timed
 
-from fusion_bench_nufilt.core import fuse_layers
 from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method
+from fusion_bench_nufilt.nufilt import fuse_layers
 
 TASKS = 8
 Kinds = Sequence[type[LayerMethod]]

@@ -5,7 +5,7 @@ needs at least.
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core import FusionConfig
+from fusion_bench_nufilt.nufilt import FusionConfig
 
 
 def plain_step(

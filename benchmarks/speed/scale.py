@@ -30,10 +30,10 @@ from typing import NamedTuple
 import torch
 from folders import SIZES, make_checkpoints
 
-import fusion_bench_nufilt.cluster
-from fusion_bench_nufilt.core import FusionConfig, fuse_layers
+import fusion_bench_nufilt.utils.cluster
 from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.methods import Nufilt
+from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
 
 STORED = 2  # bytes of a parameter, bfloat16
 MODELS = 3  # base, merged, task
@@ -209,7 +209,7 @@ def check(size, folder, nodes, threads):
             json.loads((folder / out / "nufilt.json").read_text()),
         )
 
-    def start(*arguments, begin_workers=fusion_bench_nufilt.cluster._start):
+    def start(*arguments, begin_workers=fusion_bench_nufilt.utils.cluster._start):
         begin = time.perf_counter()
         started = begin_workers(*arguments)
         starts.append(time.perf_counter() - begin)
@@ -222,7 +222,7 @@ def check(size, folder, nodes, threads):
         f"{size} on", "seconds", "of these to start", "of its layers", "simulated", "files equal"
     )
     print(f"| this process, threads: {threads} | {local:.0f} | 0 | {busy:.0f} | | |", flush=True)
-    fusion_bench_nufilt.cluster._start = start
+    fusion_bench_nufilt.utils.cluster._start = start
     for number in nodes:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(number - 1):

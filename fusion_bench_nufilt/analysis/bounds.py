@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, top_eigenvectors
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix, top_eigenvectors
 
 from .surrogates import mean_square
 

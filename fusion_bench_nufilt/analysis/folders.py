@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.core.weights import widened
-from fusion_bench_nufilt.core.workers import map_layers
 from fusion_bench_nufilt.merge import Plan
-from fusion_bench_nufilt.merge.architecture import Layer
-from fusion_bench_nufilt.merge.sources.models import FullModel
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.nufilt.weights import widened
+from fusion_bench_nufilt.utils.devices import map_layers
 
 from .subspaces import TaskVector, task_vector
 from .summary import Analysis

@@ -12,12 +12,12 @@ from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.run import ONE_RUN
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.core import FusionConfig
-from fusion_bench_nufilt.core.options import is_number
-from fusion_bench_nufilt.core.subspace import right_singular_basis
-from fusion_bench_nufilt.core.workers import map_layers
+from fusion_bench_nufilt.continual.protocol import task_order
+from fusion_bench_nufilt.nufilt import FusionConfig
+from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
 from fusion_bench_nufilt.pages.metrics import or_none
-from fusion_bench_nufilt.stream.protocol import task_order
+from fusion_bench_nufilt.utils.devices import map_layers
+from fusion_bench_nufilt.utils.options import is_number
 
 from .pool import PoolAnalysis, layer_weight
 from .summary import Analysis, Row

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.experiment import Experiment
-from fusion_bench_nufilt.core.subspace import subspace_affinity
-from fusion_bench_nufilt.core.weights import widened
-from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.layers.views import View
+from fusion_bench_nufilt.continual.models import PRETRAINED, refuse_drawn
 from fusion_bench_nufilt.merge.checks import check_module
+from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.models.views import View
+from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
+from fusion_bench_nufilt.nufilt.weights import widened
 from fusion_bench_nufilt.pages.names import kind
-from fusion_bench_nufilt.storage.files import file_name
-from fusion_bench_nufilt.stream.models import PRETRAINED, refuse_drawn
+from fusion_bench_nufilt.utils.devices import map_layers
+from fusion_bench_nufilt.utils.files import file_name
 
 from .record import (
     Loader,

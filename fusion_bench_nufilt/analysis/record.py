@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.core.subspace import gram_matrix
-from fusion_bench_nufilt.core.weights import widened
-from fusion_bench_nufilt.storage.files import atomic_file, read_json, write_text
-from fusion_bench_nufilt.storage.resumable import differences, in_one_line
-from fusion_bench_nufilt.storage.tensors import TensorFile
-from fusion_bench_nufilt.stream.evaluation import names_of
+from fusion_bench_nufilt.continual.evaluation import names_of
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix
+from fusion_bench_nufilt.nufilt.weights import widened
+from fusion_bench_nufilt.utils.differences import differences, in_one_line
+from fusion_bench_nufilt.utils.files import atomic_file, read_json, write_text
+from fusion_bench_nufilt.utils.tensors import TensorFile
 
 log = logging.getLogger(__name__)
 

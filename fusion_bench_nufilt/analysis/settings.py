@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.options import check_choices, check_whole
+from fusion_bench_nufilt.utils import options
+from fusion_bench_nufilt.utils.options import check_choices, check_whole
 
 #: The pairs that the paper draws, for its vision models and for Flan-T5.
 PAPER_PAIRS = (

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fusion_bench_nufilt.core.subspace import (
+from fusion_bench_nufilt.nufilt.subspace import (
     gram_matrix,
     leading_basis,
     subspace_affinity,

@@ -16,7 +16,7 @@ import torch
 from fusion_bench_nufilt.pages.names import depth, kind
 from fusion_bench_nufilt.pages.page import sentences
 from fusion_bench_nufilt.pages.tables import to_csv
-from fusion_bench_nufilt.storage.files import write_json, write_text
+from fusion_bench_nufilt.utils.files import write_json, write_text
 
 from .subspaces import Floats, TaskVector, dominance, example_pairs, overlap
 from .surrogates import harmonic_mean

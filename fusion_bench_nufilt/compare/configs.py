@@ -20,8 +20,8 @@ from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fusion_bench_nufilt.core.options import unknown
-from fusion_bench_nufilt.stream.errors import what_is_wrong
+from fusion_bench_nufilt.continual.errors import what_is_wrong
+from fusion_bench_nufilt.utils.options import unknown
 
 from .overrides import key_of
 

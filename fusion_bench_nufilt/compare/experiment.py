@@ -23,13 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.pages.content import References, SeedRun
-from fusion_bench_nufilt.pages.metrics import or_none
-from fusion_bench_nufilt.storage.checkpoint import package_versions
-from fusion_bench_nufilt.stream.evaluation import Evaluator, Part, Report, score
-from fusion_bench_nufilt.stream.layerwise import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.stream.models import (
+from fusion_bench_nufilt.continual.evaluation import Evaluator, Part, Report, score
+from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.continual.models import (
     MERGED,
     PRETRAINED,
     check_pool,
@@ -37,6 +33,10 @@ from fusion_bench_nufilt.stream.models import (
     load_model,
     reason,
 )
+from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.pages.content import References, SeedRun
+from fusion_bench_nufilt.pages.metrics import or_none
+from fusion_bench_nufilt.utils.manifest import package_versions
 
 from .configs import compose_run, make, plain, quiet, taskpool_config
 
@@ -181,7 +181,7 @@ class Experiment:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The :func:`~fusion_bench_nufilt.stream.models.digest_of_stored` of every model."""
+        """The :func:`~fusion_bench_nufilt.continual.models.digest_of_stored` of every model."""
         merged = [MERGED] if getattr(self.modelpool, "has_merged", False) else []
         return {name: self.digest(name) for name in sorted([PRETRAINED, *self.tasks, *merged])}
 

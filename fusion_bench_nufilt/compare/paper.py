@@ -16,10 +16,10 @@ import pandas as pd
 import yaml
 from omegaconf import DictConfig
 
-from fusion_bench_nufilt.core.options import with_scope
+from fusion_bench_nufilt.continual.models import PRETRAINED
+from fusion_bench_nufilt.continual.protocol import DeviceConfig, ProtocolConfig
 from fusion_bench_nufilt.pages.content import Published
-from fusion_bench_nufilt.stream.models import PRETRAINED
-from fusion_bench_nufilt.stream.protocol import DeviceConfig, ProtocolConfig
+from fusion_bench_nufilt.utils.options import with_scope
 
 from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment

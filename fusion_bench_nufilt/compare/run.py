@@ -11,7 +11,10 @@ from typing import Any, Literal, get_args
 
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.cluster import (
+from fusion_bench_nufilt.continual.models import reason
+from fusion_bench_nufilt.continual.protocol import Evaluate, task_order
+from fusion_bench_nufilt.pages.content import Json, References, SeedRun
+from fusion_bench_nufilt.utils.cluster import (
     Results,
     Work,
     connect,
@@ -19,9 +22,6 @@ from fusion_bench_nufilt.cluster import (
     run_locally,
     run_on_cluster,
 )
-from fusion_bench_nufilt.pages.content import Json, References, SeedRun
-from fusion_bench_nufilt.stream.models import reason
-from fusion_bench_nufilt.stream.protocol import Evaluate, task_order
 
 from .configs import compose_run, plain, quiet
 from .experiment import Experiment, run_alone
@@ -68,7 +68,7 @@ def compare(
         seeds: each determines the task order and all random draws.
         out: the folder of the results.
         overrides: of `fusion_bench`, for all methods; a method's own settings win over them.
-        evaluate: what to score, see :func:`fusion_bench_nufilt.stream.protocol.tasks_to_score`.
+        evaluate: what to score, see :func:`fusion_bench_nufilt.continual.protocol.tasks_to_score`.
         overwrite: delete what ``out`` holds and start again.
         keep_going: if a method cannot be built, report the reason and run the others.
         preset: the preset that the methods come from, if any; the pictures depend on it.

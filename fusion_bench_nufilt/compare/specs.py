@@ -10,10 +10,10 @@ from fusion_bench.utils import import_object
 from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig
 
-from fusion_bench_nufilt.core.options import unknown
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
-from fusion_bench_nufilt.storage.files import file_name, printable
-from fusion_bench_nufilt.stream import ContinualMergingAlgorithm
+from fusion_bench_nufilt.utils.files import file_name, printable
+from fusion_bench_nufilt.utils.options import unknown
 
 from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value

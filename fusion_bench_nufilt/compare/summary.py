@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
+from fusion_bench_nufilt.continual import METRICS
+from fusion_bench_nufilt.continual.program import finish_trackers, log_picture
 from fusion_bench_nufilt.pages.content import ComparisonContent, Json, Method, References, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.pages.write import write_results
-from fusion_bench_nufilt.storage.files import write_json
-from fusion_bench_nufilt.stream import METRICS
-from fusion_bench_nufilt.stream.program import finish_trackers, log_picture
+from fusion_bench_nufilt.utils.files import write_json
 
 from .paper import SENSITIVITY, printed, printed_row, published
 from .specs import NEED_DATA, RunSpec

@@ -21,21 +21,13 @@ from tqdm.auto import tqdm
 from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionModel
 from transformers.utils import logging as transformers_logging
 
-from fusion_bench_nufilt.core.options import unknown
-from fusion_bench_nufilt.storage.files import atomic_folder
-from fusion_bench_nufilt.taskpools.local_tasks import register_task
+from fusion_bench_nufilt.continual.taskpools.local_tasks import register_task
+from fusion_bench_nufilt.utils.files import atomic_folder
+from fusion_bench_nufilt.utils.options import unknown
 
 from .render import SIDE
 from .tasks import TASKS
-from .train import (
-    Recipe,
-    active_recipe,
-    draw_pictures,
-    finetune,
-    normalise,
-    pretrain,
-    terminal,
-)
+from .train import Recipe, active_recipe, draw_pictures, finetune, normalise, pretrain, terminal
 
 PARTS = ("clip", "_pretrained_", *TASKS)  # each after those from which it is made
 

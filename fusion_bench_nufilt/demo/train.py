@@ -23,7 +23,7 @@ from tqdm.auto import trange
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer, CLIPVisionModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from fusion_bench_nufilt.core.options import unknown
+from fusion_bench_nufilt.utils.options import unknown
 
 from .render import SIDE
 from .tasks import TASKS, render

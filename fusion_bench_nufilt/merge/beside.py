@@ -7,12 +7,12 @@ tensors outside the layers, where the model rounds them.
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE
-from fusion_bench_nufilt.storage.tensors import TensorInfo, describe, make_header, read_header
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.vocabulary import new_rows_key
+from fusion_bench_nufilt.utils.manifest import STATE_FILE
+from fusion_bench_nufilt.utils.tensors import TensorInfo, describe, make_header, read_header
 
-from .architecture import Layer
 from .plan import Plan
-from .vocabulary import new_rows_key
 
 
 def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:

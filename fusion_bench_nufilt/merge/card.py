@@ -10,7 +10,7 @@ import transformers
 import yaml
 from huggingface_hub.repocard import metadata_load
 
-from fusion_bench_nufilt.storage.files import CARD
+from fusion_bench_nufilt.utils.files import CARD
 
 from .plan import Plan
 

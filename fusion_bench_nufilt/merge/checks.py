@@ -11,27 +11,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.core.options import with_scope
-from fusion_bench_nufilt.layers import TargetConfig
-from fusion_bench_nufilt.layers.coverage import coverage
-from fusion_bench_nufilt.layers.targets import leave_out
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, verify_files
-from fusion_bench_nufilt.storage.files import CARD, MANIFEST, printable
-from fusion_bench_nufilt.storage.resumable import differences, in_one_line, without_times
-from fusion_bench_nufilt.storage.schemas import Input
-from fusion_bench_nufilt.storage.tensors import FLOATS, describe
+from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.models.adapters import COPY_HEAD, LoraAdapter, with_peft
+from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.coverage import coverage
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.module import module_source
+from fusion_bench_nufilt.models.source import Source, some
+from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.models.ties import differing
+from fusion_bench_nufilt.models.vocabulary import new_rows_key
+from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
+from fusion_bench_nufilt.utils.files import CARD, MANIFEST, printable
+from fusion_bench_nufilt.utils.manifest import STATE_FILE, verify_files
+from fusion_bench_nufilt.utils.options import with_scope
+from fusion_bench_nufilt.utils.schemas import Input
+from fusion_bench_nufilt.utils.tensors import FLOATS, describe
 
-from .architecture import Architecture, Layer
 from .beside import mean_key, means_to_keep, state_tensors
 from .layout import is_rounded
 from .plan import Plan, Selection
 from .settings import Settings
-from .sources.adapters import COPY_HEAD, LoraAdapter, with_peft
-from .sources.models import FullModel
-from .sources.module import module_source
-from .sources.source import Source, some
-from .ties import differing
-from .vocabulary import new_rows_key
 
 log = logging.getLogger(__name__)
 

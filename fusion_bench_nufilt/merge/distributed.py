@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy
 import torch
 
-from fusion_bench_nufilt.cluster import Node, connect, find_nodes, run_on_cluster
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
 
-from .architecture import Layer
 from .encode import LayerBytes
 from .engine import LayerMerger
 from .forecast import batches, give_back_freed_memory
 from .output import Record
 from .plan import Plan
-from .sources.source import some
 from .strength import measure_strengths
 
 _Merged = list[

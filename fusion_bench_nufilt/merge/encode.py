@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fusion_bench_nufilt.core.weights import is_finite
 from fusion_bench_nufilt.methods import State
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, digest, raw
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.vocabulary import new_rows_key
+from fusion_bench_nufilt.nufilt.weights import is_finite
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, digest, raw
 
-from .architecture import Layer
 from .beside import state_layout, state_tensors
 from .engine import MergedLayer
 from .plan import Plan
-from .vocabulary import new_rows_key
 
 
 class LayerBytes:

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 
-from fusion_bench_nufilt.core.workers import map_layers
-from fusion_bench_nufilt.storage.checkpoint import (
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.utils.devices import map_layers
+from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
+from fusion_bench_nufilt.utils.files import CARD, naming_full_disk
+from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     read_manifest,
     verify_files,
     write_files,
     write_manifest,
 )
-from fusion_bench_nufilt.storage.files import CARD, naming_full_disk
-from fusion_bench_nufilt.storage.resumable import differences, in_one_line, without_times
-from fusion_bench_nufilt.storage.tensors import TensorInfo, end_of_file
+from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
-from .architecture import Layer
 from .beside import state_layout
 from .card import model_card
 from .checks import verify_merged
@@ -38,7 +39,6 @@ from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .relation import check_relation
-from .sources.source import some
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import psutil
 import torch
 
-from fusion_bench_nufilt.storage.tensors import FLOATS
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.utils.tensors import FLOATS
 
-from .architecture import Layer
 from .beside import state_layout, state_tensors
 from .plan import Plan
 

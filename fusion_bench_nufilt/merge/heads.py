@@ -9,18 +9,18 @@ from typing import Any
 from safetensors.torch import load, load_file, save
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.layers import Heads
-from fusion_bench_nufilt.layers.heads import labels
-from fusion_bench_nufilt.storage.checkpoint import add_head, read_heads, read_manifest
-from fusion_bench_nufilt.storage.schemas import Head, Manifest
-from fusion_bench_nufilt.storage.tensors import FLOATS
+from fusion_bench_nufilt.models import Heads
+from fusion_bench_nufilt.models.adapters import PREFIX, LoraAdapter
+from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.heads import labels
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.utils.manifest import add_head, read_heads, read_manifest
+from fusion_bench_nufilt.utils.schemas import Head, Manifest
+from fusion_bench_nufilt.utils.tensors import FLOATS
 
-from .architecture import Architecture
 from .plan import Plan
-from .sources.adapters import PREFIX, LoraAdapter
-from .sources.checkpoint import Checkpoint
-from .sources.models import FullModel
-from .sources.source import some
 
 # The classes that peft trains for a type of task; for any other type, the adapter names the class.
 _CLASSES = {

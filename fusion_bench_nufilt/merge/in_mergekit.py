@@ -13,18 +13,18 @@ from mergekit.merge_methods import register
 from pydantic import AfterValidator, FiniteFloat
 from torch import Tensor
 
-from fusion_bench_nufilt.core.options import split_options
-from fusion_bench_nufilt.core.weights import is_finite, wide_dtype
-from fusion_bench_nufilt.layers import Heads, TargetConfig
 from fusion_bench_nufilt.methods import METHODS, LayerMethod
+from fusion_bench_nufilt.models import Heads, TargetConfig
+from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.ties import tie_weights
+from fusion_bench_nufilt.nufilt.weights import is_finite, wide_dtype
+from fusion_bench_nufilt.utils.options import split_options
 
-from .architecture import Architecture, Layer
 from .others import running_mean
 from .settings import Settings
-from .sources.checkpoint import Checkpoint
-from .sources.models import FullModel
 from .strength import strength_of
-from .ties import tie_weights
 
 
 @cache

@@ -10,12 +10,11 @@ from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo, make_header, read_header
-
-from .sources.checkpoint import INDEX, Checkpoint
-from .sources.fp8 import Quantised
-from .sources.mxfp4 import Packed
-from .sources.source import split_rows
+from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
+from fusion_bench_nufilt.models.fp8 import Quantised
+from fusion_bench_nufilt.models.mxfp4 import Packed
+from fusion_bench_nufilt.models.source import split_rows
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, read_header
 
 Files = dict[str, dict[str, TensorInfo]]
 """The tensors in each file, by key; their places in it are in the file's header alone."""

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.storage.files import LOCK, lock_folder, sync, write_text
-from fusion_bench_nufilt.storage.resumable import differences, in_one_line, without_times
-from fusion_bench_nufilt.storage.schemas import Count
-from fusion_bench_nufilt.storage.tensors import file_digest, write_at
+from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
+from fusion_bench_nufilt.utils.files import LOCK, lock_folder, sync, write_text
+from fusion_bench_nufilt.utils.schemas import Count
+from fusion_bench_nufilt.utils.tensors import file_digest, write_at
 
 log = logging.getLogger(__name__)
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from fusion_bench_nufilt.core.options import with_scope
-from fusion_bench_nufilt.layers import Coverage, Heads, TargetConfig
-from fusion_bench_nufilt.layers.coverage import coverage
 from fusion_bench_nufilt.methods import LayerMethod
-from fusion_bench_nufilt.storage.checkpoint import package_versions
-from fusion_bench_nufilt.storage.schemas import Head, Manifest
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
+from fusion_bench_nufilt.models import Coverage, Heads, TargetConfig
+from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.coverage import coverage
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.source import Source
+from fusion_bench_nufilt.models.vocabulary import Vocabulary
+from fusion_bench_nufilt.utils.manifest import package_versions
+from fusion_bench_nufilt.utils.options import with_scope
+from fusion_bench_nufilt.utils.schemas import Head, Manifest
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
-from .architecture import Architecture, Layer
 from .layout import Files, arrange, as_written, find_places, is_rounded, make_headers
 from .settings import Settings
-from .sources.checkpoint import Checkpoint
-from .sources.models import FullModel
-from .sources.source import Source
-from .vocabulary import Vocabulary
 
 
 @dataclass

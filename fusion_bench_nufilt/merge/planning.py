@@ -4,13 +4,24 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fusion_bench_nufilt.core.options import split_options
-from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
-from fusion_bench_nufilt.storage.checkpoint import STATE_FILE, read_manifest
-from fusion_bench_nufilt.storage.schemas import Manifest
+from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.models.adapters import open_task
+from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.ties import (
+    carry_over,
+    complete_base,
+    earlier_params,
+    is_untied,
+    tie_weights,
+)
+from fusion_bench_nufilt.models.vocabulary import join_vocabularies, new_rows_key
+from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
+from fusion_bench_nufilt.utils.options import split_options
+from fusion_bench_nufilt.utils.schemas import Manifest
 
-from .architecture import Architecture
 from .beside import mean_key
 from .checks import CHANGED, check_merged, check_modules, check_state, check_task, verify_merged
 from .forecast import layer_memory, process_memory
@@ -19,11 +30,6 @@ from .layout import small_files_of
 from .plan import Plan, select
 from .relation import check_relation
 from .settings import Settings
-from .sources.adapters import open_task
-from .sources.checkpoint import Checkpoint, is_adapter
-from .sources.models import FullModel
-from .ties import carry_over, complete_base, earlier_params, is_untied, tie_weights
-from .vocabulary import join_vocabularies, new_rows_key
 
 
 def plan_merge(

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.layers.names import block_of
-from fusion_bench_nufilt.layers.targets import leave_out
-from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.models.adapters import LoraAdapter
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.names import block_of
+from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.utils.manifest import read_manifest
 
-from .architecture import Layer
 from .plan import Plan
-from .sources.adapters import LoraAdapter
-from .sources.checkpoint import Checkpoint
-from .sources.models import FullModel
 
 # A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one
 # of about 0.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from fusion_bench_nufilt.core.options import (
+from fusion_bench_nufilt.utils.options import (
     check_choices,
     check_seed,
     check_whole,
@@ -107,7 +107,7 @@ class Settings:
             if getattr(self, size) is not None:
                 check_whole(self, size, least=1, most=2**62)
         if self.engine == "local":  # a cluster's workers choose their own devices
-            from fusion_bench_nufilt.core.workers import check_devices
+            from fusion_bench_nufilt.utils.devices import check_devices
 
             check_devices(self.device)
             if self.address is not None:

@@ -9,21 +9,16 @@ from functools import partial
 
 import torch
 
-from fusion_bench_nufilt.core.weights import LowRank, widened
-from fusion_bench_nufilt.methods.strength import (
-    Spectrum,
-    rounding_energy,
-    spectrum,
-    task_strength,
-)
-from fusion_bench_nufilt.storage.tensors import FLOATS, TensorInfo
+from fusion_bench_nufilt.methods.strength import Spectrum, rounding_energy, spectrum, task_strength
+from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.fp8 import Quantised
+from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.mxfp4 import Packed
+from fusion_bench_nufilt.models.source import Source
+from fusion_bench_nufilt.nufilt.weights import LowRank, widened
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
-from .architecture import Layer
 from .plan import Plan
-from .sources.fp8 import Quantised
-from .sources.models import FullModel
-from .sources.mxfp4 import Packed
-from .sources.source import Source
 
 
 def measure_strengths(plan: Plan) -> None:

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.failures import solve_alone
-from fusion_bench_nufilt.core.options import Door
-from fusion_bench_nufilt.core.weights import Layers, LowRank, TaskLayers, check_layers, widened
-from fusion_bench_nufilt.core.workers import Devices, check_devices, clock, map_on_devices
-from fusion_bench_nufilt.layers.names import last_block_numbers
+from fusion_bench_nufilt.models.names import last_block_numbers
+from fusion_bench_nufilt.nufilt.weights import Layers, LowRank, TaskLayers, check_layers, widened
+from fusion_bench_nufilt.utils.devices import Devices, check_devices, clock, map_on_devices
+from fusion_bench_nufilt.utils.failures import solve_alone
+from fusion_bench_nufilt.utils.options import Door
 
 _R = TypeVar("_R")
 
@@ -52,11 +52,11 @@ class LayerMethod(ABC):
     citation: str
     """What the method is and where it was published, in Markdown, for model cards."""
     Options: ClassVar[type]
-    """A frozen dataclass whose fields are made by :func:`fusion_bench_nufilt.core.options.option`.
+    """A frozen dataclass whose fields are made by :func:`fusion_bench_nufilt.utils.options.option`.
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of this method that differ from those of :attr:`Options` and of
-    :class:`fusion_bench_nufilt.layers.TargetConfig`."""
+    :class:`fusion_bench_nufilt.models.TargetConfig`."""
     state_is_weight: ClassVar[bool] = False
     """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept
     beside the model.

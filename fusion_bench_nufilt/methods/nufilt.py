@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.core.config import FusionConfig
-from fusion_bench_nufilt.core.fusion import fuse_each
-from fusion_bench_nufilt.core.options import Door, typed
-from fusion_bench_nufilt.core.stack import working_bytes
-from fusion_bench_nufilt.core.weights import Layers, TaskLayers
-from fusion_bench_nufilt.core.workers import Devices, stack_size
+from fusion_bench_nufilt.nufilt.config import FusionConfig
+from fusion_bench_nufilt.nufilt.fusion import fuse_each
+from fusion_bench_nufilt.nufilt.step import working_bytes
+from fusion_bench_nufilt.nufilt.weights import Layers, TaskLayers
+from fusion_bench_nufilt.utils.devices import Devices, stack_size
+from fusion_bench_nufilt.utils.options import Door, typed
 
 from .base import Added, LayerMethod, State, States
 
@@ -47,7 +47,7 @@ class Nufilt(LayerMethod):
         device: Devices | None = None,
         strength: float = 1.0,
     ) -> Iterator[Added]:
-        """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.core.fuse_each`
+        """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.nufilt.fuse_each`
         does.
         """
         merged, seed = {layer: state["weight"] for layer, state in states.items()}, self.seed

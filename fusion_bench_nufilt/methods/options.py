@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from fusion_bench_nufilt.core import options
-from fusion_bench_nufilt.core.config import FusionConfig
-from fusion_bench_nufilt.core.options import check_positive, is_number
+from fusion_bench_nufilt.nufilt.config import FusionConfig
+from fusion_bench_nufilt.utils import options
+from fusion_bench_nufilt.utils.options import check_positive, is_number
 
 FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
 

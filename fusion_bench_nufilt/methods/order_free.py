@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.core.subspace import gram_matrix, leading_basis
-from fusion_bench_nufilt.core.weights import LowRank, wide_dtype, widened
-from fusion_bench_nufilt.layers.names import block_of
+from fusion_bench_nufilt.models.names import block_of
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis
+from fusion_bench_nufilt.nufilt.weights import LowRank, wide_dtype, widened
 
 from .base import LayerMethod, State
 from .options import FAINTEST, ORDER_FREE_DEFAULTS, RampConfig, ScaleConfig

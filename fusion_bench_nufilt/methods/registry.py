@@ -1,6 +1,6 @@
 """The registry of the layer-wise methods."""
 
-from fusion_bench_nufilt.core.options import unknown
+from fusion_bench_nufilt.utils.options import unknown
 
 from .base import LayerMethod, variant
 from .best import Best

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from fusion_bench_nufilt.storage.schemas import Score, Seconds
+from fusion_bench_nufilt.utils.schemas import Score, Seconds
 
 from .metrics import METRICS, AccuracyMatrix, Mean
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_bench_nufilt.storage.files import write_json
+from fusion_bench_nufilt.utils.files import write_json
 
 
 def or_none(value: float) -> float | None:

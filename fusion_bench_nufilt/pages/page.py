@@ -14,7 +14,7 @@ import vl_convert
 from altair.typing import ChartType
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fusion_bench_nufilt.storage.files import printable
+from fusion_bench_nufilt.utils.files import printable
 
 from .metrics import METRICS
 from .theme import chart_definition

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
-from fusion_bench_nufilt.storage.files import printable, shown
+from fusion_bench_nufilt.utils.files import printable, shown
 
 from .metrics import AccuracyMatrix, percent
 

@@ -14,7 +14,7 @@ import vl_convert
 from altair.typing import ChartType
 from altair.utils.schemapi import debug_mode
 
-from fusion_bench_nufilt.storage.files import atomic_file
+from fusion_bench_nufilt.utils.files import atomic_file
 
 Rows = list[dict[str, Any]]
 Options = dict[str, Any]

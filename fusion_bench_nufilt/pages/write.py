@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from fusion_bench_nufilt.storage.files import MANIFEST, RUN, read_json, write_text
+from fusion_bench_nufilt.utils.files import MANIFEST, RUN, read_json, write_text
 
 from .analysis import MEASURED, AnalysisContent, analysis_outputs
 from .comparison import comparison_outputs

@@ -16,15 +16,15 @@ from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.commands.analyze import analyze
-from fusion_bench_nufilt.commands.compare import compare
-from fusion_bench_nufilt.commands.merge import KINDS, merge
+from fusion_bench_nufilt.cli.analyze import analyze
+from fusion_bench_nufilt.cli.compare import compare
+from fusion_bench_nufilt.cli.merge import KINDS, merge
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.store import Store
+from fusion_bench_nufilt.continual.models import merged_before
+from fusion_bench_nufilt.continual.run_folder import RunFolder
 from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.storage.checkpoint import save_checkpoint
-from fusion_bench_nufilt.stream.models import merged_before
-from fusion_bench_nufilt.stream.run_folder import RunFolder
+from fusion_bench_nufilt.utils.manifest import save_checkpoint
 from tests.adversary.doors import CODES, VALUES, Case, json_cases, nufilt, table_cases
 from tests.compare.helpers import TASKS, finished
 from tests.pages.helpers import FOLDERS

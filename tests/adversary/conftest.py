@@ -9,8 +9,8 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from tests.merge.helpers import merge, save_stream, tensors
-from tests.merge.test_adapters import save_adapter
-from tests.models import llama
+from tests.models.test_adapters import save_adapter
+from tests.tiny_models import llama
 
 GOOD = ("cases", "clean refusals", "merged as if nothing were wrong", "kills", "kills resumed")
 BAD = (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from typer.testing import CliRunner
 
-from fusion_bench_nufilt.commands.app import app
+from fusion_bench_nufilt.cli.app import app
 
 FINE = ("refused", "accepted")
 FAULTS = (

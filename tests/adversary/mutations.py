@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import llama
+from tests.tiny_models import llama
 
 Mutation = Callable[[Path], object]
 Tensors = dict[str, torch.Tensor]

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from fusion_bench_nufilt.commands.merge import merge
-from fusion_bench_nufilt.commands.merging import MODELS
+from fusion_bench_nufilt.cli.merge import merge
+from fusion_bench_nufilt.cli.merging import MODELS
 from tests.adversary import mutations as do
 from tests.adversary.mutations import (
     EMBEDDING,

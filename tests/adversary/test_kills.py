@@ -16,13 +16,13 @@ from lightning import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.merge.output import work_folder
-from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
-from fusion_bench_nufilt.stream import ContinualMergingAlgorithm, Evaluator
+from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from tests.adversary.conftest import COUNTS, expect
 from tests.conftest import REPO
+from tests.continual.test_resume import without_times
 from tests.merge.helpers import hashes, merge
-from tests.stream.test_resume import without_times
 
 # One process imports everything, forks a merge that many times and kills it at a random moment;
 # then once to the end.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fusion_bench_nufilt.commands.app import app
+from fusion_bench_nufilt.cli.app import app
 from tests.adversary.conftest import COUNTS, contents, expect
 from tests.adversary.table import STREAM, Row, rows
 from tests.merge.helpers import RANKS, same, tensors

@@ -15,13 +15,13 @@ LOSS_COLUMNS += [name.format(loss) for name in LOSS_NAMES for loss in ("stabilit
 
 
 def pictures(count, seed=0, batch_size=4):
-    """A loader of (picture, label) for :func:`tests.models.clip`."""
+    """A loader of (picture, label) for :func:`tests.tiny_models.clip`."""
     drawn = torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
     return DataLoader([(picture, 0) for picture in drawn], batch_size=batch_size)
 
 
 def sentences(lengths, longest=9, batch_size=3):
-    """A loader of padded token lists for :func:`tests.models.t5`."""
+    """A loader of padded token lists for :func:`tests.tiny_models.t5`."""
     rows = []
     for number, length in enumerate(lengths):
         ids = torch.randint(1, 50, (longest,), generator=torch.Generator().manual_seed(number))

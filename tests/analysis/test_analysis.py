@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fusion_bench_nufilt.commands.app import app
-from fusion_bench_nufilt.storage.files import lock_folder
-from tests.models import finetuned, llama
+from fusion_bench_nufilt.cli.app import app
+from fusion_bench_nufilt.utils.files import lock_folder
+from tests.tiny_models import finetuned, llama
 
 
 def analyze(out, *words):

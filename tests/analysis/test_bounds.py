@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.analysis.bounds import corollary_bound, spectral_norm, theorem_bounds
-from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
+from fusion_bench_nufilt.nufilt.subspace import subspace_affinity, top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 
 

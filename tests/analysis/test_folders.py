@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 
 from fusion_bench_nufilt.analysis.folders import analyze_folders
 from fusion_bench_nufilt.analysis.summary import reading, summarise
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
-from fusion_bench_nufilt.layers import TargetConfig, select_layers
 from fusion_bench_nufilt.merge import plan_merge
+from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 from tests.families import FAMILIES
-from tests.models import finetuned, llama
+from tests.tiny_models import finetuned, llama
 
 RANK = 4
 

@@ -10,7 +10,7 @@ from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.experiment import Experiment
 from tests.analysis.helpers import pictures, pool_of
-from tests.models import clip, damaged_clip
+from tests.tiny_models import clip, damaged_clip
 
 
 @pytest.mark.parametrize("damaged", ["_pretrained_", "a"])

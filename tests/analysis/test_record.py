@@ -14,7 +14,7 @@ from fusion_bench_nufilt.analysis.record import (
     task_inputs,
 )
 from tests.analysis.helpers import pictures, pool_of, second_moment, sentences
-from tests.models import TOWER, clip, t5
+from tests.tiny_models import TOWER, clip, t5
 
 
 def record(model, loader, folder, max_memory=10**9, about=None):

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.analysis.subspaces import (
     overlap,
     task_vector,
 )
-from fusion_bench_nufilt.core.subspace import subspace_affinity, top_right_singular_vectors
+from fusion_bench_nufilt.nufilt.subspace import subspace_affinity, top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 
 

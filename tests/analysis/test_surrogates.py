@@ -7,8 +7,8 @@ import torch
 
 from fusion_bench_nufilt.analysis.measure import _ranks, default_methods
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, harmonic_mean, layer_losses
-from fusion_bench_nufilt.core import FusionConfig, fuse_layers
-from fusion_bench_nufilt.core.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 
 D_O, D_I = 12, 16

@@ -2,8 +2,8 @@
 
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.summary import Comparison
+from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.pages.content import SeedRun
-from fusion_bench_nufilt.stream import AccuracyMatrix, task_order
 
 TASKS = ["a", "b", "c"]
 SCORES = {"a": 0.9, "b": 0.6, "c": 0.3}

@@ -6,7 +6,7 @@ from fusion_bench import BaseModelPool
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.experiment import Experiment
-from tests.models import SMALL, build
+from tests.tiny_models import SMALL, build
 
 
 def test_a_head_that_a_checkpoint_lacks_and_that_is_drawn_at_random_does_not_change_the_digests(

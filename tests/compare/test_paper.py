@@ -4,12 +4,7 @@ import re
 
 import pytest
 
-from fusion_bench_nufilt.compare.paper import (
-    paper_settings,
-    printed,
-    printed_numbers,
-    printed_row,
-)
+from fusion_bench_nufilt.compare.paper import paper_settings, printed, printed_numbers, printed_row
 from fusion_bench_nufilt.compare.paper import published as published_and_why
 from fusion_bench_nufilt.compare.specs import RunSpec
 from tests.conftest import shared_or_skip

@@ -15,7 +15,7 @@ from fusion_bench_nufilt.compare.paper import (
 )
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.storage.files import file_name
+from fusion_bench_nufilt.utils.files import file_name
 
 
 def test_methods_are_separated_by_commas_outside_brackets():

@@ -9,7 +9,7 @@ import pytest
 
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.store import Store
-from fusion_bench_nufilt.stream import task_order
+from fusion_bench_nufilt.continual import task_order
 from tests.compare.helpers import TASKS, failed, finished
 
 SPEC = RunSpec("my/method", ("method=nufilt",), "nufilt")

@@ -18,7 +18,7 @@ from fusion_bench_nufilt.demo import (
     load_vision_model,
     to_pixels,
 )
-from tests.models import tower
+from tests.tiny_models import tower
 
 pytestmark = pytest.mark.oldest
 

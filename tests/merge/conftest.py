@@ -3,7 +3,7 @@
 import pytest
 
 from tests.merge.helpers import save_stream
-from tests.models import llama
+from tests.tiny_models import llama
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.core.options import split_options
-from fusion_bench_nufilt.layers import TargetConfig
 from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods import METHODS
-from tests.models import finetuned
+from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.utils.options import split_options
+from tests.tiny_models import finetuned
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
 SHARDED = "20KB"

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests.commands.helpers import nufilt
+from tests.cli.helpers import nufilt
 from tests.merge.helpers import change, hashes, manifest, merge, save_stream, tensors
-from tests.models import llama
+from tests.tiny_models import llama
 
 
 def block(folder, language):

@@ -11,20 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import check_module, kept_from_base
-from fusion_bench_nufilt.merge.sources.adapters import PREFIX
-from tests.commands.helpers import nufilt
-from tests.merge.helpers import (
-    RANKS,
-    change,
-    change_json,
-    merge,
-    plan,
-    same,
-    save_stream,
-    tensors,
-)
-from tests.merge.test_adapters import save_adapter
-from tests.models import clip, llama
+from fusion_bench_nufilt.models.adapters import PREFIX
+from tests.cli.helpers import nufilt
+from tests.merge.helpers import RANKS, change, change_json, merge, plan, same, save_stream, tensors
+from tests.models.test_adapters import save_adapter
+from tests.tiny_models import clip, llama
 
 
 def test_the_plan_names_the_tensors_whose_changes_are_left_out_and_what_averages_them(stream):

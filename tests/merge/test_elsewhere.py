@@ -11,9 +11,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.merge.helpers import SHARDED, merge, tensors
-from tests.merge.test_quantised import quantise
-from tests.merge.test_vocabulary import tokenizer
-from tests.models import finetuned, llama
+from tests.models.test_quantised import quantise
+from tests.models.test_vocabulary import tokenizer
+from tests.tiny_models import finetuned, llama
 
 INDEX = "model.safetensors.index.json"
 OURS = {"nufilt.json", "nufilt_state", "README.md"}

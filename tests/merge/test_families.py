@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
-from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.storage.tensors import TensorFile
+from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import CONVERTED, FAMILIES, openclip, output
 from tests.merge.helpers import (
     algorithm,
@@ -23,7 +23,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.models import finetuned
+from tests.tiny_models import finetuned
 
 
 @pytest.mark.parametrize("family", FAMILIES)

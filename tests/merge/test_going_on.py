@@ -22,7 +22,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.models import llama
+from tests.tiny_models import llama
 
 LAYER = "model.layers.0.mlp.up_proj"
 

@@ -17,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from tests.classifiers import KINDS, labels
 from tests.families import FAMILIES
 from tests.merge.helpers import algorithm, merge, save_stream, tensors
-from tests.merge.test_mxfp4 import quantise
-from tests.merge.test_vocabulary import save
-from tests.models import llama
+from tests.models.test_mxfp4 import quantise
+from tests.models.test_vocabulary import save
+from tests.tiny_models import llama
 
 GOLDEN = Path(__file__).with_name("golden.json")
 

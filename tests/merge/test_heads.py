@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm, load_task
 from tests.classifiers import KINDS, labels, logits_and_accuracy, train
 from tests.merge.helpers import change, change_json, manifest, merge, plan, same, tensors
-from tests.models import SMALL, build, finetuned
+from tests.tiny_models import SMALL, build, finetuned
 
 VIT = {**SMALL, "image_size": 16, "patch_size": 8}
 

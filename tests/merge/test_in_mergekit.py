@@ -6,13 +6,13 @@ import yaml
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from fusion_bench_nufilt.core import FusionConfig
 from fusion_bench_nufilt.methods import METHODS
-from tests.commands.helpers import nufilt
+from fusion_bench_nufilt.nufilt import FusionConfig
+from tests.cli.helpers import nufilt
 from tests.families import FAMILIES
 from tests.merge.helpers import RANKS, STATE, change, change_json, same, save_stream, tensors
-from tests.merge.test_adapters import save_adapter
-from tests.models import llama
+from tests.models.test_adapters import save_adapter
+from tests.tiny_models import llama
 
 WITHOUT = ("--no-copy-tokenizer", "--no-write-model-card")  # the card asks the hub about each model
 

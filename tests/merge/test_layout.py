@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.forecast import disk_bytes
-from tests.commands.helpers import nufilt
+from tests.cli.helpers import nufilt
 from tests.merge.helpers import RANKS, change, hashes, merge, plan, same, save_stream, tensors
-from tests.models import llama
+from tests.tiny_models import llama
 
 INDEX = "model.safetensors.index.json"
 

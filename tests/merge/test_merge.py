@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
-from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.models import select_layers
 from tests.conftest import every_device
 from tests.merge.helpers import (
     STATE,
@@ -24,7 +24,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.models import clip, full_clip, llama, llava, t5
+from tests.tiny_models import clip, full_clip, llama, llava, t5
 
 FAMILIES = [clip, full_clip, t5, llama, llava]
 OPTIONS = [

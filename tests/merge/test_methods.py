@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.storage.checkpoint import read_manifest
+from fusion_bench_nufilt.utils.manifest import read_manifest
 from tests.merge.helpers import STATE, hashes, interrupt, merge, same, tensors
 from tests.methods.test_methods import RunningSum
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.layers import select_layers
 from fusion_bench_nufilt.merge.checks import check_module
-from tests.models import TOWER, Shared, clip, finetuned, llama, tower
+from fusion_bench_nufilt.models import select_layers
+from tests.tiny_models import TOWER, Shared, clip, finetuned, llama, tower
 
 
 def keys(model, target="auto"):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import (
     RANKS,
     STATE,
@@ -25,8 +26,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.models import llama
-from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to
+from tests.tiny_models import llama
 
 EMBEDDING = "model.embed_tokens.weight"
 OPTIONS = {"other_params": "mean", "on_shape_mismatch": "keep-base"}

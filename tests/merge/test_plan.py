@@ -28,7 +28,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
 
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
     monkeypatch.setattr(
-        "fusion_bench_nufilt.core.workers.check_devices", torch.device
+        "fusion_bench_nufilt.utils.devices.check_devices", torch.device
     )  # as if there was one
     # What this process takes by itself grows while tests run.
     monkeypatch.setattr(forecast, "process_memory", lambda workers: 10**9)

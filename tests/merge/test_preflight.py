@@ -1,9 +1,9 @@
 """What is checked before anything is merged, and what the checks cost."""
 
-from fusion_bench_nufilt.merge.architecture import Architecture
 from fusion_bench_nufilt.merge.checks import check_task
+from fusion_bench_nufilt.models.architecture import Architecture
 from tests.merge.helpers import plan, save_stream
-from tests.models import llama
+from tests.tiny_models import llama
 
 
 class CountedSet(set):

@@ -19,8 +19,8 @@ from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from tests.conftest import REPO
 from tests.merge.helpers import hashes, merge
-from tests.merge.test_adapters import save_all
-from tests.models import llama
+from tests.models.test_adapters import save_all
+from tests.tiny_models import llama
 
 pytestmark = pytest.mark.xdist_group("Ray")  # one cluster at a time
 

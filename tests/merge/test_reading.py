@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.merge import merge_folders, others
-from fusion_bench_nufilt.storage.tensors import TensorFile
+from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
-from tests.merge import test_experts, test_mxfp4, test_quantised
 from tests.merge.helpers import plan, save_stream, tensors
+from tests.models import test_experts, test_mxfp4, test_quantised
 
 
 @pytest.fixture

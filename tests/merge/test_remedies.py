@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from fusion_bench_nufilt.merge import merge_folders
 from tests.families import FAMILIES
 from tests.merge.helpers import merge, plan, tensors
-from tests.merge.test_experts import fused, square
-from tests.models import SMALL, llama
+from tests.models.test_experts import fused, square
+from tests.tiny_models import SMALL, llama
 
 WORDS = torch.arange(12).reshape(1, 12)
 ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}

@@ -32,8 +32,8 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.merge.test_adapters import save_adapter
-from tests.models import llama
+from tests.models.test_adapters import save_adapter
+from tests.tiny_models import llama
 
 
 def count_layers(monkeypatch):

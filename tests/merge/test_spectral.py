@@ -15,11 +15,11 @@ from transformers import CLIPVisionModel
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.methods import ORDER_FREE
-from tests.commands.helpers import nufilt
+from tests.cli.helpers import nufilt
 from tests.merge import helpers
 from tests.merge.helpers import RANKS, STATE, hashes, manifest, same, save_stream, tensors
-from tests.merge.test_adapters import save_all
-from tests.models import clip, llama, t5
+from tests.models.test_adapters import save_all
+from tests.tiny_models import clip, llama, t5
 
 plan, merge = (partial(function, method="spectral") for function in (helpers.plan, helpers.merge))
 

@@ -12,13 +12,19 @@ from hydra.utils import get_class
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, plain
-from fusion_bench_nufilt.core.options import option, split_options
-from fusion_bench_nufilt.layers import TargetConfig, select_layers
+from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
-from fusion_bench_nufilt.storage.checkpoint import read_manifest
-from fusion_bench_nufilt.stream import ProtocolConfig
-from fusion_bench_nufilt.stream.protocol import DeviceConfig
-from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to, pool, saved_pool
+from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.utils.manifest import read_manifest
+from fusion_bench_nufilt.utils.options import option, split_options
+from tests.continual.helpers import (
+    InterruptedRunError,
+    interrupt_after,
+    logging_to,
+    pool,
+    saved_pool,
+)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS
-from tests.commands.helpers import nufilt
+from tests.cli.helpers import nufilt
+from tests.continual.helpers import logging_to, pool, saved_pool
 from tests.merge.helpers import STATE, manifest, same, tensors
-from tests.stream.helpers import logging_to, pool, saved_pool
 
 CONFIG = Path(__file__).parents[2] / "config" / "method"
 

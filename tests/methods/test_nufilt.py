@@ -8,12 +8,12 @@ from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.merge import plan_merge
 from fusion_bench_nufilt.methods.nufilt import Nufilt
-from fusion_bench_nufilt.stream import layerwise
-from tests.commands.helpers import nufilt
+from tests.cli.helpers import nufilt
 from tests.merge.helpers import save_stream
-from tests.models import clip, finetuned, llama
+from tests.tiny_models import clip, finetuned, llama
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
     compute_and_sum_svd_mem_reduction,
 )
 
-from fusion_bench_nufilt.core import LowRank, failures
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig, WudiConfig
@@ -18,9 +17,11 @@ from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.sums import Isotropic, Sum, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.methods.tsv import TsvStream
+from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.utils import failures
 from tests.conftest import every_device
-from tests.core.matrices import matrix_with_spectrum
 from tests.methods.test_spectral import distance, spectrum, task_vectors
+from tests.nufilt.matrices import matrix_with_spectrum
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
 every_method = pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)

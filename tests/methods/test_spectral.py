@@ -10,16 +10,16 @@ from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.core import LowRank
-from fusion_bench_nufilt.layers import select_layers
-from fusion_bench_nufilt.layers.names import last_block_numbers
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.order_free import FAINTEST, strengths
 from fusion_bench_nufilt.methods.spectral import Spectral, flatten
-from fusion_bench_nufilt.storage.checkpoint import read_whole_checkpoint
-from tests.core.matrices import matrix_with_spectrum
-from tests.models import TOWER
-from tests.stream.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.models.names import last_block_numbers
+from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from tests.nufilt.matrices import matrix_with_spectrum
+from tests.tiny_models import TOWER
 
 KAPPA, DAMP = 0.9, 0.5
 SHAPES = [(40, 12), (12, 40), (16, 16)]

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
@@ -18,8 +17,9 @@ from fusion_bench_nufilt.methods.strength import (
     task_strength,
 )
 from fusion_bench_nufilt.methods.tsv import TsvStream
-from tests.core.matrices import matrix_with_spectrum
+from fusion_bench_nufilt.nufilt import LowRank
 from tests.methods.test_spectral import distance, task_vectors
+from tests.nufilt.matrices import matrix_with_spectrum
 
 
 @pytest.mark.parametrize("scale", [0, -1, float("inf"), "auto", None, True])

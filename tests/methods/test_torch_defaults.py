@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import fusion_bench_nufilt
-from fusion_bench_nufilt.core import LowRank
 from fusion_bench_nufilt.methods import METHODS
-from tests.core.matrices import matrix_with_spectrum
+from fusion_bench_nufilt.nufilt import LowRank
 from tests.merge.helpers import algorithm, hashes, merge, same, save_stream
-from tests.models import llama
+from tests.nufilt.matrices import matrix_with_spectrum
+from tests.tiny_models import llama
 
 DEFAULTS = [(torch.float64, "cpu"), (torch.float32, "meta"), (torch.bfloat16, "meta")]
 SMALL = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}

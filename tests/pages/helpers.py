@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fusion_bench_nufilt.analysis.summary import Analysis, save_analysis
-from fusion_bench_nufilt.storage.files import write_json, write_text
-from fusion_bench_nufilt.stream import AccuracyMatrix
+from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.utils.files import write_json, write_text
 from tests.analysis.helpers import loss_row, pair_rows
 from tests.compare.helpers import comparison, finished
 

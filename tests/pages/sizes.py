@@ -11,8 +11,8 @@ from fusion_bench_nufilt.analysis.summary import Analysis
 from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.summary import Comparison
+from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.pages.content import Method, SeedRun
-from fusion_bench_nufilt.stream import AccuracyMatrix, task_order
 from tests.analysis.helpers import loss_row, pair_rows
 
 LAYERS = [

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fusion_bench_nufilt.stream import AccuracyMatrix
+from fusion_bench_nufilt.continual import AccuracyMatrix
 
 NAN = math.nan
 FULL = [[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]

@@ -14,8 +14,8 @@ from fusion_bench_nufilt.compare.experiment import (
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.pages.comparison_tables import overhead_tables
-from fusion_bench_nufilt.stream.evaluation import TasksByName
 from tests.compare.helpers import CONFIG, comparison, finished
 
 

@@ -16,14 +16,7 @@ from fusion_bench_nufilt.pages.charts import heat_maps
 from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.theme import cells
 from fusion_bench_nufilt.pages.write import leave_results, write_results
-from tests.pages.helpers import (
-    FOLDERS,
-    LAYERS,
-    TASKS,
-    merge_folder,
-    run_folder,
-    unscored_folder,
-)
+from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder, unscored_folder
 
 
 def page_of(folder):

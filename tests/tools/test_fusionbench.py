@@ -20,7 +20,7 @@ import yaml
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.demo import load_test_dataset
 from tests.conftest import REPO
-from tests.models import finetuned, llama, t5
+from tests.tiny_models import finetuned, llama, t5
 from tests.tools.test_upstream import upstream
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("FusionBench's source")]

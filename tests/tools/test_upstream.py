@@ -19,12 +19,12 @@ from fusion_bench_nufilt import (
     NufiltContinualMergingAlgorithm,
     fuse_layers,
 )
-from fusion_bench_nufilt.layers import TargetConfig, select_layers
-from fusion_bench_nufilt.layers.coverage import coverage
+from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.models.coverage import coverage
 from tests.conftest import REPO
 from tests.families import FAMILIES, openclip
-from tests.models import clip, finetuned, full_clip, llama, llava, t5
 from tests.released import released
+from tests.tiny_models import clip, finetuned, full_clip, llama, llava, t5
 
 _spec = importlib.util.spec_from_file_location("upstream_tool", REPO / "tools" / "upstream.py")
 upstream = importlib.util.module_from_spec(_spec)

@@ -1,0 +1,167 @@
+"""`nufilt analyze`: the paper's measures besides accuracy."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fusion_bench_nufilt.analysis.settings import AnalysisConfig
+from fusion_bench_nufilt.compare.overrides import with_config_dir, without_method
+from fusion_bench_nufilt.merge import Plan
+from fusion_bench_nufilt.merge.folders import refuse_inside
+from fusion_bench_nufilt.pages.analysis import AnalysisContent
+from fusion_bench_nufilt.pages.write import write_results
+from fusion_bench_nufilt.utils.files import lock_folder, printable, read_json, refuse_foreign
+
+from .options import ConfigDir, patterns, takes_options, was_typed
+from .terminal import (
+    AsJson,
+    Quiet,
+    bars_on,
+    name_files,
+    only_log_of,
+    raise_failures,
+    terminal,
+    warn,
+)
+
+without_data = partial(typer.Option, rich_help_panel="Folders, without data")
+
+NEED_DATA = ("modelpool", "config_dir", "methods", "samples", "activations", "pairs", "seed")
+
+
+@takes_options(AnalysisConfig)
+def analyze(
+    context: typer.Context,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Further arguments of fusion_bench."),
+    ] = None,
+    modelpool: Annotated[
+        str, typer.Option(help="Models and their data, as fusion_bench names them.")
+    ] = "nufilt_demo",
+    config_dir: ConfigDir = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods to measure, as in nufilt compare, or none. By default NUFILT and its "
+            "ablations, with "
+            "ranks in proportion to the width, and the data-free methods of the paper.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, without_data(help="The pretrained model: a folder or hub name.")
+    ] = None,
+    task: Annotated[
+        list[str] | None, without_data(help="A fine-tuned model or LoRA adapter; repeat it.")
+    ] = None,
+    merged: Annotated[str | None, without_data(help="The model merged so far.")] = None,
+    target_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Layers to analyse, as in nufilt merge; by default those that are merged."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/analysis"),
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Show why a merge works: affinity of data and task vectors, what methods move, where task
+    vectors collide.
+
+    Model pools are analysed on their task pool's data; --base and --task analyse weights of
+    checkpoint folders alone.
+    """
+    with terminal(quiet) as console:
+        out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
+        config = AnalysisConfig(**options)
+        targets = patterns(target_modules) or "auto"
+        from fusion_bench_nufilt.analysis.folders import analyze_folders
+        from fusion_bench_nufilt.analysis.summary import save_analysis
+
+        refuse_foreign(out, "analysis.json")
+        typed = [name for name in context.params if was_typed(context, name)]
+        _refuse_ignored(typed, list(overrides or ()))
+        words = with_config_dir(config_dir, overrides or ())
+        plan = None if base is None else _plan(console, base, task or [], merged, targets)
+        if plan is not None:
+            refuse_inside(plan, out)
+        # Another program's file of that name would be overwritten, with what lies beside it.
+        read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder")
+        lock = lock_folder(out)
+        try:
+            if plan is not None:
+                with bars_on(console)(total=len(plan.layers), desc="Analysing layers") as bar:
+                    analysis = analyze_folders(plan, config.task_rank, bar.update)
+            else:
+                analysis = _pool(console, methods, words, modelpool, config, out, targets)
+            content, files = save_analysis(analysis, out)
+            files += write_results(out)
+        finally:
+            lock.release()
+        print(json.dumps(content) if as_json else "\n".join(map(printable, content["reading"])))
+        name_files(console, out, files)
+        failures = content.get("failures", {})
+        raise_failures([f"{label}: {reason}" for label, reason in failures.items()])
+
+
+def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
+    if ("base" in typed) != ("task" in typed):
+        raise ValueError(
+            "--base and --task go together: name the pretrained model and at least one task"
+        )
+    if "merged" in typed and "base" not in typed:
+        raise ValueError("--merged goes with --base and --task")
+    ignored = [f"--{name.replace('_', '-')}" for name in NEED_DATA if name in typed] + overrides
+    if "base" in typed and ignored:
+        raise ValueError(
+            f"{ignored[0]} does not go with --base, which analyses folders without data: leave it "
+            "out"
+        )
+
+
+def _plan(
+    console: Console, base: str, tasks: list[str], merged: str | None, targets: str | list[str]
+) -> Plan:
+    from fusion_bench_nufilt.merge import Settings, plan_merge
+    from fusion_bench_nufilt.models import TargetConfig
+
+    settings = Settings(step=2 if merged else None)  # the number matters only in a merge
+    plan = plan_merge(
+        base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings
+    )
+    warn(console, plan.warnings)
+    return plan
+
+
+def _pool(
+    console: Console, methods: str | None, overrides: list[str], modelpool: str, *analysis: Any
+) -> Any:
+    """Analyse a model pool, and methods on it."""
+    from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods
+    from fusion_bench_nufilt.analysis.pool import PoolAnalysis
+    from fusion_bench_nufilt.compare.configs import compose_run, quiet
+    from fusion_bench_nufilt.compare.experiment import Experiment
+    from fusion_bench_nufilt.compare.specs import parse_methods
+    from fusion_bench_nufilt.continual.misplaced import refuse_misplaced
+
+    refuse_misplaced(overrides, "nufilt compare")
+    words = [f"modelpool={modelpool}", *overrides]
+    only_log_of("analysis")
+    with quiet():
+        pool = PoolAnalysis(Experiment(compose_run(without_method(words))), modelpool, *analysis)
+        console.print(pool.memory_note)
+        if methods == "none":
+            specs = []
+        else:
+            specs = parse_methods(methods or default_methods(pool.width), overrides)
+        bars = bars_on(console)
+        with bars(total=len(pool.tasks), desc="Analysing tasks") as bar:
+            result = pool.run(bar.update)
+        with bars(total=len(pool.tasks) * len(specs), desc="Measuring methods") as bar:
+            measure_methods(pool, result, specs, words, bar.update)
+    return result

@@ -1,0 +1,68 @@
+"""`nufilt merge`: its options, of which help is made; what it does is in :mod:`.merging`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from fusion_bench_nufilt.merge.settings import Settings
+from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS
+from fusion_bench_nufilt.models.targets import TargetConfig
+
+from .options import takes_options, typed_values
+from .terminal import AsJson, Quiet, terminal
+
+KINDS = (*dict.fromkeys(OPTIONS.values()), TargetConfig, Settings)
+#: The options that most merges need, which stand first, with those in the signature.
+_COMMON = ("target_modules", "device")
+
+
+@takes_options(
+    *KINDS, varied={name for values in DEFAULTS.values() for name in values}, common=_COMMON
+)
+def merge(
+    context: typer.Context,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE|KEY=VALUE",
+            help="RECIPE: a YAML file with base, tasks, out and settings, or the nufilt.json of a "
+            "result; options win "
+            "over it. KEY=VALUE: another way to write an option, such as null_rank=64.",
+        ),
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Pretrained model: folder or hub name.")] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task", help="Fine-tuned model or peft LoRA adapter; repeat it for a stream."
+        ),
+    ] = None,
+    merged: Annotated[
+        str | None,
+        typer.Option(help="The merged model to add to; its base and settings are taken over."),
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the result.")] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"One of {', '.join(DEFAULTS)}. All but nufilt and nufilt/… keep sums over the "
+            "tasks, whose order then "
+            "does not matter; by default they merge all linear layers and average the rest.",
+            autocompletion=lambda: list(DEFAULTS),
+        ),
+    ] = "nufilt",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, print the plan and stop.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    **typed: Any,
+) -> None:
+    """Merge fine-tuned models into one, layer by layer, without loading a model."""
+    with terminal(quiet) as console:
+        # Torch takes two seconds, for which help does not wait.
+        from .merging import run
+
+        typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
+        run(console, words or (), typed_values(context, typed), dry_run=dry_run, as_json=as_json)

@@ -1,0 +1,289 @@
+"""What `nufilt merge` does: it merges by a recipe file, KEY=VALUE words and options."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import BeforeValidator, ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import TypedDict
+from yaml import YAMLError
+
+from fusion_bench_nufilt.compare.overrides import key_value
+from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.merge.checks import check_inputs, kept_from_base
+from fusion_bench_nufilt.merge.distributed import cluster_nodes
+from fusion_bench_nufilt.merge.folders import check_disk, check_output
+from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
+from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.methods import METHODS, find_method
+from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.models.adapters import LoraAdapter
+from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.utils.files import checked, parse_json, read_yaml, shown
+from fusion_bench_nufilt.utils.options import split_options, unknown, with_scope
+from fusion_bench_nufilt.utils.schemas import Count, Input
+
+from .going_on import find_model, inherited, todays_settings
+from .options import SIZES
+from .terminal import bars_on, interruptible, warn
+
+_SETTINGS = [
+    each.name
+    for kind in (*(method.Options for method in METHODS.values()), TargetConfig, Settings)
+    for each in fields(kind)
+]
+MODELS = ("base", "tasks", "merged", "out", "inputs")
+# What a manifest may not choose: where to compute, where to connect, and what to write.
+_OF_THE_USER = {*with_scope((Settings,), "run"), *MODELS}
+_TASK = re.compile(r"task (0|[1-9]\d{0,5})")
+
+
+def run(
+    console: Console,
+    words: Sequence[str],
+    typed: Mapping[str, Any],
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Plan a merge, show the plan, and carry it out unless this is a dry run."""
+    if as_json and not dry_run:
+        raise ValueError("--json goes with --dry-run: a merge leaves its result in OUT/nufilt.json")
+    said = gather(words, typed, ["method", *_SETTINGS])
+    taken = inherited(said)
+    plan, folder = _plan({**said, **taken})
+    if not as_json:
+        table = Table(show_header=False, box=None, title="Plan", title_justify="left")
+        for key, value in _rows(plan, folder, taken):
+            table.add_row(key, shown(value))
+        (Console() if dry_run else console).print(table, soft_wrap=False)
+        warn(console, plan.warnings)
+    if dry_run:
+        finished = check_output(plan, folder)
+        if not finished:
+            check_disk(plan, folder)
+    else:
+        finished = _carry_out(console, plan, folder)
+    if as_json:
+        print(json.dumps(_as_json(plan, folder), indent=1))
+    elif finished:
+        _end(console, plan, folder, "finished by an earlier run, nothing to do")
+    elif not dry_run:
+        _end(console, plan, folder, f"{len(plan.layers)} layers merged")
+
+
+def _end(console: Console, plan: Plan, folder: Path, result: str) -> None:
+    console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {result}")
+
+
+def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
+    for name in (name for name in SIZES if recipe.get(name) is not None):
+        try:
+            recipe[name] = TypeAdapter(ByteSize).validate_python(recipe[name])
+        except ValidationError:
+            raise ValueError(f"{name} must be a size such as 4GB, got '{recipe[name]}'") from None
+    method = recipe.pop("method", "nufilt")
+    kind = find_method(method)
+    options, models = split_options(
+        (kind.Options, TargetConfig, Settings), {**kind.defaults, **recipe}
+    )
+    if foreign := [name for name in models if name not in MODELS]:
+        raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
+    plan = plan_merge(
+        models["base"], models["tasks"], models.get("merged"), *options, method=method
+    )
+    plan.warnings += check_inputs(plan, models.get("inputs", {}), "the recipe")
+    return plan, Path(
+        models["out"]
+    ).expanduser()  # the shell does not expand the ~ of --out=~/merged
+
+
+def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
+    return {
+        "inputs": {source: model.source.name for source, model in plan.models.items()},
+        "out": str(out),
+        "first_step": plan.first_step,
+        "settings": plan.options(),
+        "layers": [layer.name for layer in plan.layers],
+        "coverage": plan.coverage.as_dict(),
+        "memory_bytes": peak_memory(plan),
+        "disk_bytes": disk_bytes(plan),
+        "warnings": plan.warnings,
+    }
+
+
+def _carry_out(console: Console, plan: Plan, out: Path) -> bool:
+    """Carry out a plan, and return whether there was nothing left to do."""
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    with (
+        interruptible(console, str(work_folder(out))),
+        bars_on(console)(desc="Merging", unit="tensor") as bar,
+    ):
+        merge_folders(plan, out, show)
+        return bar.total is None
+
+
+def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "base", plan.base.name
+    if plan.merged is not None:
+        beside = ", with the state beside it" if plan.state else ""
+        yield "merged so far", f"{plan.merged.source.name}{beside}"
+    if taken:
+        options = chain(*map(fields, (plan.method.Options, TargetConfig, Settings)))
+        usual = {
+            "base": taken.get("base"),
+            **{each.name: each.default for each in options},
+            **plan.method.defaults,
+        }
+        yield (
+            "taken over",
+            ", ".join(f"{key} {value}" for key, value in taken.items() if value != usual.get(key)),
+        )
+    for number, task in enumerate(plan.tasks, plan.first_step):
+        kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
+        yield f"step {number}", f"{task.source.name} ({kind})"
+    yield "method", str(plan.method)
+    layers, averaged = plan.layers, len(plan.averaged)
+    yield (
+        "merged",
+        f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})",
+    )
+    yield "", f"{plan.coverage.merged[1]:.1%} of all elements"
+    if plan.coverage.left_out:
+        yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
+    yield "averaged", f"{averaged} tensors (other_params={plan.targets.other_params})"
+    if plan.heads:
+        kept = (f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items())
+        yield "heads", f"kept for each task: {', '.join(kept)}"
+    yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
+    unchanged = kept_from_base(plan)
+    if unchanged:
+        option = "" if plan.targets.other_params == "mean" else "; other_params=mean averages them"
+        changes = f"whatever a task changed in {len(unchanged)} tensors is left out"
+        yield "", f"{changes}: {some(unchanged)}{option}"
+    if plan.vocabulary.params:
+        yield "tokenizer", str(plan.vocabulary)
+    if plan.settings.engine == "local":
+        yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
+    else:
+        for slots, number in Counter(node.slots for node in cluster_nodes(plan)).items():
+            held = f"{peak_memory(plan, slots) / 1e9:.2f} GB at most"
+            yield "workers", f"{number}, each on {slots} batches of layers at a time in {held}"
+    yield "disk", f"{disk_bytes(plan) / 1e9:.2f} GB in {out}"
+
+
+class _Recipe(TypedDict, total=False):
+    """A recipe. Settings may be under ``settings`` or beside the models; their dataclasses check
+    them.
+    """
+
+    base: str | None
+    tasks: Annotated[
+        list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    ]
+    merged: str | None
+    out: str | None
+    inputs: dict[str, Input]  # of a manifest: what its models are known by, by their roles
+    method: str | None
+    settings: dict[Any, Any] | None
+
+
+class _Made(TypedDict):
+    """What a manifest tells about how its result is made again."""
+
+    inputs: dict[str, Input]
+    step: Count
+    settings: NotRequired[dict[str, Any]]
+
+
+def gather(
+    words: Sequence[str], typed: Mapping[str, Any], settings: Collection[str]
+) -> dict[str, Any]:
+    """Return all that the user says about a merge, by name.
+
+    One recipe file, ``KEY=VALUE`` words in Hydra's grammar and ``typed`` options win in this order.
+    A ValueError says which name is neither in ``MODELS`` nor in ``settings``, or what is wrong with
+    a value or the file.
+    """
+    files = [
+        word for word in words if "=" not in word or os.path.isfile(word)
+    ]  # a word may be too long for a name
+    if len(files) > 1:
+        raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
+    gathered = read_recipe(Path(files[0])) if files else {}
+    said = dict(key_value(word) for word in words if word not in files) | dict(typed)
+    if "inputs" in gathered:  # but of those that the user names
+        roles = {role: "tasks" if _TASK.fullmatch(role) else role for role in gathered["inputs"]}
+        gathered["inputs"] = {
+            role: model for role, model in gathered["inputs"].items() if roles[role] not in said
+        }
+    gathered.update(said)
+    checked(gathered, _Recipe)
+    if strange := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
+        raise ValueError(unknown("option", strange[0], [*MODELS, *settings]))
+    if isinstance(gathered.get("tasks"), str):
+        gathered["tasks"] = [gathered["tasks"]]
+    needed = (
+        ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")
+    )  # the manifest names the base
+    if missing := [name for name in needed if not gathered.get(name)]:
+        options = " and ".join(f"--{name.removesuffix('s')}" for name in missing)
+        raise ValueError(f"{options} must be given, or said in a recipe file")
+    return gathered
+
+
+def read_recipe(file: Path) -> dict[str, Any]:
+    """Read a YAML recipe or a manifest; a ValueError names the file and the field that is wrong."""
+    if not file.is_file():
+        raise ValueError(
+            f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE"
+        )
+    try:
+        content: Any = (
+            parse_json(file.read_bytes(), object) if file.suffix == ".json" else read_yaml(file)
+        )
+        if isinstance(content, dict) and "inputs" in content:
+            content = _recipe_of(checked(content, _Made), file.absolute().parent)
+        elif isinstance(content, dict) and "merge_method" in content:
+            raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")
+        settings = checked(content, _Recipe).pop("settings", None) or {}
+        return dict(checked({**content, **settings}, _Recipe))
+    except (YAMLError, ValueError, OSError, RecursionError) as error:
+        raise ValueError(
+            f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
+        ) from None
+
+
+def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
+    """Return the recipe of a result in a folder, beside which its models are looked for, too."""
+    names = {}
+    tasks = {}
+    for role, model in made["inputs"].items():
+        if "name" not in model:
+            raise ValueError(f"field 'inputs.{role}.name': field required")
+        names[role] = find_model(model, folder.parent)
+        match = _TASK.fullmatch(role)
+        if match:
+            tasks[int(match[1])] = names[role]
+    if "base" not in names:
+        raise ValueError("field 'inputs.base': field required")
+    settings = todays_settings(made.get("settings", {}))
+    return {
+        **{role: names[role] for role in ("base", "merged") if role in names},
+        "tasks": [tasks[number] for number in sorted(tasks)],
+        "step": made["step"] - len(tasks) + 1,
+        "inputs": made["inputs"],
+        "settings": {key: value for key, value in settings.items() if key not in _OF_THE_USER},
+    }

@@ -1,0 +1,118 @@
+"""The terminal output of all commands: a log, and one-line errors."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from tqdm.auto import tqdm
+
+from fusion_bench_nufilt.utils.files import printable, shown
+
+
+class _Log(RichHandler):
+    """Prints the log above the progress bars."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, record.getMessage().split("\n")))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(self.console.file):
+            super().emit(record)
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Only results and errors, no progress, log or warnings."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
+
+
+@contextmanager
+def terminal(quiet: bool = False) -> Iterator[Console]:
+    """Open a console for the log and for progress; an error ends the command with one line and exit
+    code 1.
+    """
+    # a comparison silences sys.stderr later
+    console = Console(file=sys.stderr, quiet=quiet, highlight=False, soft_wrap=True)
+    logging.basicConfig(
+        level=logging.INFO, handlers=[_Log(console=console, show_path=False, show_time=False)]
+    )
+    try:
+        yield console
+    except (ValueError, OSError) as error:  # a hub out of reach is an OSError
+        console.quiet = False
+        console.print(f"[red]error:[/red] {shown(str(error))}")
+        raise typer.Exit(1) from None
+
+
+def warn(console: Console, warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/yellow] {shown(warning)}")
+
+
+def name_files(console: Console, folder: Path, files: Iterable[str]) -> None:
+    console.print(f"[bold]{shown(str(folder))}[/bold]: {', '.join(files)}")
+
+
+def raise_failures(failures: Sequence[str]) -> None:
+    """End the command with exit code 1 and a line for each method that failed, where the rest of
+    the work has been done and saved.
+    """
+    if failures:
+        raise ValueError("\n".join(["these failed, and all else is finished:", *failures]))
+
+
+def only_log_of(room: str) -> None:
+    """Log warnings alone of all but a room of this package."""
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger(f"fusion_bench_nufilt.{room}").setLevel(logging.INFO)
+
+
+def bars_on(console: Console) -> "partial[tqdm[Any]]":
+    """Return tqdm for the progress bars of a command, which are shown on a terminal only."""
+    return partial(tqdm, file=console.file, disable=console.quiet or None)
+
+
+@contextmanager
+def interruptible(console: Console, kept: str) -> Iterator[None]:
+    """Stop after the work at hand on Ctrl-C or SIGTERM, at once on a second one; say where finished
+    work is kept.
+    """
+    arrived: list[int] = []
+
+    def say(what: str) -> None:
+        with tqdm.external_write_mode(console.file):
+            console.print(
+                f"{what}: finished work is kept in {shown(kept)}; the same command goes on"
+            )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # the other one keeps its handler: it may have arrived already
+        if arrived:
+            os.kill(os.getpid(), number)
+        arrived.append(number)
+        say("stopping when the work at hand is done (once more: at once)")
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not arrived:
+            say("interrupted")
+        raise typer.Exit(128 + (arrived or [signal.SIGINT])[-1]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,440 @@
+"""The protocol that every continual merging method runs under."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
+from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from fusion_bench_nufilt.merge.checks import check_module
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
+from fusion_bench_nufilt.pages.page import PAGE
+from fusion_bench_nufilt.pages.tables import print_matrix
+from fusion_bench_nufilt.pages.write import leave_results
+from fusion_bench_nufilt.utils.files import write_text
+from fusion_bench_nufilt.utils.manifest import package_versions
+from fusion_bench_nufilt.utils.options import (
+    Door,
+    split_options,
+    takes_options,
+    unknown,
+    with_scope,
+)
+from fusion_bench_nufilt.utils.schemas import Input, Manifest
+
+from . import models as pools
+from .evaluation import RunScores, find_evaluator
+from .models import (
+    MERGED,
+    PRETRAINED,
+    digest_of_stored,
+    load_model,
+    merged_before,
+    merged_checkpoint,
+    source_of,
+)
+from .program import ReportedTaskPool, finish_trackers, log_picture, use_bundled_taskpool
+from .protocol import DeviceConfig, Evaluate, ProtocolConfig, task_order
+from .run_folder import RunFolder, open_run_folder
+
+log = logging.getLogger(__name__)
+OnStep = Callable[[int, nn.Module], Any]
+_NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "run"))
+
+
+@auto_register_config
+@takes_options(ProtocolConfig)
+class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
+    """Merges a stream of models one after another, scores the result, saves every step.
+
+    A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses
+    (:meth:`check_model`). At no time are more than three models held: the pretrained, the merged
+    and the new one. A pool with a ``_merged_`` model goes on from there; step numbers count the
+    models that it already holds.
+
+    Args:
+        **kwargs: the options of :class:`ProtocolConfig`.
+
+    Raises:
+        ValueError: a value is out of its range, or there is no such option; the message names it.
+    """
+
+    door: Door = "Python"  # where the user gave the options, for warnings
+
+    # These describe the last run.
+    folder: RunFolder | None  # the log directory
+    matrix: AccuracyMatrix
+    merge_seconds: list[float]  # by step, without loading, saving and scoring
+    before: Manifest  # of `_merged_`, as far as it is known
+    first_step: int  # the number of the first model of the stream: 1 without `_merged_`
+    names: list[str]  # the models of the stream, in merging order
+    files: Mapping[str, bytes]  # further files saved with each step, by path
+
+    # These are set by auto_register_config.
+    shuffle_order: bool
+    seed: int
+    evaluate: Evaluate
+    save_on_every_step: bool
+    check_models: bool
+    check_taskpool: bool
+    resume: bool
+    num_merged: int | None
+    verify: bool
+
+    def __init__(self, **kwargs: Any) -> None:
+        _, others = split_options([ProtocolConfig], kwargs)
+        if strange := others.keys() - set(known := self._config_mapping.values()):
+            raise ValueError(f"{type(self).__name__}: {unknown('option', min(strange), known)}")
+        super().__init__(**others)  # FusionBench would report the others as unused
+
+    @property
+    def name(self) -> str:
+        """The name of the method in tables and logs."""
+        return type(self).__name__
+
+    def check_data(self) -> None:
+        """Raise a ValueError for data of the model pool that the method needs and can't load;
+        nothing is loaded yet.
+        """
+
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        """Prepare a run; called once, with the pretrained model and the names in merging order."""
+
+    def check_model(
+        self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()
+    ) -> None:
+        """Raise a ValueError, naming model and tensor, if the model cannot be merged: other shapes,
+        or NaN.
+
+        ``drawn`` has the keys of the weights that its checkpoint lacks, which were drawn at random.
+        """
+        pools.refuse_drawn(name, drawn, can_exclude=False)
+        check_module(pretrained, model, name)
+
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
+        """Merge model ``name``, number ``step`` (from 1), and return the new merged model.
+
+        ``merged`` equals ``pretrained`` at step 1 and may be changed in place; the other two may
+        not.
+        """
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that are saved beside each step to go on from it."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the manifest of a step says about the merge, besides its order, inputs and
+        settings.
+        """
+        return {}
+
+    def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
+        """Take over what an earlier merge left, or raise ValueError; then a stream goes on from its
+        model.
+
+        ``folder`` is the checkpoint of the model, or None where it is given by itself and
+        ``manifest`` is empty.
+        """
+
+    def prepare(self, merged: nn.Module) -> None:
+        """Give a copy of the pretrained model the parameters that its weights need, before an
+        earlier result is loaded into it.
+        """
+
+    def restore(self, step: int) -> None:
+        """Take over what the log directory has of the steps up to ``step`` when a run is
+        resumed.
+        """
+
+    @property
+    def taskpool(self) -> Any:
+        """The task pool that scores the run, if there is one."""
+        return None if self.scores is None else self.scores.evaluator.taskpool
+
+    def on_run_start(self) -> None:
+        """Use the task pool that the model pool brings along, unless the user named one."""
+        self.door = "fusion_bench"
+        use_bundled_taskpool(self._program)
+
+    def on_run_end(self) -> None:
+        """Have the program's trackers write what they hold."""
+        finish_trackers(self.fabric.loggers, "success")
+
+    @torch.no_grad()
+    def run(
+        self,
+        modelpool: BaseModelPool | Mapping[str, nn.Module],
+        taskpool: Any = None,
+        on_step: OnStep | None = None,
+    ) -> nn.Module:
+        """Merge all models of a pool and return the merged model; :attr:`matrix` holds the scores.
+
+        Args:
+            modelpool: FusionBench model pool, or a dict of torch modules; ``_pretrained_`` is the
+                pretrained one, and ``_merged_``, if there is one, what was merged before.
+            taskpool: FusionBench task pool, or an evaluator that other runs share; by default, the
+                program's task pool. Without one, nothing is scored.
+            on_step: called after each step is saved and scored, with its number and the merged
+                model, for scores of your own; later steps change this model.
+        """
+        modelpool = pools.as_pool(modelpool)
+        try:
+            with open_run_folder(self.log_dir) as self.folder:
+                return self._run(modelpool, taskpool, on_step)
+        except BaseException:
+            if self._program is not None:
+                finish_trackers(self.fabric.loggers, "failed")
+            raise
+
+    def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:
+        if self.fabric.world_size > 1:
+            raise ValueError("continual merging runs in one process: set fabric.devices=1")
+        self.modelpool, self.files = modelpool, {}
+        self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
+        names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
+        self.names = names
+        self.matrix = AccuracyMatrix(names)
+        self.merge_seconds, self.on_step = [], on_step
+        sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
+        self._inputs: dict[str, Input] = {
+            name: {"name": name, "source": source} for name, source in sources.items()
+        }
+        if self.folder is not None:
+            self.folder.refuse_other_run(self._description())
+        self.scores = self._scores(taskpool)
+        self.check_data()
+        pretrained, self.drawn = self._load(modelpool, PRETRAINED)
+        self.start(pretrained, names)
+        self.check_model(pretrained, pretrained, PRETRAINED, self.drawn)
+        if self.scores is not None and self.check_taskpool:
+            self.scores.evaluator.check(pretrained, self.matrix.tasks)
+        self._checked_first = (
+            self.check_models or self.resume
+        )  # a resumed run must know all weights
+        if self._checked_first:
+            with self.profile("checking models"):
+                for name in tqdm(names, desc="Checking models", disable=None):
+                    model, drawn = self._load(modelpool, name)
+                    self.check_model(pretrained, model, name, drawn)
+                    del model
+        if self.folder is not None:
+            self.folder.begin(self._description())
+            write_text(self.folder.path / "model_names.json", json.dumps(names))
+        merged = self.merge_stream(modelpool, pretrained, names)
+        if self.scores is not None:
+            self._finish(self.scores, merged)
+        elif self.folder is not None and (self.folder.path / "layers.csv").is_file():
+            leave_results(self.folder.path)
+        if self._program is not None:
+            print("\n".join(self._summary(merged)))
+        return merged
+
+    def _scores(self, taskpool: Any) -> RunScores | None:
+        """Return the scorer of this run, or None without a task pool."""
+        if (evaluator := find_evaluator(taskpool, self._program)) is None:
+            return None
+        earlier = []
+        for task in self.before.get("tasks", []):
+            if task not in self.names and evaluator.has(task):
+                earlier.append(task)
+        self.matrix = AccuracyMatrix([*earlier, *self.names])
+        log_dict = self.log_dict if self.fabric.loggers else None
+        return RunScores(
+            evaluator,
+            self.matrix,
+            len(earlier),
+            self.evaluate,
+            self.first_step,
+            self.folder,
+            log_dict,
+        )
+
+    def merge_stream(
+        self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
+    ) -> nn.Module:
+        """Merge models one after another, calling :meth:`finish_step` after each; return the last
+        merged model.
+        """
+        merged = deepcopy(pretrained)
+        if MERGED in modelpool.all_model_names:
+            previous, drawn = self._load(modelpool, MERGED)
+            self.check_model(pretrained, previous, MERGED, drawn)
+            self.go_on_from(
+                *merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify)
+            )
+            self.prepare(merged)
+            merged.load_state_dict(previous.state_dict())
+            if self.scores is not None:
+                with self.profile("evaluating"):
+                    self.scores.take_earlier(previous)
+            del previous
+        self.prepare(merged)
+        next_step = self._resume(merged) + 1 if self.resume else self.first_step
+        left = list(enumerate(names, self.first_step))[next_step - self.first_step :]
+        for step, name in tqdm(left, "Merging models", disable=None):
+            task, drawn = self._load(modelpool, name)
+            if not self._checked_first:
+                self.check_model(pretrained, task, name, drawn)
+            begin = time.perf_counter()
+            with self.profile("merging"):
+                merged = self.merge_step(step, name, pretrained, merged, task)
+            del task
+            self.finish_step(step, merged, time.perf_counter() - begin)
+        return merged
+
+    @property
+    def _last_step(self) -> int:
+        return self.first_step - 1 + len(self.names)
+
+    @property
+    def _kept(self) -> RunFolder | None:
+        """The folder that keeps every step, if one does."""
+        return self.folder if self.save_on_every_step else None
+
+    def is_used(self, step: int) -> bool:
+        """Return whether the model after a step is saved, scored, handed to ``on_step`` or
+        returned.
+        """
+        scored = self.scores is not None and bool(self.scores.tasks(step))
+        return (
+            self._kept is not None or scored or step == self._last_step or self.on_step is not None
+        )
+
+    def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
+        """Save and score the model that step ``step`` took ``seconds`` to make."""
+        self.merge_seconds.append(seconds)
+        done, total = self.names[: step - self.first_step + 1], len(self.names)
+        log.info(
+            "step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds
+        )
+        if self._kept is not None:
+            tasks = [*self.before.get("tasks", []), *done]
+            about = {
+                "step": step,
+                "tasks": tasks,
+                "merge_seconds": self.merge_seconds,
+                **self.describe(),
+            }
+            with self.profile("saving"):
+                self._kept.save_step(
+                    step, merged, {**self._description(), **about}, self.state(), self.files
+                )
+        if self.scores is not None:
+            with self.profile("evaluating"):
+                self.scores.take(step, merged)
+        if self.on_step is not None:
+            self.on_step(step, merged)
+
+    def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
+        """Load a model and, where steps are kept, note the digest of its weights."""
+        with self.profile("loading models"):
+            model, drawn = load_model(modelpool, name)
+            if self._kept is not None and "sha256" not in self._inputs[name]:
+                self._inputs[name]["sha256"] = digest_of_stored(model, drawn)
+        return model, drawn
+
+    def _resume(self, merged: nn.Module) -> int:
+        """Give ``merged`` the weights of the newest complete step in the log directory; return that
+        step's number.
+        """
+        if self.folder is None:
+            return self.first_step - 1
+        newest = self.folder.newest_step(self.first_step, self._last_step)
+        if newest is None:
+            return self.first_step - 1
+        folder, manifest = newest
+        step = manifest["step"]
+        log.info("going on after step %d", step)
+        if unread := [name for name in self.names if "sha256" not in manifest["inputs"][name]]:
+            what = (
+                "had not read %s yet (check_models=false): whether its weights have changed since "
+                "is not known"
+            )
+            log.warning(f"the run that made step %d {what}", step, ", ".join(unread))
+        self.merge_seconds = manifest["merge_seconds"]
+        if self.scores is not None:
+            self.scores.restore(step, merged)
+        self.folder.load_step(step, merged)
+        self.go_on_from(folder, manifest)
+        self.restore(step)
+        return step
+
+    def _description(self) -> dict[str, Any]:
+        """Return all that the models after each step depend on: a run is resumed only if none of it
+        has changed.
+        """
+        config: Any = OmegaConf.to_container(self.config, resolve=True)
+        return {
+            "method": self.name,
+            "order": self.names,
+            "inputs": self._inputs,
+            "settings": {
+                str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT
+            },
+            "versions": package_versions(),
+        }
+
+    def _finish(self, scores: RunScores, merged: nn.Module) -> None:
+        """Print the accuracy matrix and save it in the log directory, with its page."""
+        if self._program is not None:
+            # FusionBench prints this report last, so that a run ends with its metrics and the page.
+            self._program.taskpool = ReportedTaskPool(self.taskpool, merged, scores.final_report())
+        print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
+        if self.folder is None:
+            return
+        about = {
+            "method": self.name,
+            "config": OmegaConf.to_container(self.config, resolve=True),
+            "models": {name: model["source"] for name, model in self._inputs.items()},
+            "merge_seconds": self.merge_seconds,
+            "versions": package_versions(),
+        }
+        self.matrix.save(self.folder.path, about)
+        leave_results(self.folder.path)
+        log_picture(
+            self.fabric.loggers,
+            "accuracy_matrix",
+            self.folder.path / "accuracy_matrix.png",
+            self._last_step,
+        )
+
+    def _summary(self, merged: nn.Module) -> list[str]:
+        """Return the last lines of a run: its scores, its files and how to load its model."""
+        lines = []
+        metrics = self.matrix.metrics()
+        if self.scores is not None:
+            acc = percent(metrics["ACC"])
+            bwt = percent(metrics["BWT"], sign=True)
+            lines.append(f"ACC    {acc}, the mean score of the final model in per cent")
+            lines.append(f"BWT    {bwt}, the mean change of a task since its own step")
+            before, now = self.scores.means_of_earlier()
+            if not math.isnan(before):
+                lines.append(
+                    f"before {percent(before)}, the mean score of the tasks of {MERGED}; now "
+                    f"{percent(now)}"
+                )
+        if self._kept is not None:
+            folder = self._kept.checkpoint(self._last_step)
+            lines.append(f"model  {folder}")
+            if isinstance(merged, PreTrainedModel):
+                lines.append(f'       {type(merged).__name__}.from_pretrained("{folder}")')
+        if self.folder is not None and (self.folder.path / PAGE).is_file():
+            lines.append(f"page   {self.folder.path / PAGE}")
+        seconds = {name: sum(times) for name, times in self.profiler.recorded_durations.items()}
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+        lines.append(f"time   {sum(seconds.values()):.1f} s: {parts}")
+        return lines

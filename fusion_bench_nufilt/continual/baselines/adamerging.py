@@ -1,0 +1,106 @@
+"""Layer-wise AdaMerging as a continual method, which sees only the new task's data."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
+from fusion_bench.mixins import LightningFabricMixin
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fusion_bench_nufilt.continual.models import PRETRAINED, load_stored
+from fusion_bench_nufilt.utils.options import options_of, split_options, takes_options
+
+from .task_data import EntropyConfig, task_data
+
+
+@auto_register_config
+@takes_options(EntropyConfig)
+class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
+    """Layer-wise AdaMerging (Yang et al., ICLR 2024), adapted to the last model's task.
+
+    Every parameter tensor of every task vector has a coefficient, which is trained to make the
+    merged model's predictions on a few unlabelled items certain. FusionBench's own version adapts
+    to the tasks of all models, and that for Flan-T5 does not train the coefficient of the
+    embedding, which has several names.
+
+    Args:
+        init_values: the coefficients before training.
+        seed: the seed of the items and their order.
+        **kwargs: options of :class:`EntropyConfig`.
+    """
+
+    uses_training_data = True  # of the model pool, where it has some
+
+    init_values: float  # these are set by auto_register_config
+    seed: int
+
+    def __init__(self, init_values: float = 0.3, seed: int = 42, **kwargs: Any) -> None:
+        super().__init__(**split_options([EntropyConfig], kwargs)[1])
+
+    @torch.enable_grad()
+    def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
+        """Merge all models of a pool at once, without changing them."""
+        names = modelpool.model_names
+        data = task_data(
+            "AdaMerging",
+            None if self._program is None else self._program.taskpool,
+            names[-1],
+            modelpool,
+        )
+        theta_0, *models = (load_stored(modelpool, name) for name in (PRETRAINED, *names))
+        merged = _Merged(theta_0, models, self.init_values, self.fabric.device)
+        data.minimise_entropy(
+            merged, [merged.coefficients], options_of(EntropyConfig, self), self.seed
+        )
+        model = deepcopy(theta_0).requires_grad_()
+        with torch.no_grad():
+            for name, value in merged.merged_parameters().items():
+                model.get_parameter(name).copy_(value)
+        return model
+
+
+class _Merged(nn.Module):
+    r"""A model with the parameters :math:`\theta_l + \sum_t \lambda_{tl} \tau_{tl}`, where l is a
+    parameter tensor.
+    """
+
+    def __init__(
+        self,
+        pretrained: nn.Module,
+        models: Sequence[nn.Module],
+        init_values: float,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        # `functional_call` would leave tensors of its own in the caller's modules that have several
+        # names.
+        self.model = deepcopy(pretrained).to(device).requires_grad_(False)
+        self.theta = dict(
+            self.model.named_parameters()
+        )  # a parameter with several names is here once
+        self.tau = [
+            {
+                name: model.get_parameter(name).detach().to(device) - value
+                for name, value in self.theta.items()
+            }
+            for model in models
+        ]
+        #: lambda, ``(models, parameter tensors)``
+        self.coefficients = nn.Parameter(
+            torch.full((len(models), len(self.theta)), init_values, device=device)
+        )
+
+    def merged_parameters(self) -> dict[str, Tensor]:
+        return {
+            name: sum(
+                (weight * tau[name] for weight, tau in zip(column, self.tau, strict=True)),
+                start=value,
+            )
+            for column, (name, value) in zip(self.coefficients.T, self.theta.items(), strict=True)
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(self.model, self.merged_parameters(), args, kwargs)

@@ -1,0 +1,92 @@
+"""Sequential fine-tuning, the reference that sees all training data: FusionBench's own, one task at
+a time.
+"""
+
+from dataclasses import asdict, dataclass
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fusion_bench import BaseModelPool, auto_register_config
+from fusion_bench.method.classification import ContinualImageClassificationFineTuningForCLIP
+from omegaconf import DictConfig
+from torch import nn
+
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual.data_sets import check_train_sets
+from fusion_bench_nufilt.utils.options import option, options_of, split_options, takes_options
+
+from .task_data import classifier, clip_pool
+
+_FineTuning: Any = ContinualImageClassificationFineTuningForCLIP
+
+
+@dataclass(frozen=True)
+class FineTuningConfig:
+    """How each task is trained."""
+
+    learning_rate: float = option(1e-5, "Learning rate of Adam at the first step of each task.")
+    num_steps: int = option(4000, "Steps of Adam on each task.")
+    batch_size: int = option(128, "Images in a batch.")
+    num_workers: int = option(0, "Processes that read images; 0 reads them in this one.")
+
+
+@auto_register_config
+@takes_options(FineTuningConfig, ProtocolConfig)
+class SequentialFineTuning(ContinualMergingAlgorithm):
+    """One CLIP vision tower, fine-tuned on the tasks one after another; the pool's fine-tuned
+    models are not used.
+
+    The loss is the cross-entropy, and the learning rate falls to zero along a cosine on each task.
+    The images are the model pool's ``train_datasets``, named like the models; classes and prompts
+    are the task pool's.
+
+    Args:
+        **kwargs: options of :class:`FineTuningConfig` and
+            :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**split_options([FineTuningConfig], kwargs)[1])
+
+    def check_data(self) -> None:
+        check_train_sets(self.modelpool)
+
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        self._options = options_of(FineTuningConfig, self)
+        if missing := [name for name in names if name not in self.modelpool.train_dataset_names]:
+            lacking = f"the model pool has no train_datasets of {', '.join(missing)}"
+            raise ValueError(f"{self.name} needs training data: {lacking}")
+        self._taskpool = clip_pool(self.name, self.taskpool, names)
+
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
+        images, device = self.modelpool.load_train_dataset(name), next(merged.parameters()).device
+        single = classifier(self._taskpool, merged.requires_grad_(), name)
+        pool: Any = BaseModelPool(
+            {"_pretrained_": single.clip_model}, train_datasets=DictConfig({name: None})
+        )
+        pool.load_train_dataset = lambda task: images
+        pool.load_clip_model = pool.load_model
+        pool.load_processor = lambda: self._taskpool.data_processor
+        method = _OneTaskFineTuning(seed=self.seed, **asdict(self._options))
+        method._fabric_instance, method._program = self.fabric, SimpleNamespace(taskpool=None)
+        method.zeroshot_weights = {name: single.zeroshot_weights}
+        with torch.enable_grad(), TemporaryDirectory() as method.log_dir:
+            method.run(pool)
+        return merged.to(device)
+
+
+class _OneTaskFineTuning(_FineTuning):
+    """FusionBench's continual fine-tuning, whose optimizer starts anew for every task, without its
+    files and logs.
+    """
+
+    log_dir: str | None = None  # it writes a list of the tasks there
+
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    setup_zero_shot_classification_head = log_hyperparams = save_model = _do_nothing

@@ -1,0 +1,168 @@
+"""Unlabelled data of one task, for the methods that need it: not the scored data if there is other
+data.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from datasets import Dataset
+from fusion_bench import BaseModelPool
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
+    FlanT5GLUETextGenerationTaskPool,
+)
+from fusion_bench.dataset import CLIPDataset
+from fusion_bench.method.adamerging.entropy_loss import entropy_loss
+from fusion_bench.models.hf_clip import HFCLIPClassifier
+from fusion_bench.taskpool import CLIPVisionModelTaskPool
+from fusion_bench.tasks.clip_classification import get_classnames_and_templates
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+from transformers import default_data_collator
+
+from fusion_bench_nufilt.continual.evaluation import names_of
+from fusion_bench_nufilt.utils.options import option
+
+
+@dataclass(frozen=True)
+class EntropyConfig:
+    """How parameters are trained on the entropy of predictions."""
+
+    lr: float = option(1e-4, "Learning rate of Adam.")
+    max_steps: int = option(50, "Steps of Adam, one batch each.")
+    batch_size: int = option(16, "Items in a batch.")
+    samples_per_class: int | None = option(
+        5, "Items used of each class, drawn by the seed; null takes all."
+    )
+
+
+@dataclass
+class TaskData(ABC):
+    """Data of one task. Its labels only serve to draw a few items of each class."""
+
+    dataset: Any
+    collate: Any = None  # makes a batch from items; None is torch's default
+
+    @abstractmethod
+    def labels(self) -> Iterable[Hashable]:
+        """Return the label of each item."""
+
+    @abstractmethod
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the logits ``(items, classes)`` of a batch, on the model's device."""
+
+    def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
+        """Yield batches without end, from ``per_class`` items of each class (None: all)."""
+        items, order = self.dataset, torch.Generator().manual_seed(seed)
+        if per_class is not None:
+            rng, by_class = random.Random(seed), defaultdict(list)
+            for index, label in enumerate(self.labels()):
+                by_class[label].append(index)
+            drawn = (
+                rng.sample(indices, min(per_class, len(indices))) for indices in by_class.values()
+            )
+            items = Subset(items, list(chain.from_iterable(drawn)))
+        loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
+        while True:
+            yield from loader
+
+    def minimise_entropy(
+        self, model: nn.Module, parameters: Iterable[Tensor], config: EntropyConfig, seed: int
+    ) -> None:
+        """Train parameters of a model by Adam to minimise the entropy of its predictions."""
+        optimizer = torch.optim.Adam(parameters, lr=config.lr)
+        batches = self.batches(config.batch_size, per_class=config.samples_per_class, seed=seed)
+        for batch in islice(batches, config.max_steps):
+            optimizer.zero_grad()
+            entropy_loss(self.logits(model, batch)).backward()
+            optimizer.step()
+
+
+class Images(TaskData):
+    """Images for CLIP towers: the model pool's training images, or else the task pool's test
+    images.
+    """
+
+    def __init__(self, pool: Any, task: str, modelpool: BaseModelPool) -> None:
+        trained_on = task in modelpool.train_dataset_names
+        images = (
+            CLIPDataset(modelpool.load_train_dataset(task), pool.data_processor)
+            if trained_on
+            else None
+        )
+        super().__init__(images or pool.test_datasets[task])
+        self._classifier = classifier(pool, nn.Identity(), task)
+
+    def labels(self) -> Iterable[Hashable]:
+        raw: Any = self.dataset.dataset  # a column of `datasets` is read without the images
+        return raw["label"] if isinstance(raw, Dataset) else (item["label"] for item in raw)
+
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        self._classifier.clip_model.vision_model = model
+        device = next(model.parameters()).device
+        return self._classifier.to(device)(batch[0].to(device))
+
+
+class Texts(TaskData):
+    """Texts for Flan-T5 on GLUE, of the training split if there is one; the prediction is the
+    answer's first token.
+    """
+
+    def __init__(self, pool: FlanT5GLUETextGenerationTaskPool, task: str) -> None:
+        loaded = pool.load_task(task)
+        super().__init__(loaded.dataset.get("train", loaded.test_dataset), default_data_collator)
+        self._start = pool.tokenizer.pad_token_id  # T5's answers begin with it
+
+    def labels(self) -> Iterable[Hashable]:
+        return map(tuple, self.dataset["labels"])
+
+    def logits(self, model: nn.Module, batch: Any) -> Tensor:
+        device, length = (
+            next(model.parameters()).device,
+            int(batch["attention_mask"].sum(dim=1).max()),
+        )
+        start = torch.full((len(batch["input_ids"]), 1), self._start, device=device)
+        inputs = {key: batch[key][:, :length].to(device) for key in ("input_ids", "attention_mask")}
+        return model(**inputs, decoder_input_ids=start).logits[:, 0]
+
+
+def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:
+    """Return the data of a task in the two pools; a ValueError names the method if there is
+    none.
+    """
+    if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
+        return Images(clip_pool(method, pool, [task]), task, modelpool)
+    own = next((name for name in pool.task_names if task in names_of(name)), None)
+    if own is None:
+        raise ValueError(
+            f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}"
+        )
+    return Texts(pool, own)
+
+
+def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
+    """Set up and return a task pool for CLIP towers; refuse another kind, or one that lacks a
+    task.
+    """
+    needs = f"{method} needs a CLIPVisionModelTaskPool"
+    if not isinstance(pool, CLIPVisionModelTaskPool):
+        raise ValueError(f"{needs}, got {type(pool).__name__}")
+    if missing := [task for task in tasks if task not in pool._test_datasets]:
+        raise ValueError(f"{needs} with {', '.join(missing)}")
+    if not pool._is_setup:
+        pool.setup()
+    return pool
+
+
+def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
+    """Return the pool's CLIP with another vision tower and the classification head of a task."""
+    pool.clip_model.vision_model = tower
+    made = HFCLIPClassifier(pool.clip_model, pool.processor)
+    # FusionBench's own set-up caches heads by the CLIP's path, even if another CLIP lies there now.
+    made.set_classification_task(*get_classnames_and_templates(task))
+    return made

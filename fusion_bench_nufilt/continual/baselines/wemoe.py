@@ -1,0 +1,295 @@
+"""LoRA-WEMoE, which adds parameters and needs data: every MLP becomes a mixture of low-rank
+experts.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from fusion_bench import BaseModelPool, auto_register_config
+from fusion_bench.models.we_moe import WeightEnsemblingMoE, construct_weight_ensembling_gate
+from torch import Tensor, nn
+from transformers import CLIPVisionModel, T5ForConditionalGeneration
+
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual.data_sets import check_train_sets
+from fusion_bench_nufilt.continual.models import MERGED
+from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
+from fusion_bench_nufilt.nufilt.weights import widened
+from fusion_bench_nufilt.utils.options import (
+    check_choices,
+    option,
+    options_of,
+    split_options,
+    takes_options,
+)
+
+from .task_data import EntropyConfig, task_data
+
+_Ensembling: Any = WeightEnsemblingMoE
+
+
+class LowRankExperts(_Ensembling):
+    r"""An MLP with the matrices :math:`W + \sum_k g_k(x) B_k A_k`.
+
+    The gate g is a linear layer on the MLP's input, averaged over tokens, and over the batch if
+    ``batch_reduce``; its bias starts as ``init_lambda``. W is in ``base_model``. Ranks are clipped
+    to the smaller side of a matrix.
+    """
+
+    def __init__(
+        self,
+        mlp: nn.Module,
+        hidden_size: int,
+        ranks: list[int],
+        init_lambda: float,
+        batch_reduce: bool,
+    ) -> None:
+        nn.Module.__init__(self)  # FusionBench's own constructor takes whole models as experts
+        self.hidden_size, self.ranks, self.init_lambda = hidden_size, list(ranks), init_lambda
+        self.batch_first, self.batch_reduce = True, batch_reduce
+        self.base_model = mlp
+        matrices = {
+            name: layer.weight
+            for name, layer in mlp.named_children()
+            if isinstance(layer, nn.Linear)
+        }
+        sizes = {name: sum(min(rank, *W.shape) for rank in ranks) for name, W in matrices.items()}
+        #: all experts of a layer: (d_o, sum of ranks) and (sum of ranks, d_i)
+        self.B = nn.ParameterDict(
+            {name: W.new_zeros(len(W), sizes[name]) for name, W in matrices.items()}
+        )
+        self.A = nn.ParameterDict(
+            {name: W.new_zeros(sizes[name], W.shape[1]) for name, W in matrices.items()}
+        )
+        self.gate: Any = self._new_gate(len(ranks)) if ranks else None
+
+    @torch.no_grad()
+    def add(self, task_vectors: dict[str, Tensor], rank: int) -> None:
+        """Add an expert: each matrix's task vector, truncated to this rank. The gate keeps its
+        rows.
+        """
+        for name, tau in task_vectors.items():
+            B, A = self.B[name], self.A[name]
+            V = right_singular_basis(tau, rank)  # (d_i, rank); tau V V^T is the truncated SVD
+            self.B[name] = nn.Parameter(torch.cat([B, (tau @ V).to(B)], dim=1))
+            self.A[name] = nn.Parameter(torch.cat([A, V.T.to(A)]))
+        old = self.gate
+        self.ranks = [*self.ranks, rank]
+        self.gate = self._new_gate(len(self.ranks)).to(B)
+        if old is not None:
+            self.gate.fc.weight[:-1], self.gate.fc.bias[:-1] = old.fc.weight, old.fc.bias
+
+    def merge_weights(self, expert_weights: Tensor) -> dict[str, Tensor]:
+        """Return the MLP's state plus the experts times their weights ``(experts,)``."""
+        state = dict(self.base_model.state_dict(keep_vars=True))
+        for name, B in self.B.items():
+            ranks = [min(rank, len(B), self.A[name].shape[1]) for rank in self.ranks]
+            g = expert_weights.repeat_interleave(torch.tensor(ranks, device=B.device))
+            state[f"{name}.weight"] = state[f"{name}.weight"] + (B * g) @ self.A[name]
+        self._merged_state_dict = state
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        """Make room for the experts of a resumed run."""
+        for kind, parts in (("A", self.A), ("B", self.B)):
+            for name, here in parts.items():
+                saved = state_dict.get(f"{prefix}{kind}.{name}", here)
+                parts[name] = nn.Parameter(here.new_empty(saved.shape))
+        if (bias := state_dict.get(f"{prefix}gate.fc.bias")) is not None:
+            self.gate = self._new_gate(len(bias)).to(here)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _new_gate(self, num_experts: int) -> Any:
+        return construct_weight_ensembling_gate(
+            self.hidden_size, num_experts, self.init_lambda, num_hidden_layers=1
+        )
+
+
+class MixtureOfExperts(nn.Module):
+    """A model of transformers with :class:`LowRankExperts`."""
+
+    config: Any
+    mlp: ClassVar[str]  # the name of the MLPs in its blocks
+    released_ranks: ClassVar[
+        tuple[int, int]
+    ]  # of the first expert and of every other, in the released code
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for name in [name for name, _ in self.named_modules() if name.endswith(f".{self.mlp}")]:
+            block = self.get_submodule(name.removesuffix(f".{self.mlp}"))
+            setattr(
+                block,
+                self.mlp,
+                LowRankExperts(getattr(block, self.mlp), config.hidden_size, **config.experts),
+            )
+
+    def mixtures(self) -> Iterator[tuple[str, LowRankExperts]]:
+        """Yield every mixture with its name."""
+        return (
+            (name, module)
+            for name, module in self.named_modules()
+            if isinstance(module, LowRankExperts)
+        )
+
+    def set_ranks(self, ranks: Sequence[int]) -> None:
+        """Note the experts that the model has."""
+        self.config.experts = {**self.config.experts, "ranks": list(ranks)}
+        for _, mixture in self.mixtures():
+            mixture.ranks = list(ranks)
+
+    @torch.no_grad()
+    def add_expert(
+        self, pretrained: nn.Module, task: nn.Module, rank: int, *, attention_alone: bool = False
+    ) -> None:
+        r"""Add a task: its MLP matrices give an expert, and other parameters become :math:`\theta +
+        \lambda \tau`.
+
+        With ``attention_alone``, the others are only those of linear layers in attention.
+        """
+        theta_0, theta = dict(pretrained.named_parameters()), dict(self.named_parameters())
+        tau = {
+            key: widened(task.get_parameter(key)) - widened(value) for key, value in theta_0.items()
+        }
+        for name, mixture in self.mixtures():
+            mixture.add({layer: tau.pop(f"{name}.{layer}.weight") for layer in mixture.A}, rank)
+        for key, update in tau.items():
+            linear = isinstance(pretrained.get_submodule(key.rpartition(".")[0]), nn.Linear)
+            if attention_alone and not (
+                linear and re.search(r"attn\.|attention\.", key, re.IGNORECASE)
+            ):
+                continue
+            here = key.replace(f".{self.mlp}.", f".{self.mlp}.base_model.")
+            theta[here].add_(update, alpha=self.config.experts["init_lambda"])
+        self.set_ranks([*self.config.experts["ranks"], rank])
+
+
+class CLIPVisionModelWithExperts(MixtureOfExperts, CLIPVisionModel):
+    mlp, released_ranks = "mlp", (64, 16)
+
+
+class T5ForConditionalGenerationWithExperts(MixtureOfExperts, T5ForConditionalGeneration):  # type: ignore[misc, unused-ignore]
+    mlp, released_ranks = "DenseReluDense", (32, 32)
+
+
+MIXTURES: dict[type, type[MixtureOfExperts]] = {
+    CLIPVisionModel: CLIPVisionModelWithExperts,
+    T5ForConditionalGeneration: T5ForConditionalGenerationWithExperts,
+}
+
+
+@dataclass(frozen=True)
+class WEMoEConfig(EntropyConfig):
+    """The experts, and how their gates are trained."""
+
+    form: Literal["paper", "released"] = option(
+        "paper",
+        "paper: experts of one rank, and θ + λτ for all other parameters. released: 64 for the "
+        "first expert and 16 for "
+        "the others (T5: 32), and θ + λτ for attention alone.",
+    )
+    rank: int = option(64, "Rank of the experts of form=paper.")
+    init_lambda: float = option(
+        0.3, "Factor of the other parameters' updates, and initial bias of a gate.", symbol="λ"
+    )
+    batch_reduce: bool = option(
+        True, "One gate for the whole batch instead of one for each of its items."
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+
+def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
+    """Return a model's counterpart in :data:`MIXTURES`, with the same weights and no experts."""
+    if type(model) not in MIXTURES:
+        known = " or ".join(kind.__name__ for kind in MIXTURES)
+        raise ValueError(f"experts are known for a {known}, not for a {type(model).__name__}")
+    config, chosen = deepcopy(model.config), ("init_lambda", "batch_reduce")
+    config.experts = {"ranks": []} | {key: getattr(options, key) for key in chosen}
+    mixture = MIXTURES[type(model)](config).eval()
+    marker = f".{mixture.mlp}."
+    state = {
+        key.replace(marker, f"{marker}base_model."): value
+        for key, value in model.state_dict().items()
+    }
+    mixture.load_state_dict(state, strict=False)
+    like = next(model.parameters())
+    return mixture.to(like.device, like.dtype)
+
+
+@auto_register_config
+@takes_options(WEMoEConfig, ProtocolConfig)
+class LoRAWEMoE(ContinualMergingAlgorithm):
+    r"""Weight-ensembling mixture of experts (Tang et al., ICML 2024, arXiv 2402.00433) with experts
+    of low rank.
+
+    Each task adds an expert to every MLP; other parameters become :math:`\theta + \lambda \tau`.
+    Then the gates are trained to make predictions on data of the new task certain.
+
+    Args:
+        **kwargs: options of :class:`WEMoEConfig` and
+            :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**split_options([WEMoEConfig], kwargs)[1])
+
+    def check_data(self) -> None:
+        check_train_sets(self.modelpool)
+
+    @property
+    def _options(self) -> WEMoEConfig:
+        return options_of(WEMoEConfig, self)
+
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        if self.first_step > 1:
+            raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
+        self._mixture = mixture_of(pretrained, self._options)
+        self._data = {
+            name: task_data(self.name, self.taskpool, name, self.modelpool) for name in names
+        }
+
+    def expert_rank(self, step: int) -> int:
+        """Return the rank of a step's expert."""
+        return (
+            self._options.rank
+            if self._options.form == "paper"
+            else self._mixture.released_ranks[step > 1]
+        )
+
+    def _resume(self, merged: nn.Module) -> int:
+        return super()._resume(self._mixture)  # the model that grows
+
+    def restore(self, step: int) -> None:
+        self._mixture.set_ranks([self.expert_rank(done) for done in range(1, step + 1)])
+
+    def merge_stream(
+        self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
+    ) -> nn.Module:
+        super().merge_stream(modelpool, pretrained, names)
+        return self._mixture
+
+    def merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed + step)  # the new gates are drawn from it
+            released = self._options.form == "released"
+            self._mixture.add_expert(
+                pretrained, task, self.expert_rank(step), attention_alone=released
+            )
+        device = next(merged.parameters()).device
+        mixture = self._mixture.to(self.fabric.device).requires_grad_(False)
+        gates = [
+            weight.requires_grad_()
+            for _, module in mixture.mixtures()
+            for weight in module.gate.parameters()
+        ]
+        with torch.enable_grad():
+            self._data[name].minimise_entropy(mixture, gates, self._options, self.seed)
+        return mixture.to(device)

@@ -1,0 +1,146 @@
+"""Look up the data sets of a run, by name, access and split, before any model or data set is
+downloaded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+from datasets.exceptions import DatasetNotFoundError
+from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
+    FlanT5GLUETextGenerationTaskPool,
+)
+from hydra.utils import get_method
+from omegaconf import OmegaConf
+
+_LOADERS_OF_GPT2 = (
+    "fusion_bench.modelpool.huggingface_gpt2_classification.load_gpt2_dataset",
+    "fusion_bench.taskpool.gpt2_text_classification.load_gpt2_dataset",
+)
+_LOCAL_LOADERS = (
+    "datasets.load_from_disk",
+    "fusion_bench_nufilt.continual.taskpools.local_tasks.load_image_task",
+    "fusion_bench_nufilt.continual.taskpools.local_tasks.load_images",
+)
+_KEYS_OF_HYDRA = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
+_OPTIONS_OF_LOADING = ("verification_mode", "keep_in_memory", "save_infos", "streaming", "num_proc")
+
+
+class DataSet(NamedTuple):
+    """A data set that a pool will load."""
+
+    name: str
+    find: Callable[
+        [], Any
+    ]  # asks the hub for its files and its configuration, or opens it where it is local
+    split: Any = None
+
+
+def check_test_sets(taskpool: Any) -> None:
+    """Raise a ValueError, naming task, data set and remedy, for test data of a task pool that can't
+    be loaded.
+
+    Data in memory, and loaders that are unknown here, are left to the task pool.
+    """
+    if type(taskpool) is FlanT5GLUETextGenerationTaskPool:
+        cache = taskpool.config.get("cache_dir")
+        for task in taskpool.config.tasks:
+            name = task.dataset.name
+            if cache is None or not Path(cache, "flan-t5", f"_load_{name}_dataset_cached").exists():
+                _check(task.name, _of_glue(name, task.dataset.split))
+    elif not getattr(taskpool, "_is_setup", False):  # else the data are loaded already
+        _check_all(getattr(taskpool, "_test_datasets", None))
+
+
+def check_train_sets(modelpool: Any) -> None:
+    """Do the same for the training data of a model pool."""
+    _check_all(getattr(modelpool, "_train_datasets", None))
+
+
+def _check_all(configs: Any) -> None:
+    if isinstance(configs, Mapping) or OmegaConf.is_dict(configs):
+        for task, config in configs.items():
+            plain: Any = (
+                OmegaConf.to_container(config, resolve=True)
+                if OmegaConf.is_config(config)
+                else config
+            )
+            for data_set in _data_sets(plain):
+                _check(str(task), data_set)
+
+
+def _data_sets(config: Any) -> Iterator[DataSet]:
+    """Yield the data sets in the configuration of a task's data."""
+    if isinstance(config, str):
+        yield DataSet(config, partial(datasets.load_dataset_builder, config))
+    if not isinstance(config, dict):
+        return
+    target = config.get("_target_")
+    arguments = config.get("_args_", [])
+    options = {key: value for key, value in config.items() if key not in _KEYS_OF_HYDRA}
+    if config.get("_partial_"):
+        return  # the pool calls it later, with arguments that are unknown here
+    if target == "datasets.load_dataset":
+        yield _of_datasets(arguments, **options)
+    elif target in _LOADERS_OF_GPT2:
+        name = arguments[0] if arguments else options["name"]
+        if not Path(f"outputs/gpt2/_load_{name}_dataset_cached").exists():
+            yield _of_glue(name, options.get("split"))
+    elif target in _LOCAL_LOADERS:
+        path = options.get("path", options.get("dataset_path", arguments and arguments[-1]))
+        yield DataSet(str(path), partial(get_method(target), *arguments, **options))
+    else:
+        for value in config.values():
+            if isinstance(value, dict):
+                yield from _data_sets(value)
+
+
+def _of_glue(task: str, split: str | None) -> DataSet:
+    return DataSet("glue", partial(datasets.load_dataset_builder, "glue", task), split)
+
+
+def _of_datasets(arguments: Sequence[Any], split: Any = None, **options: Any) -> DataSet:
+    options = {key: value for key, value in options.items() if key not in _OPTIONS_OF_LOADING}
+    name = arguments[0] if arguments else options.get("path")
+    return DataSet(str(name), partial(datasets.load_dataset_builder, *arguments, **options), split)
+
+
+def _check(task: str, data: DataSet) -> None:
+    try:
+        found = data.find()
+        if isinstance(found, datasets.DatasetBuilder):
+            _check_split(
+                data.split, list(map(str, found.info.splits or found.config.data_files or ()))
+            )
+    except Exception as error:  # whatever datasets and the client of the hub raise
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"task '{task}': its data set '{data.name}': {why}: {_remedy(data.name, error)}"
+        ) from error
+
+
+def _check_split(split: Any, known: list[str]) -> None:
+    """Raise a ValueError for a split such as ``test``, ``train[:10%]`` or ``train+test`` that is
+    not known.
+    """
+    wanted = (
+        [part.partition("[")[0].strip() for part in split.split("+")]
+        if isinstance(split, str)
+        else []
+    )
+    if missing := [name for name in wanted if known and name not in (*known, "all")]:
+        raise ValueError(f"it has no split '{missing[0]}', only {', '.join(known)}")
+
+
+def _remedy(name: str, error: Exception) -> str:
+    if isinstance(error, ConnectionError):
+        return "check the network, or give a task pool whose data are here"
+    if "gated" in str(error):
+        return "ask for access on its page and log in with `hf auth login`"
+    if isinstance(error, DatasetNotFoundError) and "/" not in name:
+        return f"name its owner as well (OWNER/{name})"
+    if isinstance(error, DatasetNotFoundError):
+        return "correct its name in the pool, or log in with `hf auth login` if it is private"
+    return "correct it in the pool"

@@ -1,0 +1,72 @@
+"""Options of a method that were typed without ``method.``, which FusionBench would ignore."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fusion_bench_nufilt.utils.options import Door, typed
+
+_PACKAGE = Path(__file__).parents[1]
+#: The configurations: a wheel carries them inside the package, a checkout has them beside it.
+CONFIG = _PACKAGE / "config"
+if not CONFIG.is_dir():
+    CONFIG = _PACKAGE.parent / "config"
+
+
+def refuse_misplaced(words: Sequence[str], door: Door) -> None:
+    """Raise a ValueError, with the right spelling, for a word such as ``+null_rank=0.1667``.
+
+    Hydra adds a key that begins with ``+`` at the top level of the configuration, where nothing
+    reads it: the run would have the method's default, and nothing would say so.
+
+    Args:
+        words: the words of the command line of `fusion_bench`, where they matter only if they
+            name a method that comes with this package, or of `nufilt compare`.
+        door: where they were typed.
+    """
+    if door == "fusion_bench" and not _name_a_method(words):
+        return
+    options = None
+    for word in words:
+        match = re.fullmatch(r"\+{0,2}(\w+)=(.*)", word, re.DOTALL)
+        if match is None:
+            continue
+        if options is None:
+            options = _options_of_methods()
+        name, value = match.groups()
+        if name in options:
+            _refuse(word, name, value, words, door)
+
+
+def _refuse(word: str, name: str, value: str, words: Sequence[str], door: Door) -> None:
+    of_all = typed("fusion_bench", {name: value})
+    if door == "nufilt compare":
+        spelling = f"{typed(door, {name: value})} in --methods, or {of_all} for all methods"
+        if name == "seed":
+            spelling = f"--seeds {value} (in nufilt analyze: --seed {value})"
+        raise ValueError(f"'{word}': {name} is an option of the methods: say {spelling}")
+    if name == "seed":
+        if any(other.startswith("method.seed=") for other in words):
+            return
+        raise ValueError(
+            f"'{word}' is FusionBench's own seed, on which neither the order of the models nor the "
+            f"method depends: say {of_all}, or both"
+        )
+    raise ValueError(f"'{word}': {name} is an option of the method: say {of_all}")
+
+
+def _name_a_method(words: Sequence[str]) -> bool:
+    names = [word.removeprefix("method=") for word in words if word.startswith("method=")]
+    return any((CONFIG / "method" / f"{name}.yaml").is_file() for name in names)
+
+
+def _options_of_methods() -> set[str]:
+    options: set[str] = set()
+    files = [*CONFIG.glob("method/**/*.yaml"), CONFIG / "nufilt" / "protocol.yaml"]
+    for file in [*files, CONFIG / "nufilt" / "order_free.yaml"]:
+        content: Any = OmegaConf.load(file)
+        options.update(str(key) for key in content if not str(key).startswith("_"))
+    return options - {"defaults"}

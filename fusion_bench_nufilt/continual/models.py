@@ -1,0 +1,201 @@
+"""The models of a pool: where they come from, which weights their checkpoints lack, and what was
+merged before.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from fusion_bench import BaseModelPool
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
+from fusion_bench_nufilt.utils.schemas import Manifest
+
+PRETRAINED, MERGED = "_pretrained_", "_merged_"
+_CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
+
+
+def as_pool(models: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
+    """Return models as a pool; for state dicts, raise a ValueError that says what to do."""
+    if isinstance(models, BaseModelPool):
+        return models
+    for name, model in models.items():
+        if isinstance(model, Mapping) and any(
+            isinstance(value, Tensor) for value in model.values()
+        ):
+            advice = (
+                "load it into a model with load_state_dict, or merge matrices alone with "
+                "fuse_layers"
+            )
+            raise ValueError(
+                f"model '{name}' is a state dict, and run takes torch modules: {advice}"
+            )
+    return BaseModelPool(dict(models))
+
+
+def check_pool(modelpool: BaseModelPool) -> None:
+    """Raise a ValueError for a pool that lacks the pretrained model, or has no fine-tuned one."""
+    if not modelpool.has_pretrained:
+        raise ValueError(
+            f"the model pool has no '{PRETRAINED}' model, only {modelpool.all_model_names}"
+        )
+    if not modelpool.model_names:
+        raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
+
+
+def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str]]:
+    """Load a model of a pool, and tell which of its weights were drawn at random.
+
+    transformers draws every weight that a checkpoint lacks at random, and only warns about it.
+    """
+    with _drawn_at_random() as drawn:
+        try:
+            model = modelpool.load_model(name)
+        except Exception as error:  # whatever a pool or transformers raises
+            raise ValueError(f"model '{name}' can't be loaded: {reason(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"the model pool must load torch modules, got {type(model).__name__} for '{name}'"
+        )
+    # The pool may have returned a part of what was loaded, or have put it into something larger.
+    keys = (
+        [key for key in model.state_dict() if any(_same(key, other) for other in drawn)]
+        if drawn
+        else []
+    )
+    return model, keys
+
+
+def digest_of_stored(model: nn.Module, drawn: Collection[str]) -> str:
+    """Return the digest of a model's weights except those drawn at random, which differ from run to
+    run.
+    """
+    return model_digest(
+        {key: value for key, value in model.state_dict().items() if key not in drawn}
+    )
+
+
+def reason(error: Exception) -> str:
+    """Return the reason of a failure in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def refuse_drawn(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
+    """Raise a ValueError if weights to be merged were drawn at random; it names the model and a
+    weight.
+    """
+    if keys:
+        why = f"one of {len(keys)} weights to be merged that transformers drew at random"
+        hint = leave_out(keys[0].rpartition(".")[0]) if can_exclude else ""
+        raise ValueError(
+            f"model '{name}': its checkpoint lacks '{keys[0]}', {why}: is it damaged?{hint}"
+        )
+
+
+def load_stored(
+    modelpool: BaseModelPool, name: str, merged: Collection[str] | None = None
+) -> nn.Module:
+    """Load a model; refuse one whose weights to be merged (by default all) were drawn at random."""
+    model, drawn = load_model(modelpool, name)
+    refuse_drawn(name, [key for key in drawn if merged is None or key in merged], can_exclude=False)
+    return model
+
+
+def _same(key: str, other: str) -> bool:
+    return f".{key}".endswith(f".{other}") or f".{other}".endswith(f".{key}")
+
+
+@contextmanager
+def _drawn_at_random() -> Iterator[set[str]]:
+    """Collect the keys missing in the checkpoints that transformers loads within the block."""
+    missing: set[str] = set()
+    load: Any = vars(PreTrainedModel)["from_pretrained"]
+
+    def from_pretrained(
+        cls: type, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        model, info = load.__func__(cls, *args, output_loading_info=True, **kwargs)
+        missing.update(info["missing_keys"])
+        return (model, info) if output_loading_info else model
+
+    with patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        yield missing
+
+
+def source_of(modelpool: BaseModelPool, name: str) -> Any:
+    """Return where a model comes from: a hub name, a folder, or its configuration in the pool."""
+    entry = modelpool._models[name]
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, nn.Module):
+        return type(entry).__name__
+    if not OmegaConf.is_dict(entry):
+        raise ValueError(
+            f"model '{name}' of the pool must be a folder, a hub name or have a _target_, got "
+            f"{entry!r}"
+        )
+    return OmegaConf.to_container(entry, resolve=True)
+
+
+def merged_before(
+    modelpool: BaseModelPool, num_merged: int | None, *, verify: bool
+) -> tuple[Manifest, int]:
+    """Return the manifest of the pool's ``_merged_`` model, empty if there is none, and the next
+    model's number.
+
+    The number comes from the manifest, too; ``num_merged`` overrides it.
+    """
+    check_pool(modelpool)
+    if MERGED not in modelpool.all_model_names:
+        if num_merged is not None:
+            raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
+        return Manifest(), 1
+    folder, manifest = merged_checkpoint(modelpool, verify=verify)
+    if folder is not None and verify:
+        verify_files(folder, manifest, _CHANGED)
+    num_merged = num_merged or manifest.get("step")
+    if num_merged is None:
+        raise ValueError(
+            f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged"
+        )
+    return manifest, num_merged + 1
+
+
+def merged_checkpoint(
+    modelpool: BaseModelPool,
+    pretrained: nn.Module | None = None,
+    drawn: Collection[str] = (),
+    *,
+    verify: bool,
+) -> tuple[Path | None, Manifest]:
+    """Return the folder of the pool's ``_merged_`` model, and its manifest, which is empty if there
+    is none.
+
+    With ``verify``, it is refused if it belongs to another ``pretrained`` model, whose weights
+    ``drawn`` at random do not count.
+    """
+    entry = modelpool._models[MERGED]
+    path = (
+        entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
+    )
+    if path is None:
+        return None, {}
+    folder = Path(path).expanduser()
+    manifest = read_manifest(folder, _CHANGED) or Manifest()
+    before = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
+    if (
+        verify
+        and pretrained is not None
+        and before not in (None, digest_of_stored(pretrained, drawn))
+    ):
+        raise ValueError(
+            f"'{folder}' was merged from another '{PRETRAINED}' model than the pool's; {_CHANGED}"
+        )
+    return folder, manifest

@@ -1,0 +1,165 @@
+"""How a run connects to the FusionBench program that it is part of, and to experiment trackers."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+from fusion_bench import set_print_function_call_permeanent
+from fusion_bench.programs import FabricModelFusionProgram
+from fusion_bench.taskpool import DummyTaskPool
+from fusion_bench.utils.hydra_utils import get_hydra_output_dir
+from fusion_bench.utils.path import create_symlink
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, open_dict
+from PIL import Image
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from fusion_bench_nufilt.utils.files import write_text
+
+log = logging.getLogger(__name__)
+
+# FusionBench's program, for which `ContinualMergingProgram` stands in.
+_FUSION_BENCH = "fusion_bench.programs.FabricModelFusionProgram"
+
+
+class QuietTerminal(Callback):
+    """Has a run of `fusion_bench` print what it does and what came of it, and little else.
+
+    Hydra calls it, since the configuration of every method here names it
+    (config/nufilt/terminal.yaml). What the user typed wins.
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        typed = [word.lstrip("+").partition("=")[0] for word in config.hydra.overrides.task]
+        with open_dict(config):
+            for key in ("print_config", "print_function_call"):
+                if key not in typed:
+                    config[key] = False
+            if config._target_ == _FUSION_BENCH:
+                config._target_ = f"{__name__}.ContinualMergingProgram"
+        set_print_function_call_permeanent(config.print_function_call)
+        # A pool of FusionBench remarks on each key for which it has no use, such as the task pool
+        # that a model pool here brings along.
+        logging.getLogger("fusion_bench.mixins.serialization").setLevel(logging.ERROR)
+        # A bar for every model that is loaded or saved would be most of the output.
+        transformers_logging.disable_progress_bar()
+
+
+class ContinualMergingProgram(FabricModelFusionProgram):
+    """FusionBench's program, for a method that saves and scores every step by itself.
+
+    FusionBench's own prints at the end that no model was saved, and the last report as JSON.
+    """
+
+    def run(self) -> dict[str, Any]:
+        """Run the method, and return the merged model and the report of its last step."""
+        if self.seed is not None:
+            lightning.seed_everything(self.seed)
+        hydra_folder = Path(get_hydra_output_dir())
+        if self.log_dir is not None and Path(self.log_dir).resolve() != hydra_folder.resolve():
+            create_symlink(str(hydra_folder), self.log_dir, link_name="hydra_output")
+        parts = {"modelpool": self._modelpool, "method": self._method, "taskpool": self._taskpool}
+        for name, config in parts.items():
+            if config is not None:
+                kind = "algorithm" if name == "method" else name
+                loader = f"fusion_bench.compat.{name}.load_{kind}_from_config"
+                setattr(self, name, self._instantiate_and_setup(config, compat_load_fn=loader))
+        self.method.on_run_start()
+        merged_model = self.method.run(self.modelpool)
+        self.method.on_run_end()
+        if self.merged_model_save_path is not None:
+            self.save_merged_model(merged_model)
+        report = None
+        if self.taskpool is not None:
+            report = self.evaluate_merged_model(self.taskpool, merged_model)
+            if self.report_save_path is not None:
+                path = Path(self.report_save_path.format(log_dir=self.log_dir))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(report))
+                self.log_artifact(local_path=str(path))
+        return {"merged_model": merged_model, "report": report}
+
+
+def use_bundled_taskpool(program: Any) -> None:
+    """Unless the user named a task pool, use the one that the model pool brings along, or one of
+    the same name.
+
+    FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and
+    ``taskpool=gpt-2_glue``.
+    """
+    if (
+        program is None
+        or program._modelpool is None
+        or not isinstance(program.taskpool, DummyTaskPool)
+    ):
+        return
+    run = HydraConfig.get() if HydraConfig.initialized() else None
+    if run is not None and any(
+        word.lstrip("+~").startswith("taskpool") for word in run.overrides.task
+    ):
+        return
+    if (taskpool := program._modelpool.get("taskpool") or (run and _namesake(run))) is not None:
+        loader = "fusion_bench.compat.taskpool.load_taskpool_from_config"
+        program.taskpool = program._instantiate_and_setup(taskpool, compat_load_fn=loader)
+
+
+def _namesake(run: Any) -> Any:
+    """Return the task pool that has the name of the model pool of a Hydra run, if there is one."""
+    name = run.runtime.choices.get("modelpool")
+    if name in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
+        return compose(
+            run.job.config_name, overrides=[*run.overrides.task, f"taskpool={name}"]
+        ).taskpool
+    return None
+
+
+class ReportedTaskPool:
+    """Answers FusionBench's evaluation of the merged model, which follows ``run``, with the run's
+    own report.
+    """
+
+    def __init__(self, taskpool: Any, model: nn.Module, report: dict[str, Any]) -> None:
+        self.taskpool, self.model, self.report = taskpool, model, report
+
+    def evaluate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (
+            self.report if model is self.model else self.taskpool.evaluate(model, *args, **kwargs)
+        )
+
+
+def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:
+    """Give a picture to the trackers that take pictures; one that fails only warns, since the run's
+    files are there.
+    """
+    for logger in loggers:
+        try:
+            if hasattr(logger, "log_image"):  # Weights & Biases, SwanLab
+                logger.log_image(name, [str(file)], step=step)
+            elif hasattr(logger.experiment, "add_image"):  # TensorBoard
+                pixels = np.asarray(Image.open(file).convert("RGB"))
+                logger.experiment.add_image(name, pixels, step, dataformats="HWC")
+            elif hasattr(logger.experiment, "log_artifact"):  # MLflow
+                logger.experiment.log_artifact(logger.run_id, str(file))
+        except Exception as error:
+            log.warning("%s did not take the picture '%s': %s", type(logger).__name__, name, error)
+
+
+def finish_trackers(loggers: Sequence[Any], status: str) -> None:
+    """Have trackers write what they hold; one that fails only warns, since the run's files are
+    there.
+
+    CSV files are written every hundred steps otherwise, and MLflow's runs stay "running".
+    """
+    for logger in loggers:
+        try:
+            logger.finalize(status)
+        except Exception as error:
+            log.warning("%s did not finish: %s", type(logger).__name__, error)

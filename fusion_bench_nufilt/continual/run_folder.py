@@ -1,0 +1,170 @@
+"""The files of a continual run in its log directory."""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusion_bench_nufilt.utils import differences as resumable
+from fusion_bench_nufilt.utils.files import (
+    MANIFEST,
+    RUN,
+    lock_folder,
+    read_json,
+    restore_folder,
+    write_json,
+    write_text,
+)
+from fusion_bench_nufilt.utils.manifest import (
+    load_checkpoint,
+    read_whole_checkpoint,
+    save_checkpoint,
+)
+from fusion_bench_nufilt.utils.schemas import Manifest
+
+log = logging.getLogger(__name__)
+
+#: The fields of a step's manifest without which a run can't go on from it.
+_NEEDED = ("step", "merge_seconds", "inputs")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``checkpoints/merged_model_{i}`` and ``report_{i}.json``, i = step - 1, as FusionBench names
+    them.
+    """
+
+    path: Path  # the log directory
+
+    def refuse_other_run(self, run: Mapping[str, Any]) -> None:
+        """Raise a ValueError if the folder has results of another run than ``run`` describes; it
+        names what differs.
+        """
+        manifests = self.path.glob(f"checkpoints/merged_model_*/{MANIFEST}")
+        for file in [self.path / RUN, *sorted(manifests)]:
+            try:
+                saved = read_json(file, Manifest)
+            except ValueError as error:  # a step that is damaged is made again
+                log.warning("%s", error)
+                continue
+            found = [] if saved is None else differences(saved, run)
+            if found:
+                raise ValueError(
+                    f"'{self.path}' holds another run: {resumable.in_one_line(found)}. Take "
+                    "another log directory (path.log_dir), or remove this one"
+                )
+
+    def begin(self, run: Mapping[str, Any]) -> None:
+        """Note what the run in this folder depends on, unless the folder has results of another."""
+        self.refuse_other_run(run)
+        write_json(self.path / RUN, run)
+
+    def save_report(self, step: int, report: dict[str, Any]) -> None:
+        write_text(self._report(step), json.dumps(report))
+
+    def read_report(self, step: int) -> dict[str, Any] | None:
+        """Read the scores after a step; None if they were not taken or are damaged, so that they
+        are taken again.
+        """
+        try:
+            return read_json(self._report(step), dict[str, dict[str, Any]])
+        except ValueError as error:
+            log.warning("%s; scoring step %d again", error, step)
+            return None
+
+    def save_step(
+        self,
+        step: int,
+        model: nn.Module,
+        about: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """Save the model after a step, with its manifest, the state to go on from, and further
+        files.
+        """
+        self._report(step).unlink(
+            missing_ok=True
+        )  # else an earlier run's would pass for this one's
+        save_checkpoint(model, self.checkpoint(step), about, state, files)
+
+    def load_step(self, step: int, model: nn.Module) -> None:
+        """Give ``model`` the weights that it had after a step; damage is a ValueError that names
+        the file.
+        """
+        read_whole_checkpoint(self.checkpoint(step))
+        load_checkpoint(model, self.checkpoint(step))
+
+    def newest_step(self, first: int, last: int) -> tuple[Path, Manifest] | None:
+        """Return the folder and manifest of the newest complete step between two; damaged steps are
+        passed over.
+        """
+        for step in range(last, first - 1, -1):
+            folder = self.checkpoint(step)
+            restore_folder(folder)
+            if not folder.exists():
+                continue
+            try:
+                manifest = read_whole_checkpoint(folder)
+                missing = [field for field in _NEEDED if field not in manifest]
+                if missing:
+                    raise ValueError(f"the manifest of '{folder}' has no {missing[0]}")
+                if manifest["step"] != step:
+                    raise ValueError(f"'{folder}' is of step {manifest['step']}")
+            except ValueError as error:
+                log.warning("step %d: %s; looking for the step before", step, error)
+                continue
+            return folder, manifest
+        return None
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"merged_model_{step - 1}"
+
+    def _report(self, step: int) -> Path:
+        return self.path / f"report_{step - 1}.json"
+
+
+@contextmanager
+def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
+    """Lock the log directory, if there is one, for a run; raise a ValueError if it is read-only or
+    already locked.
+    """
+    if path is None:
+        yield None
+        return
+    try:
+        lock = lock_folder(Path(path))
+    except OSError as error:
+        raise ValueError(f"the log directory '{path}' can't be written: {error}") from error
+    try:
+        yield RunFolder(Path(path))
+    finally:
+        lock.release()
+
+
+def differences(saved: Manifest, run: Mapping[str, Any]) -> list[resumable.Difference]:
+    """Return what differs between the run that is described in a file and ``run``, as far as the
+    weights depend on it.
+
+    Models are compared by their weights, which may have come from another place; where no run has
+    read them, by their source.
+    """
+    before: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
+    before |= saved.get("settings", {})
+    now = {"method": run["method"], "order": run["order"], **run["settings"]}
+    inputs = saved.get("inputs", {})
+    for name in {**inputs, **run["inputs"]}:
+        old = inputs.get(name, {})
+        new = run["inputs"].get(name, {})
+        digests = [model["sha256"] for model in (old, new) if "sha256" in model]
+        if len(digests) == 1 and old and new:  # one of them has not read it yet
+            continue
+        key = "sha256" if len(digests) == 2 else "source"
+        before[f"model '{name}'"] = old.get(key)
+        now[f"model '{name}'"] = new.get(key)
+    return resumable.differences(before, now)

@@ -1,0 +1,311 @@
+"""Task pools that score with an evaluation harness, which is imported or run only when needed."""
+
+import json
+import os
+import subprocess
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from fusion_bench import BaseTaskPool, auto_register_config
+from fusion_bench.mixins import LightningFabricMixin
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoProcessor, AutoTokenizer
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.continual.evaluation import TasksByName
+from fusion_bench_nufilt.utils.files import read_json
+
+#: Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma
+#: is a filter.
+Results = dict[str, dict[str, Any]]
+
+
+class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
+    """One task of an evaluation harness for each model of a pool."""
+
+    metrics: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self, tasks: Mapping[str, str] | Sequence[str], metric: str | None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self._names = dict(tasks) if isinstance(tasks, Mapping) else {name: name for name in tasks}
+        self.task_names = list(self._names)  # those of the models
+        self._metrics = self.metrics if metric is None else (metric,)
+
+    def evaluate(
+        self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Return ``{name: {"accuracy": score}}``, whatever metric the score is."""
+        names = {name: task for name, task in self._names.items() if tasks is None or name in tasks}
+        results = self.run_harness(model, sorted(set(names.values())), limit) if names else {}
+        return {
+            name: {"accuracy": self._score(task, results[task])} for name, task in names.items()
+        }
+
+    @abstractmethod
+    def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
+        """Return the harness's results on ``limit`` examples of each task, by default the
+        pool's.
+        """
+
+    def _score(self, task: str, results: dict[str, Any]) -> float:
+        # Of a metric's filters, the first one counts.
+        found = {
+            key.partition(",")[0]: value for key, value in reversed(results.items()) if "," in key
+        }
+        for metric in self._metrics:
+            if metric in found:
+                return float(found[metric])
+        there = sorted(name for name in found if "_stderr" not in name)
+        raise ValueError(
+            f"task '{task}' has no metric {' or '.join(self._metrics)}, only {', '.join(there)}"
+        )
+
+
+@auto_register_config
+class LMEvalTaskPool(HarnessTaskPool):
+    """Tasks of lm-evaluation-harness (``pip install 'fusion-bench-nufilt[lm-eval]'``), one for each
+    model of a pool.
+
+    They are loaded once, before the first model; a ValueError says whether lm-eval, a task, its
+    data or the metric is missing.
+
+    Args:
+        tasks: lm-eval's task or group by model (``{math: gsm8k, code: humaneval}``), or a list of
+            equal names.
+        tokenizer: folder or hub name of the tokenizer.
+        include_path: folder with further tasks, like lm-eval's ``--include_path``.
+        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a
+            task has.
+        num_fewshot: examples in the prompt; None: each task's own number.
+        limit: examples of each task, as a number or a share; None: all.
+        batch_size: examples that the model reads at once.
+        apply_chat_template: whether prompts are put into the tokenizer's chat template.
+    """
+
+    metrics = ("acc", "exact_match", "acc_norm", "pass@1", "mcc", "f1", "bleu")
+    # These, and all other arguments, are set by auto_register_config.
+    tokenizer: str
+    include_path: str | None
+    num_fewshot: int | None
+    batch_size: int
+
+    def __init__(
+        self,
+        tasks: Mapping[str, str] | Sequence[str],
+        tokenizer: str,
+        include_path: str | None = None,
+        metric: str | None = None,
+        num_fewshot: int | None = None,
+        limit: int | float | None = None,
+        batch_size: int = 8,
+        apply_chat_template: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(tasks, metric, **kwargs)
+
+    def check(self) -> None:
+        manager = self._manager()
+        for task in sorted(set(self._names.values())):
+            try:
+                manager.load([task])
+            except Exception as error:  # whatever a loader of data sets raises
+                raise ValueError(
+                    f"lm-eval can't load task '{task}': {type(error).__name__}: {error}"
+                ) from error
+
+    def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
+        manager, lm_eval = self._manager(), _lm_eval()
+        kind = lm_eval.models.huggingface.HFLM
+        scored = kind(
+            pretrained=model.to(self.fabric.device),
+            tokenizer=self.tokenizer,
+            batch_size=self.batch_size,
+        )
+        settings = {
+            key: getattr(self, key) for key in ("num_fewshot", "limit", "apply_chat_template")
+        }
+        settings |= {} if limit is None else {"limit": limit}
+        settings |= {"task_manager": manager, "log_samples": False, "bootstrap_iters": 0}
+        results: Results = lm_eval.simple_evaluate(scored, tasks=tasks, **settings)["results"]
+        return results
+
+    def get_test_dataloader(self, task: str) -> "DataLoader[str]":
+        """Return the inputs for `nufilt analyze`: the prompts of a task, without examples and
+        answers.
+        """
+        if task not in self._names:
+            raise ValueError(
+                f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
+            )
+        found = self._manager().load([self._names[task]])["tasks"].values()
+        prompts: Any = [each.doc_to_text(document) for each in found for document in each.eval_docs]
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+        def tokenize(texts: list[str]) -> dict[str, Any]:
+            return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+
+        return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
+
+    def _manager(self) -> Any:
+        manager = _task_manager(self.include_path, self.num_fewshot)
+        if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
+            raise ValueError(
+                f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more"
+            )
+        return manager
+
+
+def _lm_eval() -> Any:
+    try:
+        import lm_eval.models.huggingface
+        import lm_eval.tasks
+    except ImportError as error:
+        raise ValueError(
+            f"{error}; scores by lm-eval need: pip install 'fusion-bench-nufilt[lm-eval]'"
+        ) from error
+    return lm_eval
+
+
+@cache
+def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
+    """Return an index of all tasks, which takes seconds; the tasks that it loads keep
+    ``num_fewshot``.
+    """
+    kind = _lm_eval().tasks.TaskManager
+    manager = kind(include_path=include_path)
+
+    @cache
+    def load_once(name: str) -> list[Any]:
+        found = kind.load(manager, [name])
+        return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
+
+    manager.load = lambda names: kind.load(
+        manager, [each for name in names for each in load_once(name)]
+    )
+    return manager
+
+
+class _ResultsFile(TypedDict):
+    results: Results
+
+
+#: A program for lmms-eval's environment: it loads tasks and their data, and ends with a line on
+#: what fails.
+_LOAD_TASKS = """
+import json, sys
+from lmms_eval.tasks import TaskManager
+further, *tasks = json.loads(sys.argv[1])
+manager = TaskManager(include_path=further)
+for task in tasks:
+    if task not in manager.all_tasks:
+        sys.exit(f"lmms-eval knows no task '{task}'; include_path names a folder with more")
+    try:
+        manager.load_task_or_group([task])
+    except Exception as error:
+        words = " ".join(str(error).split())
+        sys.exit(f"lmms-eval can't load task '{task}': {type(error).__name__}: {words}")
+"""
+
+
+@auto_register_config
+class LMMSEvalTaskPool(HarnessTaskPool):
+    """Tasks of lmms-eval, one for each model of a pool.
+
+    The model and its processor are written to a temporary folder for a process of lmms-eval. That
+    may run in another environment, since it installs some ninety packages and its own torch. Before
+    any model is loaded, a ValueError says whether lmms-eval, a task or its data is missing; a
+    RuntimeError has the end of its output if it fails.
+
+    Args:
+        tasks: lmms-eval's task by model, as in :class:`LMEvalTaskPool`.
+        processor: folder or hub name of the processor.
+        python: the Python of the environment with lmms-eval; None: this one.
+        model: lmms-eval's name for the type of model.
+        include_path: folder with further tasks, like lmms-eval's ``--include_path``; None: this
+            project's.
+        metric: the metric that counts, without its filter; None: the first of ``metrics`` that a
+            task has.
+        limit: examples of each task; None: all.
+    """
+
+    metrics = ("exact_match", "anls", "acc", "accuracy", "CIDEr")
+    processor: str  # set by auto_register_config
+
+    def __init__(
+        self,
+        tasks: Mapping[str, str] | Sequence[str],
+        processor: str,
+        python: str | None = None,
+        model: str = "llava_hf",
+        include_path: str | None = None,
+        metric: str | None = None,
+        limit: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(tasks, metric, **kwargs)
+        own = Path(__file__).with_name("lmms_tasks")
+        self._further = str(Path(include_path or own).expanduser().absolute())
+        options = {"model": model, "batch_size": 1, "include_path": self._further, "limit": limit}
+        self._options = [f"--{key}={value}" for key, value in options.items() if value is not None]
+        self._python = str(Path(python or sys.executable).expanduser().absolute())
+        try:
+            subprocess.run(
+                [self._python, "-c", "import lmms_eval"], check=True, capture_output=True
+            )
+        except (OSError, subprocess.CalledProcessError):
+            raise ValueError(
+                f"'{self._python}' has no lmms-eval: let LMMS_EVAL_PYTHON, or `python` of the task "
+                "pool, name the "
+                "Python of an environment that has it, or say taskpool=dummy to merge without "
+                "scores"
+            ) from None
+
+    def check(self) -> None:
+        tasks = json.dumps([self._further, *sorted(set(self._names.values()))])
+        with TemporaryDirectory() as temporary:
+            done = self._run([self._python, "-c", _LOAD_TASKS, tasks], temporary)
+        if done.returncode != 0:
+            raise ValueError(done.stdout.strip().splitlines()[-1])
+
+    def _run(self, command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        out, errors = subprocess.PIPE, subprocess.STDOUT
+        return subprocess.run(
+            command, cwd=folder, env=environment, check=False, text=True, stdout=out, stderr=errors
+        )
+
+    def run_harness(self, model: Any, tasks: list[str], limit: int | None) -> Results:
+        with TemporaryDirectory() as temporary:
+            folder, out = Path(temporary) / "model", Path(temporary) / "results"
+            model.save_pretrained(folder, safe_serialization=True)
+            AutoProcessor.from_pretrained(self.processor).save_pretrained(folder)
+            device, command = (
+                str(self.fabric.device),
+                [self._python, "-m", "lmms_eval", *self._options],
+            )
+            command += [
+                f"--model_args=pretrained={folder},device_map={device}",
+                f"--device={device}",
+            ]
+            command += [f"--tasks={','.join(tasks)}", f"--output_path={out}"]
+            command += [] if limit is None else [f"--limit={limit}"]  # the last one counts
+            done = self._run(command, temporary)
+            files = sorted(out.rglob("*results.json"))
+            # lmms-eval exits with 0 after errors, and counts an answer that it could not generate
+            # as wrong.
+            if done.returncode != 0 or not files or "in generating" in done.stdout:
+                raise RuntimeError(
+                    f"lmms-eval failed on {', '.join(tasks)}:\n{done.stdout[-4000:]}"
+                )
+            content = read_json(files[-1], _ResultsFile, "lmms-eval wrote it")
+            assert content is not None
+            return content["results"]

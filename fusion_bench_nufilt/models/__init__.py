@@ -1,0 +1,25 @@
+"""Which layers of a model are merged, how parameters hold them, and what happens to every other
+parameter.
+"""
+
+from typing import TYPE_CHECKING
+
+from fusion_bench_nufilt.utils.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .coverage import Coverage
+    from .heads import Heads
+    from .selection import select_layers
+    from .targets import TargetConfig
+
+__all__ = ["Coverage", "Heads", "TargetConfig", "select_layers"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Coverage": "coverage",
+        "Heads": "heads",
+        "TargetConfig": "targets",
+        "select_layers": "selection",
+    },
+)

@@ -1,0 +1,418 @@
+"""The architecture of a model: which of its tensors hold layers, and what its modules call them."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fusion_bench_nufilt.models import Heads, TargetConfig, select_layers
+from fusion_bench_nufilt.models.names import last_block_numbers, layer_name, without_numbers
+from fusion_bench_nufilt.models.shared import shared_names, untie, without_values
+from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.models.views import View, views
+from fusion_bench_nufilt.utils.files import printable
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
+
+from .checkpoint import Checkpoint
+from .source import Parts, Source, part
+from .stored import Rename, Undo, as_stored, submodule
+
+log = logging.getLogger(__name__)
+
+# Words in the names of matrices that are not layers, for architectures that transformers does not
+# know.
+_NOT_LINEAR = re.compile(
+    r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)"
+)
+# Parameters that hold several layers, and their numbers of dimensions.
+_PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
+_GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
+_NOT_TOGETHER = "weights and config do not belong together"
+# Buffers that no training changes, by the last part of their names.
+_COMPUTED = (
+    "position_ids",
+    "token_type_ids",
+    "inv_freq",
+    "original_inv_freq",
+    "masked_bias",
+    "num_batches_tracked",
+)
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
+
+
+class Layer(NamedTuple):
+    name: str  # its name in the model, which seeds the adapter
+    param: str
+    keys: tuple[
+        str, ...
+    ]  # of the base checkpoint; more than one where a tied weight is stored more than once
+    view: View  # how the param's tensor holds the layer's matrix
+
+
+class Architecture:
+    """A model's modules, of which names and shapes alone count: its own, or modules on PyTorch's
+    meta device.
+
+    Keys of a checkpoint may differ from the model's names (older LLaVA checkpoints, a base model
+    without its head) and several names may share one weight. A *param* is the first of the model's
+    names for a weight; a key that the model does not know is its own param. Where a parameter holds
+    several layers (packed attention projections, fused experts), each part is a param, and
+    :meth:`split` makes each part a tensor of its own, which is read, merged or copied, and written
+    by itself.
+
+    Args:
+        model: a model of this architecture.
+        rename: the model's name, up to its prefix, for a key of a checkpoint.
+        undo: what a checkpoint stores for parameters of ``loaded``, by name.
+        origin: where the architecture is known from.
+        loaded: the model that transformers makes of a checkpoint, if it is another one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rename: Rename = str,
+        undo: Undo = dict,
+        origin: str = "the modules",
+        loaded: nn.Module | None = None,
+    ) -> None:
+        self.model, self._rename, self.undo, self.origin = model, rename, undo, origin
+        parameters = (loaded or model).named_parameters()
+        self._stacks = {name: tuple(value.shape) for name, value in parameters if value.ndim == 3}
+        self.backbone = getattr(self.model, "base_model_prefix", "")
+        self.embedding, self.head, self._tables = _token_tables(self.model)
+        self._params: dict[str, str] = {}
+        names_of_each = shared_names(self.model)
+        for names in names_of_each:
+            self._params |= dict.fromkeys(names, self.first(names))
+        self._computed = set(_unsaved_buffers(loaded or model))
+        self._find_layers()
+        several = [names for names in names_of_each if len(names) > 1]
+        #: The names of each weight that the configuration ties.
+        self.shared = [names for names in several if self._params[names[0]] not in self._parts]
+
+    def _find_layers(self) -> None:
+        self.views: dict[str, View] = {}  # of all layers, by param
+        self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
+        for key, group in groupby(views(self.model), lambda view: view.key):
+            held, param = list(group), self._params[key]
+            if len(held) > 1:
+                self._parts[param] = [view.rows for view in held]
+                parts = ((name, rows) for name in self.names(param) for rows in self._parts[param])
+                self._params |= {part(name, rows): part(param, rows) for name, rows in parts}
+            self.views |= {self.param_of(view): view for view in held}
+
+    @classmethod
+    def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
+        """Return the architecture in the config.json of a checkpoint, or else the one that its
+        tensors' names tell.
+        """
+        built, origin = _on_meta(base)
+        return cls(*as_stored(built, base.tensors), origin, built)
+
+    def first(self, names: Sequence[str]) -> str:
+        """Return the name by which a weight of several names goes: one in the backbone, if there is
+        one, since a head that shares the embedding may come before it.
+        """
+        in_backbone = [name for name in names if name.startswith(f"{self.backbone}.")]
+        return (in_backbone or names)[0]
+
+    def param_named(self, name: str) -> str:
+        return self._params[name]
+
+    def param_of(self, view: View) -> str:
+        param = self._params[view.key]
+        return part(param, view.rows) if param in self._parts else param
+
+    def names(self, param: str) -> list[str]:
+        """Return the model's names for the tensor of a param; a tied tensor has several."""
+        return [name for name, its_param in self._params.items() if its_param == param]
+
+    @property
+    def last_blocks(self) -> dict[str | None, int]:
+        """The number of the last block of each stack of the model's blocks."""
+        names = [*self._params, *(view.name for view in self.views.values())]
+        return last_block_numbers(map(layer_name, names))
+
+    @property
+    def weights(self) -> list[list[str]]:
+        """The names of what :attr:`shared` has, by the weights that they have in this merge."""
+        names = defaultdict(list)
+        for name in chain(*self.shared):
+            names[self._params[name]].append(name)
+        return list(names.values())
+
+    def selects(self, targets: TargetConfig, names: Collection[str]) -> bool:
+        """Tell whether one of these parameters holds a layer to merge."""
+        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
+        return any(view.key in names for view in selected.values())
+
+    def untie(self, names: Sequence[str]) -> None:
+        """Give some names of a weight a weight of their own."""
+        if any(not parameter.is_meta for parameter in self.model.parameters()):
+            self.model = without_values(self.model)  # a model in memory stays as it is
+        untie(self.model, names)
+        self._params |= dict.fromkeys(names, self.first(names))
+        self._find_layers()
+
+    def rows(self, param: str) -> int:
+        """Return the number of rows of a tensor, zero for one that the model does not have."""
+        return self.shape(param)[0] if param in self._params else 0
+
+    def parts(self, param: str) -> list[str]:
+        return [part(param, rows) for rows in self._parts.get(param, ())]
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        return tuple(self.model.get_parameter(param).shape)
+
+    def split(self, source: Source) -> None:
+        """Split the tensors of a model that hold several layers; those of another shape stay
+        whole.
+        """
+        params = {key: param for key in source.tensors if (param := self.param(key)) in self._parts}
+        whole = (
+            key for key, param in params.items() if source.tensors[key].shape == self.shape(param)
+        )
+        source.split({key: self._parts[params[key]] for key in whole})
+
+    def param(self, key: str) -> str:
+        """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
+        return self._params.get(name := self.module_name(key), name)
+
+    def name(self, key: str) -> str:
+        """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
+        it is tied to.
+        """
+        name = self.module_name(key)
+        tied = any(name in names for names in self.shared)
+        return name if tied else self._params.get(name, name)
+
+    def by_param(self, source: Source) -> dict[str, list[str]]:
+        """Return a model's keys by param, in its own order."""
+        params = defaultdict(list)
+        for key in source.tensors:
+            params[self.param(key)].append(key)
+        return params
+
+    def module_name(self, key: str) -> str:
+        """Return the model's name for a checkpoint's key, renamed as transformers does when it
+        loads one.
+        """
+        return next((name for name in self._names(key) if name in self._params), key)
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        name = self._rename(key)
+        return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
+
+    def is_computed(self, param: str) -> bool:
+        """Return whether a tensor is computed when a model is built, such as the frequencies of
+        rotary embeddings, which older versions of transformers stored.
+        """
+        computed = param.rpartition(".")[2] in _COMPUTED
+        return computed or not self._computed.isdisjoint(self._names(param))
+
+    def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a module's own parameters of three dimensions in the loaded model,
+        by name.
+        """
+        names = {module, *self._names(module)}
+        return {
+            name: shape for name, shape in self._stacks.items() if name.rpartition(".")[0] in names
+        }
+
+    def holds_layers(self, name: str) -> bool:
+        """Return whether a parameter of the loaded model is stored as layers or holds several."""
+        stored = self.undo(
+            {name: torch.empty(self._stacks[name], dtype=torch.float32, device="meta")}
+        )
+        params = [self.param(key) for key in stored]
+        return all(self.parts(param) or param in self.views for param in params)
+
+    def _unused(self, base: Source) -> list[str]:
+        """Return stored tensors of layers that the model lacks: their names differ from its own by
+        a number alone.
+        """
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        known = set(map(without_numbers, self._params))
+        unknown = (key for key in base.tensors if self.module_name(key) not in self._params)
+        alike = (
+            key for key in unknown if known.intersection(map(without_numbers, self._names(key)))
+        )
+        return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
+
+    def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return the params of the tensors with a row for every token, given the stored tensors'
+        shapes by param.
+        """
+        params = dict.fromkeys(self._params[name] for name in self._tables)
+        found = [param for param in params if param in stored]
+        return [param for param in found if stored[param][0] == stored[found[0]][0]]
+
+    def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
+        """Return the layers to merge, in the base's order; refuse a base whose weights and config
+        do not match.
+        """
+        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
+        selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
+        chosen = {self.param_of(view): name for name, view in selected.items()}
+        stored, name = self.by_param(base), base.name
+        wholes = [self._params[view.key] for view in selected.values()]
+        base.check_not_empty(key for whole in wholes for key in stored.get(whole, ()))
+        for whole in wholes:
+            for key in stored.get(whole, ()):
+                base.check_floats([key])
+                if (shape := base.tensors[key].shape) != (promised := self.shape(whole)):
+                    but = f"shape {shape} differs from {promised}, which its config.json promises"
+                    raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
+        lost = sorted(chosen.keys() - stored.keys())
+        if lost:
+            base.check_unwrapped(stored.keys() - self._params.keys())
+            what = (
+                f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
+            )
+            raise ValueError(
+                f"model '{name}' lacks {what}: {_NOT_TOGETHER}{leave_out(chosen[lost[0]])}"
+            )
+        if unused := self._unused(base):
+            what = (
+                f"{len(unused)} tensors of layers that its config.json does not have, "
+                f"'{unused[0]}' first"
+            )
+            raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
+        merged = {param: tuple(keys) for param, keys in stored.items() if param in chosen}
+        return [
+            Layer(chosen[param], param, keys, self.views[param]) for param, keys in merged.items()
+        ]
+
+    def others(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
+        """Return the base's keys of every tensor outside the layers, by param."""
+        chosen = {layer.param for layer in layers}
+        return {
+            param: tuple(keys) for param, keys in self.by_param(base).items() if param not in chosen
+        }
+
+
+def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
+    """Yield the names of a model's buffers that it does not save."""
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{path}.{name}".removeprefix(".")
+
+
+def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
+    """Return the model on the meta device, and what its architecture is known from."""
+    config = base.config
+    if config.get("architectures"):
+        import transformers
+
+        name = config["architectures"][0]
+        try:
+            settings = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
+            with torch.device("meta"):
+                model = getattr(transformers, name)._from_config(settings)
+                if config.get("tie_word_embeddings") is False:
+                    _untie_head(model)
+                return model, name
+        except Exception as error:  # its own code, another version of transformers, a bad config
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            log.warning(
+                "transformers can't build '%s' of '%s' (%s): layers are told by name",
+                name,
+                base.name,
+                reason,
+            )
+    told_by_names: Any = from_names(base.tensors)
+    told_by_names.base_model_prefix = _backbone_of(str(config.get("model_type")))
+    return told_by_names, "names of the tensors"
+
+
+def _backbone_of(model_type: str) -> str:
+    """Return where the backbone lies in models of a type, empty for one that is not known."""
+    import transformers
+
+    try:
+        kind = transformers.MODEL_MAPPING[transformers.CONFIG_MAPPING[model_type]]
+        return str(getattr(kind, "base_model_prefix", ""))
+    except (KeyError, ImportError):
+        return ""
+
+
+def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
+    """Return the name of the weight of a model's embedding, the names of the output head's weights
+    with a row for every token, and all names of both; all are empty if it does not tell.
+    """
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # not a transformers model, or with two towers
+        return "", [], []
+    if not isinstance(embedding, nn.Embedding):
+        return "", [], []
+    paths = {id(module): path for path, module in model.named_modules()}
+    name, of_head, tables = f"{paths.get(id(embedding))}.weight", [], [embedding.weight]
+    for attribute, table in head.named_parameters() if isinstance(head, nn.Module) else ():
+        if len(table) == embedding.num_embeddings:
+            tables.append(table)
+        if table.shape == embedding.weight.shape:
+            of_head.append(f"{paths.get(id(head))}.{attribute}")
+    held = {id(table) for table in tables}
+    names = model.named_parameters(remove_duplicate=False)
+    return name, of_head, [name for name, parameter in names if id(parameter) in held]
+
+
+def _untie_head(model: Any) -> None:
+    """Give the output head a weight of its own: transformers 5 builds all T5s with tied ones and
+    unties on loading.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+
+
+def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
+    """Return a model with a linear layer for every stored matrix that does not look like anything
+    else.
+
+    Packed projections of an `nn.MultiheadAttention` and fused experts are recognised by the names
+    of their parameters, and GPT-2's transposed layers by the shape of `c_attn`. Convolutions are
+    left alone: a shape hides their groups.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    root = nn.Module()
+    packing = [info.shape for key, info in tensors.items() if _GPT2.fullmatch(key)]
+    like_gpt2 = any(shape[1:] == (3 * shape[0],) for shape in packing)
+    for key, info in tensors.items():
+        path = key.removesuffix(".weight")
+        *parents, last = path.split(".")
+        plain = path != key and len(info.shape) == 2
+        packed = path == key and len(info.shape) == _PACKED.get(last)
+        if not (packed or plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
+            continue
+        try:
+            module = submodule(root, parents)
+            if packed:
+                values = torch.empty(info.shape, dtype=torch.float32, device="meta")
+                module.register_parameter(last, nn.Parameter(values))
+                continue
+            rows, columns = info.shape
+            transposed = like_gpt2 and last.startswith("c_")
+            with torch.device("meta"):
+                linear = (
+                    Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
+                )
+            for name, inner in (
+                module._modules.get(last) or nn.Module()
+            ).named_children():  # a.b.weight came first
+                linear.add_module(name, inner)
+            module.add_module(last, linear)
+        except KeyError as error:
+            log.warning("tensor '%s' is not merged as a layer: %s", printable(key), error.args[0])
+            continue
+        if _HEAD.fullmatch(path):
+            root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
+    return root

@@ -1,0 +1,512 @@
+"""A checkpoint folder: the tensors in its files, and everything beside the weights."""
+
+import difflib
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.utils import SafetensorsFileMetadata
+from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.nufilt.weights import is_finite
+from fusion_bench_nufilt.utils.files import CARD, MANIFEST, printable, read_json
+from fusion_bench_nufilt.utils.schemas import Input, InputFile
+from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
+
+from .fp8 import Quantisation, Quantised, join_scales, other_quantisation
+from .mxfp4 import Packed, join_blocks
+from .small_files import (
+    NOT_OF_THE_MODEL,
+    PICKLES,
+    SMALL_FILES,
+    is_small_file,
+    module_files,
+    module_folders,
+    read_files,
+)
+from .source import Source, some
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PICKLED_ADAPTER = "adapter_model.bin"
+_PICKLED = "pytorch_model.bin"
+# What a Trainer saves beside weights.
+_OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
+
+# The fields of a config.json with which the time and the memory to build a model grow.
+_COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+class _ModelConfig(TypedDict, total=False):
+    architectures: list[str] | None
+    quantization_config: Quantisation | None
+    compression_config: Quantisation | None
+
+
+class AdapterConfig(TypedDict, total=False):
+    peft_type: str | None
+    base_model_name_or_path: str | None
+    r: PositiveInt
+    rank_pattern: dict[str, PositiveInt] | None
+    lora_alpha: FiniteFloat
+    alpha_pattern: dict[str, FiniteFloat] | None
+    target_parameters: list[str] | None
+    auto_mapping: dict[str, Any] | None
+    trainable_token_indices: list[NonNegativeInt] | dict[str, list[NonNegativeInt]] | None
+
+
+_Files = Mapping[str, Mapping[str, TensorInfo]]  # the tensors of each weight file, by key
+
+
+class Checkpoint(Source):
+    """A model in safetensors files, of which only headers are read until a tensor is asked for.
+
+    ``name`` is the user's name for it, and ``folder`` has its small files. No files are ``opened``
+    while the weights are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are
+    those that a merge works on, by key: a weight in FP8 or MXFP4 and its scales are one tensor, and
+    a tensor that was :meth:`split` is several.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        files: _Files,
+        opened: dict[str, TensorFile] | None = None,
+        inside: str = "",
+    ) -> None:
+        self.name = name
+        # A folder of the hub's cache has the name of its commit.
+        self.revision = None if Path(name).expanduser().is_dir() else folder.name
+        self.folder = folder / inside
+        self.files = list(files)
+        self.remote = opened is None
+        self._inside = inside
+        self.tensors: dict[str, TensorInfo] = {}
+        self.opened = opened or {}
+        for file, found in files.items():
+            if twice := sorted(self.tensors.keys() & found.keys()):
+                raise ValueError(
+                    f"'{name}' has {some(twice)} in '{file}' and in another file: remove one of "
+                    "them"
+                )
+            self.tensors |= found
+        if other := other_quantisation(self.tensors, self.quantisation):
+            remedy = (
+                "name the model that it was quantised from, or remove quantization_config if it is "
+                "not quantised"
+            )
+            raise ValueError(
+                f"model '{name}' is quantised by {other}, and only FP8 and MXFP4 can be merged: "
+                f"{remedy}"
+            )
+        self.tensors = join_blocks(name, self.tensors, self.quantisation)
+        self.tensors = join_scales(name, self.tensors, self.quantisation)
+        self.whole = self.tensors  # before they are split
+        self.copies: dict[str, str] = {}  # further keys, and those of which they have the tensors
+
+    @classmethod
+    def open(cls, name: str) -> "Checkpoint":
+        """Read the headers of a folder or, where there is none, of a hub repository
+        ``owner/model@revision``.
+        """
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            _refuse_mistyped(name)
+            try:
+                folder = download(name, name.partition("@")[2] or None, [_ADAPTER])
+            except HFValidationError as error:
+                raise ValueError(
+                    f"'{name}' is neither a folder nor the name of a hub repository"
+                ) from error
+            except Exception as error:  # no network, no such repository, no access
+                raise ValueError(
+                    f"'{name}' is no folder, and the hub can't give it: {error}"
+                ) from error
+            shards = set(_weight_map(folder).values()) or {SINGLE}
+            if is_adapter(folder):
+                _refuse_both(name, folder)
+            elif not all((folder / file).is_file() for file in shards):
+                adapter = (folder / _ADAPTER_CONFIG).is_file()
+                return cls(name, folder, _hub_headers(name, folder.name, adapter))
+        return cls.from_folder(name, folder)
+
+    @classmethod
+    def from_folder(cls, name: str, folder: Path, inside: str = "") -> "Checkpoint":
+        """Read the headers of a folder, or of one ``inside`` a folder of the hub's cache."""
+        home = folder / inside
+        opened = {file: TensorFile(home / file) for file in _weight_files(name, home)}
+        headers = {file: weights.tensors for file, weights in opened.items()}
+        checkpoint = cls(name, folder, headers, opened, inside)
+        promised = {key for key, file in _weight_map(home).items() if file in opened}
+        lost = sorted(promised.difference(*headers.values()))
+        if lost:
+            raise ValueError(
+                f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again"
+            )
+        return checkpoint
+
+    def open_inside(self, file: str) -> "Checkpoint | None":
+        """Read the header of a weight file in a folder inside this one, if there is such a folder.
+        One on the hub, which must be there, stays there until it is fetched.
+        """
+        path = PurePosixPath(file)
+        inside = str(path.parent)
+        if self.revision is None:
+            home = self.folder / inside
+            return self.from_folder(str(home), home) if home.is_dir() else None
+        if (self.folder / file).is_file():
+            return self.from_folder(self.name, self.folder, inside)
+        tensors = _hub_header(self.name, self.revision, file)
+        return Checkpoint(self.name, self.folder, {path.name: tensors}, inside=inside)
+
+    def fetch(self) -> None:
+        """Download the weights, if they are on the hub."""
+        if not self.remote:
+            return
+        files = [str(PurePosixPath(self._inside, file)) for file in self.files]
+        folder = download(self.name, self.revision, files)
+        local = self.from_folder(self.name, folder, self._inside)
+        self.folder = local.folder
+        copies = {key: local.whole[of] for key, of in self.copies.items()}
+        self.whole = {**local.whole, **copies}
+        self.opened = local.opened
+        self.remote = False
+        self.split(self.parts)
+
+    def folder_with(self, *files: str) -> Path:
+        """Return the folder; if it is the hub's, download the files that match these patterns
+        first.
+        """
+        if self.revision is None:
+            return self.folder
+        return download(self.name, self.revision, files)
+
+    @property
+    def label(self) -> str:
+        """The name without the user's directories, for files that others will see."""
+        return printable(
+            Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json, empty if there is none; one with far too many layers is
+        refused.
+        """
+        path = self.folder / "config.json"
+        config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
+        most, entries = max(1000, len(self.tensors)), list(config.items())
+        for key, value in entries:
+            if isinstance(value, dict):
+                entries += value.items()
+            numbers = value if isinstance(value, list) else [value]
+            if _COUNTS.fullmatch(key) and any(
+                isinstance(number, int) and number > most for number in numbers
+            ):
+                can_have = f"'{self.name}' with its {len(self.tensors)} tensors can have"
+                raise ValueError(
+                    f"'{path}', field '{key}': {value} are more than {can_have}; fetch it again"
+                )
+        return config
+
+    @property
+    def quantisation(self) -> Quantisation:
+        """What config.json says about the quantisation of the weights; empty if it says nothing."""
+        config: _ModelConfig = cast("_ModelConfig", self.config)
+        return config.get("quantization_config") or config.get("compression_config") or {}
+
+    @cached_property
+    def adapter_config(self) -> AdapterConfig:
+        """The content of adapter_config.json, which scales an adapter's update; empty if there is
+        none.
+        """
+        return read_json(self.folder / _ADAPTER_CONFIG, AdapterConfig) or {}
+
+    def small_files(self, names: str = ".*") -> dict[str, bytes]:
+        """Return the content of the files beside the weights whose names match an expression, by
+        path in the folder.
+
+        Raises:
+            ValueError: a file can't be read, is too large, or is a link out of the folder.
+        """
+        paths = [path for path in self.folder.iterdir() if is_small_file(path.name)]
+        paths += (self.folder / "additional_chat_templates").glob("*.jinja")
+        wanted = []
+        for path in sorted(paths):
+            of_other_weights = path.name.endswith(".index.json") and (
+                path.name != INDEX or self.files == [SINGLE]
+            )
+            skipped = of_other_weights or path.name in (CARD, MANIFEST)
+            if path.is_file() and not skipped and re.fullmatch(names, path.name):
+                wanted.append(path)
+        return read_files(self.folder, wanted)
+
+    def module_files(self) -> dict[str, bytes]:
+        """Return the files of the modules that sentence-transformers puts behind the model, by path
+        in the folder.
+        """
+        weights = [f"{module}/*.safetensors" for module in module_folders(self.folder)]
+        return module_files(self.folder_with(*weights)) if weights else {}
+
+    def _unwrapping(self, wrapper: str) -> str:
+        pattern = r'(^|(?<="))module\.' if wrapper == "module" else rf"{wrapper}\."
+        return self.stripping(pattern)
+
+    def stripping(self, pattern: str) -> str:
+        """Return how what matches an expression is taken out of the names of the tensors."""
+        folder = self.folder
+        first = ""
+        if not Path(self.name).expanduser().is_dir():
+            repository = self.name.partition("@")[0]
+            first = f"`hf download {repository} --local-dir FOLDER`, and "
+            folder = Path("FOLDER")
+        code = (
+            "import re; from pathlib import Path; from safetensors.torch import load_file, "
+            f"save_file; folder = Path({json.dumps(str(folder))}); "
+            f"strip = lambda text: re.sub({pattern!r}, '', text); "
+            "[save_file({strip(key): value for key, value in load_file(file).items()}, "
+            "file.with_suffix('.new'), {'format': 'pt'}) or file.with_suffix('.new').replace(file) "
+            "for file in folder.glob('*.safetensors')]; "
+            "[file.write_text(strip(file.read_text())) for file in folder.glob('*.index.json')]"
+        )
+        return f"Take it out in place with: {first}python -c {shlex.quote(code)}"
+
+    def identity(self) -> Input:
+        """Return what tells this checkpoint from others, without reading its weights: its revision
+        on the hub, or its files.
+        """
+        if self.revision is not None:
+            return Input(name=self.label, revision=self.revision)
+        files = {name: file.identity() for name, file in self.opened.items()}
+        for name in ("config.json", "adapter_config.json", MANIFEST):
+            path = self.folder / name
+            if path.is_file():
+                files[name] = InputFile(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+        return Input(name=self.label, files=files)
+
+    def same(self, key: str, other: str) -> bool:
+        """Tell whether two tensors hold the same values, which are fetched for that."""
+        if key != other:
+            self.fetch()
+        return super().same(key, other)
+
+    def add_copy(self, key: str, of: str) -> None:
+        """Present a tensor under a further key."""
+        self.copies[key] = of
+        self.whole = {**self.whole, key: self.whole[of]}
+        self.split(self.parts)
+
+    def file(self, key: str) -> TensorFile:
+        return self.opened[self.tensors[key].file]
+
+    def elements(self, key: str, start: int, stop: int) -> Tensor:
+        info = self.tensors[key]
+        if not isinstance(info, Quantised | Packed):
+            return self.file(key).elements(info, start, stop)
+        rows, first = info.around(start, stop)
+        return rows.read(self.opened).flatten()[start - first : stop - first]
+
+    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        info = self.tensors[key]
+        stored = (
+            info.read(self.opened)
+            if isinstance(info, Quantised | Packed)
+            else self.file(key).read(info)
+        )
+        tensor = stored.to(where)
+        if not is_finite(tensor):
+            raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
+        return tensor, digest(stored)
+
+
+def _refuse_mistyped(name: str) -> None:
+    """Raise a ValueError for a name that is no folder's and was meant to be one: that of a file, a
+    path, or one that differs from a folder's in a letter.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ValueError(f"'{name}' is a file: name the folder that it is in, '{path.parent}'")
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub name has one at most
+    if "@" in name and not is_path:  # a revision on the hub
+        return
+    folders = []
+    if path.parent.is_dir():
+        folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    length = len(path.name)
+    one_letter = (length - 1) / length if length > 2 else 1.0  # as difflib counts
+    meant = difflib.get_close_matches(path.name, folders, n=1, cutoff=one_letter)
+    if meant:
+        on_hub = "" if is_path else f" If you mean the hub's '{name}', say '{name}@main'."
+        raise ValueError(f"no folder '{name}': did you mean '{path.with_name(meant[0])}'?{on_hub}")
+    if is_path:
+        raise ValueError(f"no folder '{name}'")
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / _ADAPTER_CONFIG).is_file() and (folder / _ADAPTER).is_file()
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Return each tensor's file as in the index, or nothing without one; files outside the folder
+    are refused.
+    """
+    index = read_json(folder / INDEX, _Index)
+    files = index["weight_map"] if index else {}
+    if index and not files:
+        raise ValueError(f"'{folder / INDEX}' names no tensor; fetch it again")
+    # Any other name may belong to a file that is not weights, or that lies elsewhere.
+    if wrong := [
+        file
+        for file in files.values()
+        if Path(file).name != file or not file.endswith(".safetensors")
+    ]:
+        raise ValueError(
+            f"'{folder / INDEX}' names {some(dict.fromkeys(wrong))}: no safetensors files of this "
+            "folder"
+        )
+    return files
+
+
+def _refuse_both(name: str, folder: Path) -> None:
+    """Refuse a folder with an adapter and a whole model, of which either may be meant."""
+    whole = [SINGLE, INDEX, _PICKLED, f"{_PICKLED}.index.json"]
+    found = [file for file in whole if (folder / file).is_file()]
+    if found:
+        raise ValueError(
+            f"'{name}' holds an adapter ('{_ADAPTER}') and a whole model ('{found[0]}'): give a "
+            "folder with only the one that you mean"
+        )
+
+
+def _weight_files(name: str, folder: Path) -> list[str]:
+    if is_adapter(folder):
+        _refuse_both(name, folder)
+        return [_ADAPTER]
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if files := sorted(set(_weight_map(folder).values())):
+        if absent := [file for file in files if not (folder / file).is_file()]:
+            raise ValueError(
+                f"'{name}': {INDEX} names shards that are not there: {some(absent)}; fetch them"
+            )
+        return files
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise ValueError(
+            f"'{name}' has {len(files)} safetensors files and no {INDEX} that tells which belong "
+            "together"
+        )
+    inside = _models_inside(folder)
+    if inside:
+        raise ValueError(
+            f"'{name}' holds no safetensors file, and {some(inside)} does: give that one"
+        )
+    pickles = [path.name for path in folder.iterdir() if path.suffix in PICKLES]
+    pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
+    if pickles:
+        pickled = f"pickled weights ({some(pickles)}), which run code when opened and are refused"
+        raise ValueError(
+            f"'{name}' holds {pickled}. Where you trust them, convert them with: "
+            f"{_conversion(folder)}"
+        )
+    raise ValueError(f"'{name}' holds no safetensors file")
+
+
+def _models_inside(folder: Path) -> list[Path]:
+    """Return the folders in a folder that hold a model or an adapter: of a Trainer's checkpoints,
+    the newest.
+    """
+    models = {path.parent for path in folder.glob("*/*config.json")}
+    models = {path for path in models if any(path.glob("*model*.safetensors"))}
+    numbers = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in models}
+    checkpoints = {path: int(number[1]) for path, number in numbers.items() if number}
+    if checkpoints:
+        return [max(checkpoints, key=lambda path: checkpoints[path])]
+    return sorted(models)
+
+
+def _conversion(folder: Path) -> str:
+    """Return the command that saves the pickled weights of a folder as safetensors beside them."""
+    if (folder / _PICKLED_ADAPTER).is_file():
+        before, after = (json.dumps(str(folder / file)) for file in (_PICKLED_ADAPTER, _ADAPTER))
+        load = f"torch.load({before}, map_location='cpu', weights_only=True)"
+        copies = f"{{key: value.contiguous().clone() for key, value in {load}.items()}}"
+        code = f"import torch, safetensors.torch as st; st.save_file({copies}, {after})"
+        return f"python -c {shlex.quote(code)}"
+    kinds = (read_json(folder / "config.json", _ModelConfig) or {}).get("architectures") or [
+        "AutoModel"
+    ]
+    kind, where = kinds[0] if kinds[0].isidentifier() else "AutoModel", json.dumps(str(folder))
+    load = (
+        f'import transformers; model = transformers.{kind}.from_pretrained({where}, dtype="auto")'
+    )
+    return f"python -c {shlex.quote(f'{load}; model.save_pretrained({where})')}"
+
+
+def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
+    try:
+        metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
+    except NotASafetensorsRepoError as error:
+        none = "holds no safetensors; pickled weights run code when opened and are refused"
+        convert = "Convert it with https://huggingface.co/spaces/safetensors/convert"
+        if adapter:
+            repository = name.partition("@")[0]
+            convert = f"Get it with `hf download {repository} --local-dir FOLDER`, and give FOLDER"
+        raise ValueError(f"'{name}' on the hub {none}. {convert}") from error
+    except Exception as error:
+        raise ValueError(
+            f"'{name}': the hub can't give the headers of its weights: {error}"
+        ) from error
+    return {file: _described(file, found) for file, found in metadata.files_metadata.items()}
+
+
+def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
+    """Return the tensors of one file of a hub repository."""
+    repository = name.partition("@")[0]
+    try:
+        found = huggingface_hub.parse_safetensors_file_metadata(repository, file, revision=commit)
+    except Exception as error:
+        raise ValueError(f"'{name}': the hub can't give the header of {file}: {error}") from error
+    return _described(PurePosixPath(file).name, found)
+
+
+def _described(file: str, metadata: SafetensorsFileMetadata) -> dict[str, TensorInfo]:
+    return {
+        key: TensorInfo(file, str(tensor.dtype), tuple(tensor.shape), *tensor.data_offsets)
+        for key, tensor in metadata.tensors.items()
+    }
+
+
+def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Download the small files and some others into a folder that is named after their commit, and
+    return it.
+    """
+    folder = huggingface_hub.snapshot_download(
+        name.partition("@")[0],
+        revision=revision,
+        allow_patterns=[*SMALL_FILES, *files],
+        ignore_patterns=NOT_OF_THE_MODEL,
+    )
+    return Path(folder)

@@ -1,0 +1,221 @@
+"""Adapters on fused experts (peft's ``target_parameters``), whose factors hold those of all experts
+of a parameter.
+
+For a parameter ``(experts, height, width)`` of the loaded model, A is ``(experts * rank, a)``,
+expert by expert, and B is ``(b, experts * rank)``. Three things differ between adapters:
+
+- peft wraps a module once for each of its parameters and calls what is inside ``base_layer``, so
+  that no name tells the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of
+  its down_proj, m x n. Those of an up_proj without a gate, n x m, have them, and are refused.
+- An expert's update is B A or its transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later
+  ones) and of transformers. The sides tell which, unless they are equal. All experts of a model are
+  alike in this.
+- The columns of B are rank by rank, or expert by expert as unsloth had them until 17 September
+  2026. Only the field ``lora_B_layout``, which unsloth has written since, tells them apart.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .architecture import Architecture
+from .checkpoint import Checkpoint
+from .source import Source, some
+
+_LAYOUTS = ("rank_major", "grouped_by_expert")
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Where the factors of a fused parameter hold those of a layer."""
+
+    number: int
+    count: int  # of experts
+    rows: slice  # of the expert's update that are the layer's
+    transposed: bool  # whether the expert's update is (B A)^T
+    flipped: bool  # whether the layer's matrix is the transpose of these rows
+    grouped: bool  # whether B's columns are expert by expert
+
+    def cut(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layer's update, without
+        its scaling.
+        """
+        a = a.unflatten(0, (self.count, -1))[self.number]
+        sides = (self.count, -1) if self.grouped else (-1, self.count)
+        b = b.unflatten(1, sides).select(1 if self.grouped else 2, self.number)
+        left, right = (a.T, b.T) if self.transposed else (b, a)
+        left = left[self.rows]
+        return (left.T, right.T) if self.flipped else (right, left)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Where a fused parameter, saved whole as the loaded model has it, holds the tensor of a
+    layer.
+    """
+
+    key: str
+    start: int  # of the elements that are the layer's, in the flattened parameter
+    stop: int
+    width: int  # of the parameter's rows
+    transposed: bool  # whether the layer's tensor is the transpose of these rows
+    shape: tuple[int, ...]  # of the layer's tensor
+
+    def read(self, source: Source) -> Tensor:
+        rows = source.elements(self.key, self.start, self.stop).reshape(-1, self.width)
+        return (rows.T if self.transposed else rows).reshape(self.shape)
+
+
+def find_saved_experts(
+    adapter: Checkpoint, architecture: Architecture, key: str, name: str
+) -> dict[str, ExpertRows]:
+    """Return by param where an adapter's full tensor of a fused parameter holds layers.
+
+    There are none if the parameter, by its ``name`` in the adapter, holds no layers.
+    """
+    module, _, parameter = name.rpartition(".")
+    stacks = architecture.stacks_of(module)
+    loaded = [stack for stack in stacks if stack.rpartition(".")[2] == parameter]
+    if not loaded or not architecture.holds_layers(loaded[0]):
+        return {}
+    count, height, width = stacks[loaded[0]]
+    shape = adapter.tensors[key].shape
+    if shape != (count, height, width):
+        raise ValueError(
+            f"adapter '{adapter.name}', tensor '{key}': shape {shape} differs from "
+            f"{(count, height, width)} of the base: {_OTHER_BASE}"
+        )
+    found = {}
+    for param, number, rows, flipped in _places(
+        architecture, loaded[0], count, height, adapter.name
+    ):
+        view = architecture.views[param]
+        first = number * height + rows.start
+        last = number * height + rows.stop
+        transposed = flipped != view.transposed
+        found[param] = ExpertRows(
+            key, first * width, last * width, width, transposed, view.part_shape
+        )
+    return found
+
+
+def find_experts(
+    adapter: Checkpoint, architecture: Architecture, modules: Mapping[str, str]
+) -> Iterator[tuple[str, str, str, dict[str, Expert]]]:
+    """Yield the keys of A and B, the name of their parameter, and by param the experts in them.
+
+    ``modules`` has the wrapped module of each A, by its key.
+
+    Raises:
+        ValueError: the factors fit no parameter of the base, or nothing tells how they are to be
+            read.
+    """
+    fits, transposed = {}, {}
+    for key_a, module in modules.items():
+        key_b = key_a.replace(".lora_A.", ".lora_B.")
+        if key_b not in adapter.tensors:
+            raise ValueError(f"adapter '{adapter.name}' has '{key_a}' and no '{key_b}'")
+        (total, a), (b, *_) = adapter.tensors[key_a].shape, adapter.tensors[key_b].shape
+        stacks = architecture.stacks_of(module)
+        fitting = [
+            name
+            for name, (count, *sides) in stacks.items()
+            if {a, b} == {*sides} and total % count == 0
+        ]
+        shapes = f"A is {adapter.tensors[key_a].shape}, B {adapter.tensors[key_b].shape}"
+        if len(fitting) > 1:
+            raise ValueError(
+                f"adapter '{adapter.name}', '{module}': {shapes}, for {some(fitting)}: which of "
+                f"them is meant depends on peft's version: {_WITH_PEFT}"
+            )
+        if not fitting:
+            raise ValueError(
+                f"adapter '{adapter.name}', '{module}': {shapes}, for one of {stacks}: "
+                f"{_OTHER_BASE}"
+            )
+        fits[key_a] = key_b, fitting[0], stacks[fitting[0]]
+        if a != b:
+            transposed[key_a] = stacks[fitting[0]][1:] != (b, a)
+    for key_a, (key_b, name, (count, *sides)) in fits.items():
+        alike = {transposed[key_a]} if key_a in transposed else {*transposed.values()}
+        if len(alike) != 1:
+            what = (
+                f"the square experts of '{name}', {sides}, and no other: whether B A or its "
+                "transpose is added"
+            )
+            raise ValueError(
+                f"adapter '{adapter.name}' changes {what} depends on peft's version: {_WITH_PEFT}"
+            )
+        grouped = _is_grouped(adapter, count, adapter.tensors[key_a].shape[0] // count)
+        places = _places(architecture, name, count, sides[0], adapter.name)
+        yield (
+            key_a,
+            key_b,
+            name,
+            {
+                param: Expert(number, count, rows, alike == {True}, flipped, grouped)
+                for param, number, rows, flipped in places
+            },
+        )
+
+
+_OTHER_BASE = "it is for another base"
+_WITH_PEFT = "merge it into its base with the peft that trained it, and give that folder"
+
+
+def _is_grouped(adapter: Checkpoint, count: int, rank: int) -> bool:
+    """Tell whether B's columns are expert by expert; for one expert or rank 1, the two orders are
+    the same.
+    """
+    config: Mapping[str, Any] = adapter.adapter_config
+    layout = config.get("lora_B_layout")
+    if min(count, rank) == 1 or layout in _LAYOUTS:
+        return min(count, rank) > 1 and layout == _LAYOUTS[1]
+    marked = (config.get("auto_mapping") or {}).get("unsloth_fixed")
+    if (
+        layout is None
+        and not marked
+        and not str(config.get("base_model_name_or_path")).startswith("unsloth/")
+    ):
+        return False
+    what = (
+        "is of unsloth and has no lora_B_layout"
+        if layout is None
+        else f"has lora_B_layout '{layout}'"
+    )
+    values = (
+        "rank_major (peft, and unsloth since 17 September 2026) or grouped_by_expert (unsloth "
+        "before)"
+    )
+    raise ValueError(f"adapter '{adapter.name}' {what}: set it in adapter_config.json to {values}")
+
+
+def _places(
+    architecture: Architecture, name: str, count: int, height: int, adapter: str
+) -> Iterator[tuple[str, int, slice, bool]]:
+    """Yield the params that hold a parameter ``(count, height, width)``, each with its expert, rows
+    and ``flipped``.
+    """
+    # The numbers of the rows, stored as the parameter would be.
+    numbers = torch.arange(count * height, dtype=torch.int64, device="cpu")
+    numbers = numbers.reshape(count, height, 1)
+    for key, stored in architecture.undo({name: numbers}).items():
+        param = architecture.param(key)
+        parts = architecture.parts(param) or [param]
+        for part, rows in zip(parts, stored.reshape(-1, *stored.shape[-2:]), strict=False):
+            number, first = divmod(int(rows.min()), height)
+            stop = int(rows.max()) - number * height + 1
+            if part not in architecture.views or stop - first != rows.numel():
+                raise ValueError(
+                    f"adapter '{adapter}' changes '{name}', which is no stack of layers: "
+                    f"{_WITH_PEFT}"
+                )
+            yield (
+                part,
+                number,
+                slice(first, stop),
+                (rows.shape[-1] > 1) != architecture.views[part].transposed,
+            )

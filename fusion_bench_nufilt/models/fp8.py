@@ -1,0 +1,194 @@
+"""Weights stored in FP8 with a scale for every block, read as float32."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
+from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import TypedDict
+
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorFile, TensorInfo
+
+_FP8 = "F8_E4M3"
+_SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's key; the weight is multiplied by either
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_SIDES = (128, 128)  # of the blocks, where config.json does not give them
+
+# Suffixes of tensor names in quantised checkpoints that can't be read.
+_NAMES = {
+    ".g_idx": "GPTQ",
+    ".qweight": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".weight_packed": "compressed-tensors in a packed format",
+}
+
+
+_Sides = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+
+
+class _Weights(TypedDict, total=False):
+    block_structure: _Sides | str | None
+
+
+class _Group(TypedDict, total=False):
+    weights: _Weights | None
+
+
+class Quantisation(TypedDict, total=False):
+    """The fields of config.json's ``quantization_config`` that are read."""
+
+    quant_method: str | None
+    format: str | None
+    weight_block_size: _Sides | None
+    config_groups: dict[str, _Group] | None
+
+
+@dataclass(frozen=True)
+class Quantised(TensorInfo):
+    """An FP8 tensor in a file, and the place of its scales; ``dtype`` is the dtype in which it is
+    read.
+    """
+
+    what: str  # the model and the tensor, for errors
+    scale: TensorInfo
+    block: tuple[int, ...]  # the sides of the blocks, each of which has a scale
+
+    def rows(self, first: int, last: int) -> "Quantised":
+        """Return these entries of the first dimension as a tensor of its own; they must not cut a
+        block.
+        """
+        height = self.block[0]
+        cut = super().rows(first, last)
+        if height >= self.shape[0]:  # one scale for all
+            return replace(cut, block=(last - first, *self.block[1:]))
+        if first % height or (last % height and last != self.shape[0]):
+            raise ValueError(
+                f"{self.what}: rows {first} to {last} of {self.shape} cut its blocks of "
+                f"{self.block}"
+            )
+        return replace(cut, scale=self.scale.rows(first // height, -(-last // height)))
+
+    @property
+    def _height(self) -> int:
+        """The number of rows that are read together: those of a block, or one if all rows share
+        their scales.
+        """
+        return self.block[0] if self.block[0] < self.shape[0] else 1
+
+    @property
+    def unit(self) -> int:
+        return self._height * math.prod(self.shape[1:])
+
+    def around(self, start: int, stop: int) -> tuple["Quantised", int]:
+        """Return the whole blocks of rows that hold elements ``start`` to ``stop``, and the number
+        of their first.
+        """
+        width, height = math.prod(self.shape[1:]), self._height
+        first, last = start // width // height * height, -(-stop // (width * height)) * height
+        return self.rows(first, min(last, self.shape[0])), first * width
+
+    def read(self, files: Mapping[str, TensorFile]) -> Tensor:
+        """Return the values in float32."""
+        stored = TensorInfo(self.file, _FP8, self.shape, self.start, self.stop)
+        tiles = _tiles(files[self.file].read(stored).float(), self.block)
+        scale = files[self.scale.file].read(self.scale).float()
+        sides = [size for count in tiles.shape[::2] for size in (count, 1)]
+        return _joined(tiles.mul_(scale.reshape(sides)), self.shape)
+
+
+def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
+    """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, padded with zeros to whole
+    blocks.
+    """
+    missing = [-size % side for size, side in zip(values.shape, block, strict=True)]
+    if any(missing):
+        values = pad(values, [size for count in reversed(missing) for size in (0, count)])
+    sides = zip(values.shape, block, strict=True)
+    return values.reshape([size for whole, side in sides for size in (whole // side, side)])
+
+
+def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the values of :func:`_tiles` in their original shape."""
+    padded = [count * side for count, side in zip(tiles.shape[::2], tiles.shape[1::2], strict=True)]
+    return tiles.reshape(padded)[tuple(map(slice, shape))].contiguous()
+
+
+def join_scales(
+    model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
+) -> dict[str, TensorInfo]:
+    """Return a model's tensors, with FP8 weights and their scales joined, and without the scales of
+    its activations.
+
+    An FP8 weight without a scale stays as it is, and is refused where it is needed.
+    """
+    joined = dict(tensors)
+    for key, info in tensors.items():
+        scale_key = next((name for suffix in _SCALES if (name := key + suffix) in tensors), None)
+        if info.dtype != _FP8 or scale_key is None:
+            continue
+        what, scale = f"model '{model}', tensor '{key}'", tensors[scale_key]
+        if scale.dtype not in FLOATS:
+            raise ValueError(
+                f"{what}: its scales '{scale_key}' are stored as {scale.dtype}, only "
+                f"{', '.join(FLOATS)}"
+            )
+        block = _block(what, info.shape, scale.shape, config)
+        joined[key] = Quantised(
+            info.file, "F32", info.shape, info.start, info.stop, what, scale, block
+        )
+        for name in _INPUT_SCALES:
+            joined.pop(key.removesuffix("weight") + name, None)
+            joined.pop(f"{key}_{name}", None)
+        del joined[scale_key]
+    return joined
+
+
+def _block(
+    what: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation
+) -> tuple[int, ...]:
+    """Return the sides of the blocks, on which the shapes and config.json must agree."""
+    ones = (1,) * len(shape)
+    counts = (
+        ones
+        if math.prod(scale) == 1
+        else (scale + ones)[: len(shape)]
+        if scale == shape[: len(scale)]
+        else scale
+    )
+    sides = (*ones[:-2], *_sides(config))
+    block = []
+    if len(counts) == len(shape) >= 2:
+        for size, count, side in zip(shape, counts, sides, strict=True):
+            if count in (1, size):
+                block.append(size // count)
+            elif count == -(-size // side):
+                block.append(side)
+    if len(block) != len(shape):
+        raise ValueError(
+            f"{what} of shape {shape}: no blocks of {sides} have scales of shape {scale}"
+        )
+    return tuple(block)
+
+
+def _sides(config: Quantisation) -> Sequence[int]:
+    groups = (group.get("weights") or {} for group in (config.get("config_groups") or {}).values())
+    found = [config.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
+    return next((sides for sides in found if sides and not isinstance(sides, str)), _SIDES)
+
+
+def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None:
+    """Return the name of a quantisation that can't be read, if config.json or the tensors' names
+    show one.
+    """
+    method, form = config.get("quant_method"), config.get("format")
+    if method == "compressed-tensors" and form != "float-quantized":
+        return f"{method} in the format {form}"
+    if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
+        return str(method)
+    return next(
+        (what for name in names for suffix, what in _NAMES.items() if name.endswith(suffix)), None
+    )

@@ -1,0 +1,98 @@
+"""Models in memory as the sources of a merge."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusion_bench_nufilt.nufilt.weights import is_finite
+from fusion_bench_nufilt.utils.tensors import describe
+
+from .source import Parts, Source, part
+
+
+class MemorySource(Source):
+    """Tensors in memory, which are read where they are, and which a merge may write.
+
+    Args:
+        name: the user's name for the model.
+        tensors: by key; neither they nor the mapping are copied, so that one can be replaced once
+            it was read.
+        config: the content that the model's config.json has.
+    """
+
+    in_memory = True
+
+    def __init__(
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.name = self.label = name
+        self.config = config or {}
+        self.whole = self.tensors = {key: describe(value) for key, value in tensors.items()}
+        self._whole = self._values = tensors
+
+    def split(self, parts: Mapping[str, Parts]) -> None:
+        super().split(parts)
+        if parts:
+            split = {
+                part(key, rows): self._whole[key][slice(*rows)]
+                for key in parts
+                for rows in parts[key]
+            }
+            self._values = {
+                key: split[key] if key in split else self._whole[key] for key in self.tensors
+            }
+
+    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        """Return a tensor, which shares the model's memory on its own device, and no digest."""
+        if not is_finite(value := self._values[key]):
+            raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
+        return value.to(where), ""
+
+    def elements(self, key: str, start: int, stop: int) -> Tensor:
+        return self._values[key].flatten()[start:stop]
+
+    def same(self, key: str, other: str) -> bool:
+        """Tell whether two tensors hold the same values, at once where they share their memory."""
+        value, its = self._values[key], self._values[other]
+        in_one_place = value.data_ptr() == its.data_ptr() and value.stride() == its.stride()
+        return (in_one_place and value.shape == its.shape) or super().same(key, other)
+
+    def write(self, key: str, value: Tensor) -> None:
+        self._values[key].copy_(value)
+
+    def check_floats(self, keys: Iterable[str]) -> None:
+        """Check the values as well, which are at hand: they must be finite."""
+        super().check_floats(keys := list(keys))
+        for key in keys:
+            self.read(key, self._values[key].device)
+
+
+def module_source(name: str, model: nn.Module, without: Collection[str] = ()) -> MemorySource:
+    """Return the source of a model's parameters and buffers, but those that were drawn at random
+    for lack of others.
+    """
+    state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return MemorySource(
+        name, {key: state[key] for key in state if key not in without}, config_of(model)
+    )
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return the labels and class of a transformers or timm model, in the form of its
+    config.json.
+    """
+    config, of_timm = getattr(model, "config", None), getattr(model, "pretrained_cfg", None) or {}
+    if callable(to_json := getattr(config, "to_json_string", None)):
+        return {**json.loads(to_json()), "architectures": [type(model).__name__]}
+    if "architecture" not in of_timm:
+        return {}
+    classifier = {"classifier": of_timm.get("classifier")}
+    size = getattr(model, "num_classes", 0)
+    return {
+        "architecture": of_timm["architecture"],
+        "num_classes": size,
+        "pretrained_cfg": classifier,
+    }

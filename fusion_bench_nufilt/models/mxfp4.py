@@ -1,0 +1,106 @@
+"""Weights in MXFP4, as gpt-oss stores its experts: read as bfloat16, which holds their values
+exactly or overflows.
+
+A value is a code of four bits times a power of two, which 32 codes share. ``NAME_blocks`` are two
+codes a byte, the lower half first, ``(experts, outputs, blocks, 16)``; ``NAME_scales`` are
+exponents plus 127, ``(experts, outputs, blocks)``. The tensor ``NAME`` is ``(experts, inputs,
+outputs)``. See the OCP Microscaling formats specification.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo
+
+from .fp8 import Quantisation
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_CODES = torch.tensor(
+    [*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16, device="cpu"
+)
+_PAIRS = torch.stack(
+    [_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1
+)  # both values of each byte
+
+
+@dataclass(frozen=True)
+class Packed(TensorInfo):
+    """An MXFP4 tensor; ``shape`` and ``dtype`` are those in which it is read, and its place is that
+    of the blocks.
+    """
+
+    blocks: TensorInfo
+    scales: TensorInfo
+
+    def rows(self, first: int, last: int) -> "Packed":
+        """Return these experts as a tensor of its own."""
+        blocks, scales = self.blocks.rows(first, last), self.scales.rows(first, last)
+        return replace(super().rows(first, last), blocks=blocks, scales=scales)
+
+    @property
+    def unit(self) -> int:
+        """The number of elements of an expert, whose values are stored transposed."""
+        _, inputs, outputs = self.shape
+        return inputs * outputs
+
+    def around(self, start: int, stop: int) -> tuple["Packed", int]:
+        """Return the experts that hold elements ``start`` to ``stop``, and the number of their
+        first element.
+        """
+        size = self.unit
+        return self.rows(start // size, -(-stop // size)), start // size * size
+
+    def read(self, files: Mapping[str, TensorFile]) -> Tensor:
+        blocks, scales = (files[info.file].read(info) for info in (self.blocks, self.scales))
+        return decode(blocks, scales)
+
+
+def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the bfloat16 values ``(experts, inputs, outputs)`` of blocks and scales."""
+    values = embedding(blocks.int(), _PAIRS).flatten(-2)
+    values.ldexp_(scales.int().sub_(127).unsqueeze(-1))
+    return values.flatten(-2).transpose(1, 2).contiguous()
+
+
+def join_blocks(
+    model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
+) -> dict[str, TensorInfo]:
+    """Return a model's tensors, with blocks and scales of MXFP4 joined.
+
+    Tensors of such names that are stored otherwise are tensors like others, unless config.json says
+    that the model is in MXFP4.
+
+    Raises:
+        ValueError: blocks of a model in MXFP4 lack their scales, or these have another shape.
+    """
+    joined = dict(tensors)
+    for key, blocks in tensors.items():
+        if not key.endswith(_BLOCKS) or blocks.dtype != "U8":
+            continue
+        name = key.removesuffix(_BLOCKS)
+        scales = tensors.get(name + _SCALES)
+        if scales is None or not _fits(blocks, scales):
+            if config.get("quant_method") != "mxfp4":
+                continue
+            other = f"no '{name + _SCALES}'"
+            if scales is not None:
+                other = f"'{name + _SCALES}' {scales.dtype} {scales.shape}"
+            what = f"model '{model}', tensor '{key}' {blocks.dtype} {blocks.shape} with {other}"
+            raise ValueError(
+                f"{what}: MXFP4 has U8 blocks (experts, outputs, blocks, 16) and their scales"
+            )
+        del joined[key], joined[name + _SCALES]
+        experts, outputs, count, _ = blocks.shape
+        shape = (experts, 32 * count, outputs)
+        joined[name] = Packed(blocks.file, "BF16", shape, blocks.start, blocks.stop, blocks, scales)
+    return joined
+
+
+def _fits(blocks: TensorInfo, scales: TensorInfo) -> bool:
+    """Tell whether two tensors of bytes are blocks of MXFP4 and their scales."""
+    return scales.dtype == "U8" and len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)

@@ -1,0 +1,135 @@
+"""Where a merge reads a model's tensors: what the files of a checkpoint and a model in memory have
+in common.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, FLOATS, TensorFile, TensorInfo
+
+# What training wraps a model or its layers in, by the name that this adds to those of tensors.
+# That of DistributedDataParallel and of DeepSpeed is "module", at the start of a name.
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
+
+
+class Source(ABC):
+    """The tensors of a model.
+
+    ``name`` is the user's name for the model, and ``label`` one for files that others will see.
+    ``tensors`` describes those that a merge works on, by key; ``whole`` describes them as they are
+    stored, before :meth:`split`.
+    """
+
+    name: str
+    label: Any
+    config: Any  # the content of config.json
+    tensors: Mapping[str, TensorInfo]
+    whole: Mapping[str, TensorInfo]
+    parts: Mapping[str, Parts] = {}
+    opened: Mapping[str, TensorFile] = {}  # the files that are read
+    remote = False  # whether the weights are still on the hub
+    in_memory = False
+
+    @abstractmethod
+    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        """Read a tensor, whose values must be finite, to a device; return it and the digest of its
+        bytes.
+        """
+
+    @abstractmethod
+    def elements(self, key: str, start: int, stop: int) -> Tensor:
+        """Read the elements ``start`` to ``stop`` of a flattened tensor."""
+
+    def same(self, key: str, other: str) -> bool:
+        """Tell whether two tensors hold the same values; only floating point is compared."""
+        info = self.tensors[key]
+        if key == other or not {info.dtype, self.tensors[other].dtype} <= FLOATS.keys():
+            return True
+        if info.shape != self.tensors[other].shape:
+            return False
+        numel = math.prod(info.shape)
+        for start in range(0, numel, CHUNK_BYTES // 8):
+            stop = min(start + CHUNK_BYTES // 8, numel)
+            values = self.elements(key, start, stop).double()
+            if not torch.equal(values, self.elements(other, start, stop).double()):
+                return False
+        return True
+
+    def split(self, parts: Mapping[str, Parts]) -> None:
+        """Make groups of rows of some tensors tensors of their own, under the keys that
+        :func:`part` gives them.
+        """
+        self.parts = parts
+        self.tensors = split_rows(self.whole, parts)
+
+    def check_unwrapped(self, names: Iterable[str]) -> None:
+        """Raise a ValueError if names that are not looked for are those of a wrapper for
+        training.
+        """
+        for name in names:
+            parts = name.split(".")
+            found = [part for part in parts if part in _WRAPPERS]
+            found += [part for part in parts[:1] if part == "module"]
+            if found:
+                made_by = _WRAPPERS.get(found[0], "DistributedDataParallel or DeepSpeed")
+                raise ValueError(
+                    f"model '{self.name}' was saved from the wrapper of {made_by}: the name of "
+                    f"'{name}' has '{found[0]}.'. {self._unwrapping(found[0])}"
+                )
+
+    def _unwrapping(self, wrapper: str) -> str:
+        """Return how a wrapper is taken out of the names of the tensors."""
+        return f"Give the model that is inside of '{wrapper}'"
+
+    def check_not_empty(self, keys: Iterable[str]) -> None:
+        """Raise a ValueError that names tensors of which nothing but a placeholder was saved."""
+        empty = [key for key in keys if 0 in self.tensors[key].shape]
+        if empty:
+            raise ValueError(
+                f"model '{self.name}' has {len(empty)} empty tensors: {some(empty)}. DeepSpeed "
+                "ZeRO-3 leaves these where a model is saved without its gathered weights: save it "
+                "again with save_pretrained(FOLDER, state_dict=accelerator.get_state_dict(model))"
+            )
+
+    def check_floats(self, keys: Iterable[str]) -> None:
+        """Raise a ValueError that names a tensor if one that the merge computes with is not
+        floating point.
+        """
+        for key in keys:
+            if (dtype := self.tensors[key].dtype) not in FLOATS:
+                only = f"only {', '.join(FLOATS)}; name the model it was quantised from"
+                stored = f"model '{self.name}', tensor '{key}' is stored as {dtype}"
+                raise ValueError(f"{stored}: quantised weights can't be merged, {only}")
+
+
+def part(key: str, rows: tuple[int, int]) -> str:
+    return f"{key}[{rows[0]}:{rows[1]}]"
+
+
+def split_rows(
+    tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]
+) -> dict[str, TensorInfo]:
+    """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys
+    of :func:`part`.
+    """
+    found: dict[str, TensorInfo] = {}
+    for key, info in tensors.items():
+        rows = parts.get(key)
+        found |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
+    return found
+
+
+def some(names: Iterable[str | Path]) -> str:
+    first, rest = (names := list(names))[:4], names[4:]
+    return ", ".join(f"'{name}'" for name in first) + (f" and {len(rest)} more" if rest else "")

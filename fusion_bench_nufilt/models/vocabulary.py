@@ -1,0 +1,538 @@
+"""The vocabulary of a result: which token has which row of the embeddings, where models brought new
+tokens.
+
+Rows are matched by token. The rows of the base's tokens are merged or averaged like any weight; the
+row of a new token is the mean over the models that have it.
+"""
+
+import hashlib
+import json
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.nufilt.weights import is_finite, wide_dtype
+from fusion_bench_nufilt.utils.files import parse_json
+from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, raw
+
+from .model import FullModel
+from .source import some
+
+_TOKENIZER = (
+    r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"
+    r"|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
+)
+
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+
+Models = Mapping[str, FullModel]
+"""Models by their role in the merge: base, merged, task 0, ..."""
+
+
+class Holder(NamedTuple):
+    """A model that has a new token."""
+
+    source: str  # its role in the merge
+    row: int  # the token's row in it
+    weight: float  # of this row in the mean; of the model merged so far, that of all its tasks
+
+
+@dataclass
+class Vocabulary:
+    """The rows of a result's embeddings; without ``params``, they are those of the base."""
+
+    models: Models = field(default_factory=dict)
+    params: list[str] = field(default_factory=list)  # tensors with a row for every token
+    tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
+    rows: int = 0
+    tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
+    holders: dict[int, list[Holder]] = field(default_factory=dict)  # the models that have them
+    unnamed: set[int] = field(default_factory=set)  # those that no tokenizer names
+    kept: FullModel | None = None  # the state beside the model merged so far
+    files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
+    warnings: list[str] = field(default_factory=list)
+    identity: str = ""  # a digest of how rows are matched
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the manifest's entry."""
+        if not self.params:
+            return {}
+        labels: dict[str, str] = {}
+        weights: dict[str, float] = {}
+        for row, token in self.tokens.items():
+            holders = self.holders[row]
+            labels[token] = ", ".join(self.models[each.source].source.label for each in holders)
+            weights[token] = sum(each.weight for each in holders)
+        return {
+            "tokenizer": self.tokenizer,
+            "rows": self.rows,
+            "new_tokens": labels,
+            "token_weights": {token: weight for token, weight in weights.items() if weight != 1},
+            "matching": self.identity,
+        }
+
+    def __str__(self) -> str:
+        new = f"{len(self.tokens)} new tokens" + (
+            f": {some(self.tokens.values())}" if self.tokens else ""
+        )
+        return f"{self.tokenizer}, {self.rows} rows, {new}"
+
+    def check(self) -> None:
+        """Refuse rows that no tokenizer names and that differ between models: they may be those of
+        different tokens. Models still on the hub are not compared.
+        """
+        for row in self.unnamed:
+            models = [self.models[each.source].source for each in self.holders[row]]
+            near = [
+                each for each in self.holders[row] if not self.models[each.source].source.remote
+            ]
+            for param in self.params if len(near) > 1 else ():
+                first, *others = (self._row(param, each).double() for each in near)
+                if not all(torch.equal(first, other) for other in others):
+                    names = [model.label for model in models]
+                    what = (
+                        f"token '{self.tokens[row]}' is new in {some(names)} with different rows "
+                        f"of '{param}'"
+                    )
+                    takes = (
+                        f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base "
+                        "none"
+                    )
+                    raise ValueError(f"{what}: {takes}")
+
+    def _row(self, param: str, holder: Holder) -> Tensor:
+        """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
+        row = self.models[holder.source].row(param, holder.row, self.models["base"])
+        if holder.source != "merged" or self.kept is None:
+            return row
+        key = self.kept.keys.get(new_rows_key(param))
+        if key is None:
+            return row
+        of_merged = [
+            each.row for held in self.holders.values() for each in held if each.source == "merged"
+        ]
+        place = sorted(of_merged).index(holder.row)
+        kept = self.kept.source.elements(key, place * len(row), (place + 1) * len(row))
+        if not torch.equal(kept.to(row.dtype), row):
+            raise ValueError(
+                f"'{self.kept.source.name}' does not belong to the weights beside it: '{key}' "
+                "differs; remove it if the weights are right"
+            )
+        return kept
+
+    def mean_row(self, param: str, row: int, read: Mapping[str, Any] | None = None) -> Tensor:
+        """Return the row of a new token, in float32 at least if several models have it; update the
+        digests in ``read``, by model.
+        """
+        mean, weight = None, 0.0
+        for holder in self.holders[row]:
+            value = self._row(param, holder)
+            if read is not None:
+                read[holder.source].update(raw(value))
+            if not is_finite(value):
+                name = self.models[holder.source].source.name
+                raise ValueError(
+                    f"model '{name}', tensor '{param}' has NaN or infinite values for token "
+                    f"'{self.tokens[row]}'"
+                )
+            weight += holder.weight
+            if mean is None:
+                mean = value
+            elif weight > 0:
+                wide = wide_dtype(mean)
+                mean = torch.lerp(mean.to(wide), value.to(wide), holder.weight / weight)
+        assert mean is not None
+        return mean
+
+    def new_rows(self, param: str) -> Tensor:
+        """Return the rows of all new tokens, in the order of their numbers in the result."""
+        return torch.stack([self.mean_row(param, row).float() for row in sorted(self.holders)])
+
+    def grown(
+        self, param: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
+    ) -> Iterator[Tensor]:
+        """Yield a flattened tensor of ``params`` with the rows of new tokens, given the pieces with
+        the base's rows.
+
+        The digests in ``read``, by model, are updated.
+        """
+        count, *shape = self.models["base"].params[param]
+        width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
+        more = (self.rows - count) * width
+        tail = (
+            torch.zeros(min(step, more - start), dtype=dtype, device="cpu")
+            for start in range(0, more, step)
+        )
+        for piece in chain(pieces, tail):
+            end = offset + len(piece)
+            for row in range(offset // width, -(-end // width)):
+                if row not in self.holders:
+                    continue
+                value = self.mean_row(param, row, read)
+                if not is_finite(value.to(dtype)):
+                    raise ValueError(
+                        f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} "
+                        "can't hold"
+                    )
+                first, last = max(row * width, offset), min((row + 1) * width, end)
+                piece[first - offset : last - offset] = value[
+                    first - row * width : last - row * width
+                ]
+            offset = end
+            yield piece
+
+    def grown_layer(self, param: str, weight: Tensor, read: dict[str, str]) -> Tensor:
+        """Return a layer with the rows of new tokens, and add digests of what is read to those of
+        the models.
+        """
+        if param not in self.params:
+            return weight
+        sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+        pieces = list(self.grown(param, [weight.flatten().to("cpu", copy=True)], weight.dtype, sha))
+        read |= {source: read.get(source, "") + found.hexdigest() for source, found in sha.items()}
+        return torch.cat(pieces).reshape(-1, *weight.shape[1:])
+
+
+def new_rows_key(param: str) -> str:
+    """Return the key in the state of the rows of new tokens."""
+    return f"{param}.new_rows"
+
+
+class _Tokens:
+    """The tokens of a model and their rows. Rows whose tokens are unknown are named by their
+    numbers.
+    """
+
+    def __init__(
+        self, model: FullModel, params: Sequence[str], base: "_Tokens | None" = None
+    ) -> None:
+        self.model, self.label, self._base = model, model.source.label, base
+        self.rows: int = min(
+            model.params[each][0] if base is None or each in model.keys else base.rows
+            for each in params
+        )
+        self.files = model.checkpoint.small_files(_TOKENIZER)
+        self.words = _words(self.files)
+        self.template = _template(self.files)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in the folder, or the base's if it has the same files; None if it or the
+        base's is unknown.
+        """
+        return self._read[0]
+
+    @property
+    def why_unknown(self) -> str:
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[Any, str]:
+        import transformers
+
+        base, folder = self._base, self.model.checkpoint.folder
+        if base and (base.tokenizer is None or self.words == base.words):
+            return base._read
+        if not self.words:
+            return None, f"'{self.label}' has no tokenizer"
+        try:
+            load = transformers.AutoTokenizer.from_pretrained
+            return load(folder, local_files_only=True, trust_remote_code=False), ""
+        except (
+            Exception
+        ) as error:  # damaged files, a package that is not installed, code of the model's own
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            remedy = (
+                "mend it, or install what it needs; if its tokens are those of the other models, "
+                "copy their files"
+            )
+            return (
+                None,
+                f"the tokenizer of '{self.label}' ({some(self.files)}) can't be read: {reason}; "
+                f"{remedy}",
+            )
+
+    @cached_property
+    def all(self) -> dict[str, int]:
+        """The numbers of all tokens, some of which may have no row."""
+        if self.tokenizer:
+            return dict(self.tokenizer.get_vocab())
+        known, first = (self._base.ids, self._base.rows) if self._base else ({}, 0)
+        return known | {f"row {row}": row for row in range(first, self.rows)}
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return {token: row for token, row in self.all.items() if row < self.rows}
+
+    def is_like(self, base: "_Tokens") -> bool:
+        """Tell whether it has the base's tokens, which it also has without a tokenizer."""
+        return self.rows == base.rows and self.words in (base.words, {})
+
+    def fits(self, base: "_Tokens", params: Sequence[str]) -> bool:
+        """Tell whether its embeddings differ from the base's in rows only, which can be matched if
+        it has fewer.
+        """
+        own, other = self.model.params, base.model.params
+        alike = all(
+            own[param][1:] == other[param][1:] for param in params if param in self.model.keys
+        )
+        return alike and (self.rows >= base.rows or self.tokenizer is not None)
+
+    def rows_of(self, base: "_Tokens") -> list[int]:
+        """Return, for each row of the base, the row of its token here, or -1 if there is none."""
+        rows = [-1] * base.rows
+        for token, row in base.ids.items():
+            rows[row] = self.ids.get(token, -1)
+        return rows
+
+
+def join_vocabularies(
+    models: Models,
+    params: Sequence[str],
+    choice: str,
+    files: Mapping[str, bytes],
+    weights: Mapping[str, float],
+    *,
+    first_alone: bool,
+    kept: FullModel | None,
+) -> Vocabulary:
+    """Match the rows of all models by token, and choose the result's; the models then present the
+    base's rows.
+
+    A model whose rows can't be matched stays as it is.
+
+    Args:
+        models: the base, the model merged so far, and the tasks, including adapters.
+        params: the tensors that have a row for every token.
+        choice: whose tokens the result has: base, union, or the name of a model.
+        files: the small files of the base.
+        weights: those of new tokens of the model merged so far in the means of their rows, where
+            they are not 1.
+        first_alone: whether the row of a new token is that of the first model that has it.
+        kept: the state beside the model merged so far.
+
+    Raises:
+        ValueError: ``choice`` names no model, or the tokens do not go together; the message names
+            one.
+    """
+    if not params and choice not in ("base", "union"):
+        raise ValueError(
+            f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens"
+        )
+    owner = _owner(models, choice)
+    name = models[owner].source.label if choice == models[owner].source.name else choice
+    if not params:
+        return Vocabulary()
+    base = _Tokens(models["base"], params)
+    known = {
+        source: _Tokens(model, params, base) for source, model in models.items() if source != "base"
+    }
+    known = {
+        "base": base,
+        **{source: tokens for source, tokens in known.items() if tokens.fits(base, params)},
+    }
+    if owner not in known:
+        return Vocabulary(tokenizer=name)
+    others = [source for source in known if choice == "union" and source != owner]
+    in_order = [known[source] for source in (owner, *others)]
+    if all(tokens.is_like(base) for tokens in known.values()) and (
+        choice in ("base", "union") or known[owner].files in (base.files, {})
+    ):
+        return Vocabulary(tokenizer=name, files=_with_template(files, in_order))
+    result = Vocabulary(models, list(params), name, files=dict(files), kept=kept)
+
+    def weight_of(source: str, token: str, holders: Sequence[Holder]) -> float:
+        if source == "merged":
+            return weights.get(token, 1.0)
+        if first_alone:
+            return 0.0 if holders else 1.0
+        return max(models[source].strength, 0.0)
+
+    added = _number_tokens(result, known, [owner, *others], weight_of)
+    result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
+    _set_files(result, base, known[owner], added)
+    result.files = _with_template(result.files, in_order)
+    matched: dict[str, list[int]] = {}
+    for tokens in known.values():
+        result.warnings += _warnings(result, base, tokens)
+        tokens.model.source.check_floats(
+            key for param, key in tokens.model.keys.items() if param in params
+        )
+        rows = tokens.rows_of(base)
+        if tokens.rows != base.rows or rows != list(range(base.rows)):
+            for param in tokens.model.keys.keys() & set(params):
+                tokens.model.show_rows(param, rows)
+            matched[tokens.label] = rows
+    result.check()
+    result.identity = hashlib.sha256(
+        repr([result.rows, result.holders, matched]).encode()
+    ).hexdigest()
+    return result
+
+
+def _owner(models: Models, choice: str) -> str:
+    """Return the role of the model whose tokenizer the result has, or to which tokens are added."""
+    if choice in ("base", "union"):
+        return "merged" if choice == "union" and "merged" in models else "base"
+    named = {model.source.name: source for source, model in models.items()}
+    named |= {model.source.label: source for source, model in models.items()}
+    if choice not in named:
+        labels = some(model.source.label for source, model in models.items() if source != "base")
+        raise ValueError(f"tokenizer '{choice}' is neither base nor union nor one of {labels}")
+    return named[choice]
+
+
+def _number_tokens(
+    result: Vocabulary,
+    known: Mapping[str, _Tokens],
+    sources: Sequence[str],
+    weight_of: Callable[[str, str, Sequence[Holder]], float],
+) -> Any:
+    """Give new tokens their rows; return the first source's tokenizer if tokens of others were
+    added to it.
+    """
+    base, owner = known["base"], known[sources[0]]
+    for token, row in owner.ids.items():
+        if (before := base.ids.get(token, row)) != row:
+            numbers = (
+                f"token '{token}' has number {row} in '{owner.label}' and {before} in the base"
+            )
+            raise ValueError(
+                f"{numbers}, which the result goes by: choose --tokenizer base or another model's"
+            )
+    tokenizer, added = owner.tokenizer, dict[str, Any]()
+    for tokens in (known[source] for source in sources[1:]):
+        new = tokens.ids.keys() - base.ids.keys() - owner.ids.keys()
+        for token in sorted(new, key=tokens.ids.__getitem__) if tokens.tokenizer else ():
+            if tokens.ids[token] not in (kinds := tokens.tokenizer.added_tokens_decoder):
+                what = (
+                    f"'{tokens.label}' has token '{token}' in its vocabulary and not among its "
+                    "added tokens"
+                )
+                raise ValueError(
+                    f"{what}, which alone can be joined: choose --tokenizer {tokens.label} or base"
+                )
+            added.setdefault(token, kinds[tokens.ids[token]])
+    if added:
+        tokenizer.add_tokens(list(added.values()))
+    numbers = tokenizer.get_vocab() if tokenizer else {}
+    for source in sources:
+        ids = known[source].ids
+        for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
+            number, row = numbers.get(token, ids[token]), ids[token]
+            result.tokens.setdefault(number, token)
+            holders = result.holders.setdefault(number, [])
+            holders.append(Holder(source, row, weight_of(source, token, holders)))
+            if known[source].tokenizer is None:
+                result.unnamed.add(number)
+    return tokenizer if added else None
+
+
+def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) -> None:
+    """Give the result a model's tokenizer, or the one with added tokens, and configurations that
+    fit it.
+    """
+    files = owner.files
+    if added:
+        for key in (
+            "is_local",
+            "local_files_only",
+        ):  # how it was opened here, which transformers saves as well
+            added.init_kwargs.pop(key, None)
+        with tempfile.TemporaryDirectory() as folder:
+            added.save_pretrained(folder)
+            saved = [path for path in Path(folder).rglob("*") if path.is_file()]
+            files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in saved}
+    if files and files != base.files:
+        result.files = {
+            name: content for name, content in result.files.items() if name not in base.files
+        } | files
+    own = {}
+    if owner is not base:
+        own = owner.model.source.config
+        result.files |= owner.model.checkpoint.small_files("generation_config.json")
+    if "config.json" in result.files:
+        before = parse_json(result.files["config.json"], dict[str, Any])
+        (before.get("text_config") or before).setdefault("vocab_size", base.rows)
+        after = _config(before, own, base.rows, result.rows)
+        if after != before:
+            result.files["config.json"] = json.dumps(after, indent=2).encode()
+
+
+def _words(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the content of a tokenizer's files without chat templates."""
+    words: dict[str, Any] = {}
+    for name, content in files.items():
+        if name.endswith(".jinja") or name == "chat_template.json":
+            continue
+        words[name] = content
+        if name == _CONFIG and b"chat_template" in content:
+            config = _read_config(content)
+            words[name] = {key: config[key] for key in config if key != "chat_template"}
+    return words
+
+
+def _template(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a model's chat templates; those in its configuration become files."""
+    template = {name: files[name] for name in files if name.endswith(".jinja")}
+    if "chat_template.json" in files:
+        template["chat_template.json"] = files["chat_template.json"]
+    in_config = _read_config(files.get(_CONFIG, b"{}")).get("chat_template")
+    if template or not in_config:
+        return template
+    if isinstance(in_config, str):
+        return {_TEMPLATE: in_config.encode()}
+    for each in in_config:
+        name = f"additional_chat_templates/{Path(each['name']).name}.jinja"
+        template[_TEMPLATE if each["name"] == "default" else name] = each["template"].encode()
+    return template
+
+
+def _read_config(content: bytes) -> dict[str, Any]:
+    """Return a tokenizer's configuration, empty if it is damaged."""
+    try:
+        return parse_json(content, dict[str, Any])
+    except ValueError:
+        return {}
+
+
+def _with_template(files: Mapping[str, bytes], models: Sequence[_Tokens]) -> dict[str, bytes]:
+    """Return the files of a result with the first chat template of some models."""
+    first: dict[str, bytes] = next((each.template for each in models if each.template), {})
+    if not first or first == _template(files):
+        return dict(files)
+    kept = {name: files[name] for name in files if name not in _template(files)}
+    return kept | first
+
+
+def _config(config: Any, own: Any, before: int, rows: int) -> Any:
+    """Return a configuration for this many rows, with the special tokens' numbers of another
+    one.
+    """
+    if not isinstance(config, dict) or not isinstance(own, dict):
+        return config
+    inner = {key: _config(value, own.get(key, {}), before, rows) for key, value in config.items()}
+    size = {"vocab_size": rows} if config.get("vocab_size") == before else {}
+    return inner | {key: value for key, value in own.items() if key.endswith("_token_id")} | size
+
+
+def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[str]:
+    if not tokens.is_like(base) and tokens.tokenizer is None:
+        yield (
+            f"the rows of '{tokens.label}' and the base are matched by their numbers: "
+            f"{tokens.why_unknown}"
+        )
+    if lost := sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values())):
+        yield (
+            f"'{tokens.label}' has tokens that the result does not have "
+            f"(tokenizer={result.tokenizer}): {some(lost)}"
+        )

@@ -1,0 +1,26 @@
+"""NUFILT's mathematics on tensors. It needs nothing but torch, reads no files and prints
+nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+from fusion_bench_nufilt.utils.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .config import FusionConfig
+    from .fusion import LayerReport, fuse_each, fuse_layers
+    from .weights import LowRank, check_layers
+
+__all__ = ["FusionConfig", "LayerReport", "LowRank", "check_layers", "fuse_each", "fuse_layers"]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "FusionConfig": "config",
+        "LayerReport": "fusion",
+        "LowRank": "weights",
+        "check_layers": "weights",
+        "fuse_each": "fusion",
+        "fuse_layers": "fusion",
+    },
+)

@@ -1,0 +1,111 @@
+"""The mathematics of one merging step on a stack of layers of equal shape: filter, adapt, fuse."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.utils.devices import clock
+
+from .adapter import SOLVERS, Objective, loop_gram
+from .config import FusionConfig
+from .subspace import (
+    first_coordinates,
+    null_space_filter,
+    subspace_affinity,
+    top_right_singular_vectors,
+)
+from .weights import LowRank
+
+
+def fuse_stack(
+    theta_0: Tensor,  # (n, d_o, d_i)
+    theta: Tensor,  # (n, d_o, d_i)
+    task: Tensor | LowRank,  # (n, d_o, d_i)
+    A: Tensor | None,  # (n, r_l, d_i); None means no adapter
+    config: FusionConfig,
+    *,
+    fresh: bool,
+    exact: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Merge one more task into n layers, in the memory of :func:`working_bytes`.
+
+    ``fresh`` says that nothing has been merged into them so far. With ``exact``, matrices are
+    decomposed in float64.
+
+    Returns:
+        The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``.
+    """
+    # Everything but the new weights of a low-rank tau = Q K is computed as if the layer had only
+    # the outputs in Q.
+    Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task - theta_0)
+    tau_norm2 = _norm2(tau)
+    measures = {"task_norm": tau_norm2.sqrt()}
+    if fresh and config.first_task == "paper":  # theta_merged(1) = theta_1
+        return (theta_0 + task.product() if isinstance(task, LowRank) else task), measures
+    tau_merged = theta - theta_0
+    measures["merged_norm"] = _norm2(tau_merged).sqrt()
+    del theta_0, task
+
+    gram, ranks = loop_gram(tau), config.ranks(tau.shape[-1])
+    V_t = top_right_singular_vectors(tau, ranks.task, gram, exact=exact)
+    if fresh:
+        V_p, A = first_coordinates(tau_merged, ranks.null), None
+    else:
+        V_p = top_right_singular_vectors(tau_merged, ranks.null, exact=exact)
+    tau_filtered = null_space_filter(tau, V_p, config.null_space)
+    kept = _norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
+    # ||tau||^2 = ||tau P||^2 + ||tau (I - P)||^2
+    measures["filtered_share"] = torch.where(tau_norm2 > 0, 1 - kept, 0).clamp_min(0)
+    measures["protected_rank"] = _norm2(V_p).round()
+    measures["overlap"] = subspace_affinity(V_t, V_p)
+    objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram, Q)
+    measures["loss_before"] = measures["loss_after"] = objective.target_norm2
+    del tau_merged
+
+    weights = theta + (tau_filtered if Q is None else Q @ tau_filtered)
+    del theta, tau_filtered
+    if A is not None:
+        begin = clock(tau.device)
+        A, B, losses = SOLVERS[config.solver](objective, A, config, exact)
+        seconds = (clock(tau.device) - begin) / len(tau)
+        measures["solving_seconds"] = torch.full_like(tau_norm2, seconds)
+        measures["loss_after"] = losses[:, -1]
+        weights.baddbmm_(tau @ B if Q is None else Q @ (tau @ B), A)
+    return weights, measures
+
+
+def _norm2(X: Tensor) -> Tensor:
+    """Return the squared Frobenius norms, ``(n,)``."""
+    return torch.linalg.vector_norm(X, dim=(-2, -1)).square()
+
+
+def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:
+    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize``
+    an element.
+    """
+    d_o, d_i = shape
+    shorter, longer = sorted(shape)
+    ranks = config.ranks(d_i)
+    protected = min(ranks.null, shorter)
+    block = min(shorter, 2 * protected + 16)
+    # The Gram matrix of tau is held twice, once stacked.
+    gram = 2 * d_i**2 if d_i <= 2 * d_o else 0
+    # While singular vectors are computed, these are theta, tau and tau_merged, and a copy of it in
+    # float64; then the Gram matrix of the latter with its eigenvectors and the solver's workspace,
+    # or the eigenvectors and thin matrices, all in float64, too. Afterwards there is tau P with its
+    # temporary.
+    solver = max(
+        8 * shorter**2, 2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block
+    )
+    subspaces = 5 * d_o * d_i + gram + solver
+    # While the adapter is fitted, these are tau, the new weights, and thin matrices: A and B with
+    # their gradients and what Adam keeps of them, and V and H.
+    columns = protected + min(ranks.task, shorter)
+    adapter = (
+        2 * d_o * d_i
+        + gram
+        + d_i * (10 * ranks.lora + 4 * columns)
+        + 4 * ranks.lora * (columns + ranks.lora)
+    )
+    return itemsize * max(subspaces, adapter)

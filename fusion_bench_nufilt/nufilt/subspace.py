@@ -1,0 +1,269 @@
+"""Singular subspaces of task vectors, how much two of them overlap, and the filter P = I - V_p
+V_p^T (Section 4.1).
+
+The columns of V_p are the top r_p right singular vectors of the cumulative update: the input
+directions in which the merged model already differs from the pretrained one.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.utils.failures import SteepSpectrumError
+
+# Perturbation theory may change a singular vector by this much in the first round and in the
+# second. The error that is left is about the square of the first change, or a tenth of the second.
+# A second round is needed only for spectra that are steeper than those of fine-tuned models.
+_LARGEST_CHANGES = 2e-3, 2e-4
+
+
+def top_right_singular_vectors(
+    tau: Tensor, rank: int, gram: Tensor | None = None, *, exact: bool = False
+) -> Tensor:
+    r"""Return an orthonormal basis of the span of the top right singular vectors.
+
+    They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix, and
+    :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back by :math:`\tau^\top`. A
+    Gram matrix squares the singular values and with them the rounding; :math:`\tau` itself then
+    corrects its eigenvectors.
+
+    Args:
+        tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
+        rank: the number r of vectors, which is clipped to ``min(d_o, d_i)``.
+        gram: :math:`\tau^\top\tau`, if it is at hand already.
+        exact: compute in float64, without ``gram``.
+
+    Returns:
+        ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i)
+        * eps`` times the largest, numpy's rule) are zero, so that ``V @ V.mT`` is the orthogonal
+          projector on the matrix's span.
+
+    Raises:
+        SteepSpectrumError: the spectrum falls too steeply for float32.
+        torch.linalg.LinAlgError: an eigenvalue solver failed.
+    """
+    d_o, d_i = tau.shape[-2:]
+    rank = min(rank, d_o, d_i)
+    if rank == 0:
+        return tau.new_zeros(*tau.shape[:-2], d_i, 0)
+    like, cutoff = tau, max(d_o, d_i) * torch.finfo(tau.dtype).eps
+    if exact:
+        tau, gram = tau.double(), None
+    wide = gram is None and d_i > d_o
+    X = tau.mT if wide else tau
+    block, others = _split_eigenvectors(gram_matrix(X) if gram is None else gram, rank)
+    for largest_change in _LARGEST_CHANGES:
+        block, sigma, change = _refine(X, block, others, rank, cutoff)
+        if converged := bool((change <= largest_change).all()):
+            break
+    if tau.dtype == torch.float32 and not converged:
+        raise SteepSpectrumError("its spectrum falls too steeply for float32")
+    # The corrected vectors are not orthogonal where the spectrum is steep. QR keeps the span of the
+    # leading columns: the largest come first, the last may be rounding alone.
+    V = block[..., :rank]
+    V = torch.linalg.qr(tau.mT @ V if wide else V).Q
+    return (V * (sigma > 0)).to(like)
+
+
+def _refine(
+    X: Tensor,  # (..., m, d)
+    block: Tensor,  # approximate top eigenvectors, (..., d, k) with k > rank
+    others: tuple[Tensor, Tensor]
+    | None,  # the other eigenvectors (..., d, d - k) and eigenvalues (..., d - k)
+    rank: int,
+    cutoff: float,  # singular values up to this share of the largest count as zero
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Return right singular vectors of X from eigenvectors of its Gram matrix, without the
+    rounding of that matrix.
+
+    Rayleigh-Ritz within the block comes first. One step of perturbation theory follows for what
+    lies outside: with the residual :math:`R = X^\top X V - V \Lambda`, the component of :math:`v_j`
+    along another eigenvector :math:`u_i` is :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error
+    that is left is about its square. If the others are not known, a power step before takes their
+    place, and their eigenvalues count as zero.
+
+    Returns:
+        A better block, whose first ``rank`` columns are the wanted vectors, the largest singular
+        value first; their singular values, zero beyond the numerical rank; and how much they were
+        changed, both ``(..., 1, rank)``.
+    """
+    block = torch.linalg.qr(X.mT @ (X @ block) if others is None else block).Q
+    Y = X @ block
+    W = torch.linalg.eigh(Y.mT.double() @ Y.double()).eigenvectors.flip(-1).to(X)
+    block, Y = block @ W, Y @ W[..., :rank]
+    sigma = torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
+    sigma = sigma * (sigma > cutoff * sigma.amax(dim=-1, keepdim=True))
+    squares = sigma.square()
+    V = block[..., :rank]
+    residual = (X.mT @ Y - V * squares) * (sigma > 0)
+    tiny = torch.finfo(X.dtype).tiny
+    if others is None:
+        change = residual / squares.clamp_min(tiny)
+    else:
+        U, mu = others
+        change = U @ (U.mT @ residual / (squares - mu[..., None]).clamp_min(tiny))
+    size = torch.linalg.vector_norm(change, dim=-2, keepdim=True)
+    V = torch.where(size < 1, V + change, V)  # Perturbation theory does not hold elsewhere.
+    return torch.cat([V, block[..., rank:]], dim=-1), sigma, size
+
+
+def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
+    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU where its
+    spectrum needs that.
+    """
+    try:
+        return top_right_singular_vectors(tau, rank)
+    except torch.linalg.LinAlgError:
+        return top_right_singular_vectors(tau.cpu(), rank, exact=True).to(tau.device)
+
+
+def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
+    r"""Return :math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``; half of its blocks are
+    computed, half copied.
+    """
+    d = X.shape[-1]
+    gram = X.new_empty(*X.shape[:-2], d, d)
+    for i in range(0, d, block):
+        rows, rest = slice(i, i + block), slice(i + block, d)
+        gram[..., rows, i:] = X[..., rows].mT @ X[..., i:]
+        gram[..., rest, rows] = gram[..., rows, rest].mT
+    return gram
+
+
+def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
+    """Return the top eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, the
+    largest first.
+    """
+    block, _ = _split_eigenvectors(gram, rank)
+    return block[..., -rank:].flip(-1)
+
+
+def leading_basis(X: Tensor, rank: int, rounds: int) -> Tensor:
+    """Return an orthonormal basis ``(d, rank)`` that has about the leading right singular vectors
+    of a matrix ``(m, d)``.
+
+    It is randomized subspace iteration of a fixed number of rounds (Halko et al., 2011), of two
+    products each: exact if the matrix has no more than ``rank`` directions, and the less so the
+    flatter the spectrum is.
+    """
+    basis = random_start(X.shape[1], rank).to(X)
+    for _ in range(rounds):
+        outputs = torch.linalg.qr(X @ basis).Q
+        basis = torch.linalg.qr(X.mT @ outputs).Q
+    return basis
+
+
+def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix,
+    and the others.
+
+    A few vectors of a large matrix come from block iteration, which does not know the others, and
+    otherwise from a full
+    solver: the faster choice, with the same residual of a few roundings of the norm. The others are
+    vectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
+    """
+    d = gram.shape[-1]
+    if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
+        return block, None
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    more = max(
+        16, rank // 2
+    )  # in the flat tails of language models the gap behind fewer drowns in rounding
+    n = max(0, d - rank - more)
+    return vectors[..., n:], (vectors[..., :n], eigenvalues[..., :n])
+
+
+def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor | None:
+    """Iterate a block of more than ``rank`` vectors, and return it, or None without convergence.
+
+    Between two rounds of Rayleigh-Ritz, a Chebyshev polynomial of the matrix damps all eigenvalues
+    below those of the block (Zhou and Saad, 2007). On nearly flat spectra, powers of the matrix
+    would need several times the products.
+    """
+    start = random_start(gram.shape[-1], 2 * rank + 16)
+    X = torch.linalg.qr(gram @ start.to(gram)).Q
+    tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
+    products = 1
+    while products < max_products:
+        Y = gram @ X
+        eigenvalues, Z = torch.linalg.eigh(X.mT @ Y)
+        X, Y, eigenvalues = X @ Z, Y @ Z, eigenvalues[..., None, :]
+        wanted, largest = eigenvalues[..., -rank:], eigenvalues[..., -1:]
+        residual = torch.linalg.vector_norm(
+            Y[..., -rank:] - X[..., -rank:] * wanted, dim=-2, keepdim=True
+        )
+        if (residual <= tolerance * largest).all():
+            return X
+        damped = eigenvalues[..., :1].maximum(tolerance * largest).where(largest > 0, 1)
+        degree = _chebyshev_degree(wanted / damped)
+        before, X = X, (2 / damped) * Y - X
+        for _ in range(degree - 1):
+            before, X = X, (4 / damped) * (gram @ X) - 2 * X - before
+        X = torch.linalg.qr(X).Q
+        products += degree
+    return None
+
+
+def random_start(d: int, rank: int) -> Tensor:
+    """Return a matrix ``(d, rank)`` in float64 for an iteration to start from.
+
+    It is random, so that no direction is missed, and always the same, so that results repeat,
+    whatever torch's default device and dtype are.
+    """
+    cpu = torch.device("cpu")
+    generator = torch.Generator(cpu).manual_seed(0)
+    return torch.randn(d, rank, generator=generator, dtype=torch.float64, device=cpu)
+
+
+def _chebyshev_degree(ratios: Tensor) -> int:
+    """Return a degree at which rounding in the largest of the wanted vectors does not drown the
+    smallest.
+
+    ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the damped
+    interval, beyond which the polynomial grows like exp(degree * arcosh(x)), whose squares must not
+    overflow float32.
+    """
+    growth = (2 * ratios.clamp_min(1) - 1).arccosh()
+    largest, spread = float(growth.max()), float((growth[..., -1] - growth[..., 0]).max())
+    return int(
+        max(2, min(8, math.log(1e6) / max(spread, 1e-3), math.log(1e15) / max(largest, 1e-3)))
+    )
+
+
+def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
+    r"""Return the affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in
+    [0, 1].
+
+    V ``(..., d, r)`` and W ``(..., d, s)`` have orthonormal (or zero) columns; r counts the
+    non-zero ones of V. The affinity ``(...)`` is 1 where span(V) lies inside span(W), and 0 where
+    they are orthogonal or V is zero.
+    """
+    r = V.square().sum(dim=(-2, -1)).round().clamp_min(1)
+    return (W.mT @ V).square().sum(dim=(-2, -1)) / r
+
+
+def null_space_filter(
+    tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero"] = True
+) -> Tensor:
+    r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of ``FusionConfig.null_space``, which
+    is never formed.
+    """
+    if null_space is True:
+        return tau - (tau @ V_p) @ V_p.mT
+    return (
+        torch.zeros_like(tau) if null_space == "zero" else tau
+    )  # the same object tells the caller that P = I
+
+
+def first_coordinates(tau: Tensor, rank: int) -> Tensor:
+    r"""Return the V_p ``(..., d_i, r)`` of the authors' released run at the first task: the first
+    input coordinates.
+
+    Its :math:`\tilde\tau` is zero there, and the "top singular vectors" of a zero matrix come out
+    as unit vectors. ``tau`` is ``(..., d_o, d_i)``, and the rank is clipped to ``min(d_o, d_i)``.
+    """
+    d_o, d_i = tau.shape[-2:]
+    unit = torch.eye(d_i, min(rank, d_o, d_i), dtype=tau.dtype, device=tau.device)
+    return unit.expand(*tau.shape[:-2], -1, -1)

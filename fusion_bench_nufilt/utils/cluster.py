@@ -1,0 +1,261 @@
+"""Run pieces of work in parallel: in processes on this machine, or on the nodes of a Ray
+cluster.
+"""
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from fusion_bench_nufilt.utils.manifest import package_versions
+
+log = logging.getLogger(__name__)
+
+Work = Mapping[
+    str, tuple[Any, ...]
+]  # the arguments for each piece of work, by its name in messages
+Results = Generator[
+    tuple[str, Any], None, None
+]  # the name of each piece, and what the function returned
+Make = Callable[..., Callable[..., Any]]
+
+_ANSWER_SECONDS = 20  # an address that does not answer in this time is refused
+_START_SECONDS = 300  # a node whose CPUs or GPUs are not free in this time is left out
+_TRIES = 3  # a piece of work that killed this many workers would kill the next one, too
+
+
+def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
+    """Yield names and results as processes finish them; they share the cores, and each sees one GPU
+    if there are any.
+
+    If a process is killed, the others end, too, and a ValueError is raised. All end when this
+    generator is closed or the program is killed.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    gpus = spawn.SimpleQueue()
+    for gpu in assign_gpus(processes):
+        gpus.put(gpu)
+    driver, lifeline = spawn.Pipe(duplex=False)
+    settings = gpus, driver, max(1, torch.get_num_threads() // processes)
+    pool = ProcessPoolExecutor(
+        processes, mp_context=spawn, initializer=_begin_process, initargs=settings
+    )
+    with (
+        pool,
+        lifeline,
+    ):  # which is closed first, so that no process goes on after an error or an interrupt
+        try:
+            names = {pool.submit(do, *piece): name for name, piece in work.items()}
+            for done in as_completed(names):
+                yield names[done], done.result()
+        except BrokenProcessPool:
+            raise ValueError(
+                "a process was killed, perhaps for want of memory: run on with fewer --jobs"
+            ) from None
+
+
+def assign_gpus(processes: int) -> list[str | None]:
+    """Return the GPU of each process, number i modulo n for process i, as CUDA_VISIBLE_DEVICES
+    names it.
+    """
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    names = visible.split(",") if visible else list(map(str, range(count)))
+    return [names[i % count] if count else None for i in range(processes)]
+
+
+def _begin_process(gpus: Any, driver: Any, threads: int) -> None:
+    """Prepare a new process, which ends once the other end of ``driver`` is closed."""
+    if (gpu := gpus.get()) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
+    torch.set_num_threads(threads)
+    signal.signal(
+        signal.SIGINT, lambda *_: None
+    )  # Ctrl-C reaches all processes of a terminal; the driver decides
+
+    def end_with_driver() -> None:
+        driver.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=end_with_driver, daemon=True).start()
+
+
+class Node(NamedTuple):
+    """Where one worker runs: on all CPUs of a node, or on a GPU and its share of them."""
+
+    name: str
+    node_id: str
+    cpus: int
+    gpu: bool
+    slots: int = 1  # pieces of work at a time
+
+
+def connect(address: str | None) -> Any:
+    """Connect to the Ray cluster at an address; None means the one this machine belongs to, or else
+    a new one on it.
+    """
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"engine 'ray' needs Ray ({error}): pip install 'fusion-bench-nufilt[ray]'"
+        ) from None
+    if not ray.is_initialized():
+        try:
+            if (
+                place := re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", address or "")
+            ) is not None:
+                # Ray itself would try for minutes.
+                socket.create_connection((place[1], int(place[2])), _ANSWER_SECONDS).close()
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"no Ray cluster at '{address}': {error}; start one with `ray start --head`"
+            ) from error
+    return ray
+
+
+def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:
+    """Return all nodes with CPUs, or all GPUs of all nodes; raise a ValueError if there are
+    none.
+    """
+    kind, found = "GPU" if gpus else "CPU", []
+    for node in ray.nodes():
+        if (number := int(node["Resources"].get(kind, 0))) and node["Alive"]:
+            # a machine may be more than one node
+            name = f"node {node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+            count = number if gpus else 1
+            cpus = max(1, int(node["Resources"].get("CPU", 1)) // count)
+            found += count * [Node(name, node["NodeID"], cpus, gpus)]
+    if not found:
+        raise ValueError(f"the Ray cluster has no {kind}")
+    return found
+
+
+class Worker:
+    """The actor that works on a node; its errors name the node."""
+
+    def start(self, node: Node, versions: dict[str, str], make: Make, *arguments: Any) -> str:
+        """Make the function that does the work, and return the actor's id."""
+        import ray
+
+        self._node = node
+        with self._named_errors():
+            mine = package_versions()
+            if other := [name for name in versions if mine[name] != versions[name]]:
+                told = ", ".join(
+                    f"{name} {mine[name]} where the driver has {versions[name]}" for name in other
+                )
+                raise ValueError(f"it has {told}: install the same versions on all nodes")
+            torch.set_num_threads(node.cpus)
+            self._do = make(*arguments)
+        return str(ray.get_runtime_context().get_actor_id())
+
+    def work(self, name: str, piece: tuple[Any, ...]) -> tuple[str, Any]:
+        with self._named_errors():
+            return name, self._do(*piece)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{self._node.name}: {error}") from None
+
+
+def run_on_cluster(
+    ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arguments: Any
+) -> Results:
+    """Yield names and results as workers on the nodes finish them.
+
+    ``make`` is called once on each node, with ``arguments``, and returns the function that does a
+    piece of work there. Ray's own retries would repeat a call on the same actor, and wait forever
+    for the CPUs or GPUs of a lost node. So the work of workers that died is given to the others
+    here, after everything else.
+
+    Raises:
+        ValueError: work failed on a node, or it has other versions of the packages (the message
+            names the node); no worker is left.
+    """
+    left, workers = dict(work), _start(ray, nodes, make, arguments)
+    try:
+        for _ in range(_TRIES):
+            if left and not workers:
+                raise ValueError(
+                    "no worker is alive; the same command goes on where this run stopped"
+                )
+            pool = ray.util.ActorPool(
+                [actor for actor, node in workers.values() for _ in range(node.slots)]
+            )
+            for piece in left.items():
+                pool.submit(lambda actor, piece: actor.work.remote(*piece), piece)
+            while pool.has_next():
+                try:
+                    name, result = pool.get_next_unordered()
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from error
+                except (
+                    ray.exceptions.RayError
+                ) as error:  # a worker died, or a node that held a result
+                    if lost := workers.pop(str(getattr(error, "actor_id", "")), None):
+                        _warn(lost[1], error)
+                    continue
+                del left[name]
+                yield name, result
+        if left:
+            raise ValueError(
+                f"{next(iter(left))}: {_TRIES} workers died of it, perhaps for want of memory"
+            )
+    finally:  # after an error or an interrupt, no worker goes on
+        for actor, _ in workers.values():
+            ray.kill(actor)
+
+
+def _start(
+    ray: Any, nodes: Sequence[Node], make: Make, arguments: Sequence[Any]
+) -> dict[str, tuple[Any, Node]]:
+    """Start a worker on each node; return those that become ready, and their nodes, by actor id."""
+    starting, ready = {}, {}
+    shared = [ray.put(argument) for argument in arguments]
+    for node in nodes:
+        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            node.node_id, soft=False
+        )
+        needs = {"num_gpus": 1} if node.gpu else {"num_cpus": node.cpus}
+        kind = ray.remote(Worker).options(
+            scheduling_strategy=there, max_concurrency=node.slots, **needs
+        )
+        actor = kind.remote()
+        starting[actor.start.remote(node, package_versions(), make, *shared)] = actor, node
+    _, late = ray.wait(list(starting), num_returns=len(starting), timeout=_START_SECONDS)
+    for started, (actor, node) in starting.items():
+        try:
+            ready[ray.get(started, timeout=0)] = actor, node
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            _warn(
+                node,
+                f"its CPUs or GPUs were not free within {_START_SECONDS} s"
+                if started in late
+                else error,
+            )
+            ray.kill(actor)  # otherwise it would still take them once they are free
+    log.info("%d workers on the cluster", len(ready))
+    return ready
+
+
+def _warn(node: Node, why: object) -> None:
+    log.warning(
+        "%s: worker lost, others take its work: %s", node.name, str(why).strip().partition("\n")[0]
+    )

@@ -1,0 +1,13 @@
+"""The `nufilt` command, called in this process."""
+
+import re
+
+from typer.testing import CliRunner
+
+from fusion_bench_nufilt.cli.app import app
+
+
+def nufilt(*arguments):
+    """Exit code and what was printed, without line breaks and styles."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))

@@ -1,0 +1,55 @@
+"""The `nufilt` command itself."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from typer.testing import CliRunner
+
+from fusion_bench_nufilt.cli.app import COMMANDS, EXAMPLES, app
+from tests.cli.helpers import nufilt
+from tests.conftest import REPO
+
+
+def test_the_command_is_installed():
+    scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"nufilt": "fusion_bench_nufilt.cli.app:app"}
+
+
+def test_it_tells_its_version():
+    version = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
+    code, text = nufilt("--version")
+    assert (code, text.startswith(f"fusion-bench-nufilt {version}, fusion-bench 0.2")) == (0, True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_listed_and_tells_its_own_options(command):
+    assert command in nufilt("--help")[1]
+    code, text = nufilt(command, "-h")
+    assert (code, f"Usage: root {command}" in text) == (0, True), text
+    assert all(f"nufilt {command} {words}" in text for words in EXAMPLES[command])
+    assert (f"Examples: nufilt {command} " in text, "--quiet" in text) == (True, True)
+    assert nufilt(command, "--help") == (code, text)
+
+
+def test_a_shell_completes_commands_and_their_options():
+    shell = {
+        "_NUFILT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "nufilt merge --meth",
+        "COMP_CWORD": "2",
+    }
+    result = CliRunner().invoke(app, [], prog_name="nufilt", env=shell)
+    assert result.output.split() == ["--method"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"), [(["--help"], "torch"), (["merge", "-h"], "torch")]
+)
+def test_a_command_imports_only_what_it_needs(arguments, unwanted):
+    code = (
+        "import sys; from fusion_bench_nufilt.cli.app import app\n"
+        f"try: app({arguments})\nexcept SystemExit: print({unwanted!r} in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,163 @@
+"""`nufilt merge --merged OUT --task NEW`: what is not said is as it was."""
+
+import pytest
+import torch
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.cli.going_on import inherited
+from tests.cli.helpers import nufilt
+from tests.continual.helpers import logging_to
+from tests.merge.helpers import (
+    RANKS,
+    STATE,
+    change_json,
+    manifest,
+    merge,
+    same,
+    save_stream,
+    tensors,
+)
+from tests.tiny_models import llama
+
+BEFORE = {**RANKS, "target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
+SETTINGS = {"seed": 7, "state": True}
+
+
+def go_on(folder, *words):
+    return nufilt(
+        "merge",
+        "--merged",
+        folder / "one",
+        "--task",
+        folder / "task2",
+        "--out",
+        folder / "new",
+        *words,
+    )
+
+
+def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one", settings=SETTINGS, **BEFORE)
+    expected = merge(tmp_path, ["task2"], "two", merged="one", settings=SETTINGS, **BEFORE)
+    code, text = go_on(tmp_path)
+    assert code == 0, text
+    assert same(tensors(tmp_path / "new"), tensors(expected))
+    assert manifest(tmp_path / "new")["settings"] == manifest(expected)["settings"]
+    assert "warning" not in text
+    taken_over = text.partition("taken over")[2].partition("step 2")[0]
+    for words in (
+        "null_rank 6",
+        "target_modules ['q_proj', 'up_proj']",
+        "seed 7",
+        "state True",
+    ):
+        assert words in taken_over
+    for words in ("lr 0.001", "solver"):  # which are at their defaults
+        assert words not in taken_over
+
+
+def test_what_the_user_says_wins_with_a_warning_that_names_both_values(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    code, text = go_on(tmp_path, "--null-rank", 4, "lora_rank=3")
+    assert code == 0, text
+    assert "one' was made with: null_rank is 6 there and 4 here; lora_rank is 4 there and 3" in text
+    assert "task_rank 3, max_steps 5" in text
+    expected = merge(tmp_path, ["task2"], "two", merged="one", null_rank=4, lora_rank=3)
+    assert same(tensors(tmp_path / "new"), tensors(expected))
+
+
+def test_another_method_takes_over_no_options_of_the_one_before(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one", method="sum", scale=0.7, settings={"seed": 7})
+    code, text = go_on(tmp_path, "--method", "nufilt", "--dry-run")
+    assert (code, 'method is "sum" there and "nufilt" here' in text) == (0, True), text
+    assert "taken over target_modules all-linear, other_params mean, seed 7" in text
+    code, text = go_on(tmp_path, "--dry-run")
+    assert (code, "taken over method sum, scale 0.7, seed 7" in text) == (0, True), text
+
+
+def test_a_step_of_a_run_is_gone_on_from_with_the_settings_of_the_run(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=2)
+    run = NufiltContinualMergingAlgorithm(**RANKS)
+    logging_to(tmp_path / "log", run).run(
+        {name: models[name] for name in ("_pretrained_", "task1")}
+    )
+    (tmp_path / "log" / "checkpoints" / "merged_model_0").rename(tmp_path / "one")
+    code, text = go_on(tmp_path)
+    assert (
+        code,
+        "--base must be given: " in text,
+        "does not say what it was made from" in text,
+    ) == (1, True, True)
+    code, text = go_on(tmp_path, "--base", tmp_path / "base")
+    assert (code, "null_rank 6, lora_rank 4" in text) == (0, True), text
+
+
+@pytest.mark.parametrize(("tokenizer", "taken"), [("base", "base"), ("task1", None)])
+def test_what_belongs_to_the_tasks_of_the_merge_before_is_not_taken_over(
+    tmp_path, tokenizer, taken
+):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    settings = manifest(tmp_path / "one")["settings"]
+    change_json(
+        tmp_path / "one" / "nufilt.json",
+        settings={**settings, "tokenizer": tokenizer, "weights": [0.5]},
+    )
+    found = inherited({"merged": str(tmp_path / "one")})
+    assert (found.get("tokenizer"), "weights" in found, found["seed"]) == (taken, False, 42)
+
+
+def test_a_base_that_is_not_found_must_be_said(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    code, text = go_on(tmp_path)
+    assert (code, "--base must be given: 'base', which '" in text) == (1, True)
+    assert "is neither here nor beside it" in text
+    assert go_on(tmp_path, "--base", tmp_path / "elsewhere")[0] == 0
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_the_same_command_once_more_says_that_all_is_done(tmp_path, dry):
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    assert "step 2, 14 layers merged" in go_on(tmp_path)[1]
+    before = (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns
+    code, text = go_on(tmp_path, *["--dry-run"] * dry)
+    assert (code, "step 2, finished by an earlier run" in text, "layers merged" in text) == (
+        0,
+        True,
+        False,
+    )
+    assert (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns == before
+
+
+def as_before(folder, **settings):
+    """Have a result's manifest say what the version with `accumulate` said."""
+    change_json(
+        folder / "nufilt.json",
+        settings={**manifest(folder)["settings"], "state": True, **settings},
+    )
+
+
+@pytest.mark.parametrize(("accumulate", "keeps"), [("float32", True), ("stored", False)])
+def test_a_folder_with_accumulate_is_gone_on_from_and_a_recipe(tmp_path, accumulate, keeps):
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    settings = {"state": keeps}
+    merge(tmp_path, ["task1"], "one", settings=settings)
+    expected = merge(tmp_path, ["task2"], "two", merged="one", settings=settings)
+    as_before(tmp_path / "one", accumulate=accumulate)
+    code, text = go_on(tmp_path, "--no-verify")
+    assert code == 0, text
+    assert "warning" not in text
+    assert same(tensors(tmp_path / "new"), tensors(expected))
+    assert (tmp_path / "new" / STATE).is_file() == keeps
+    as_before(tmp_path / "new", accumulate=accumulate)
+    recipe = tmp_path / "new" / "nufilt.json"
+    code, text = nufilt("merge", recipe, "--out", tmp_path / "again", "--no-verify")
+    assert code == 0, text
+    assert same(tensors(tmp_path / "again"), tensors(expected))
+    assert (tmp_path / "again" / STATE).is_file() == keeps

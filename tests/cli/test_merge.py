@@ -1,0 +1,355 @@
+"""The `nufilt merge` command: a merge said in a file, in words and in options."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.cli.merging import gather, read_recipe
+from tests.cli.helpers import nufilt
+from tests.merge.helpers import RANKS, change, hashes, merge, same, save_stream, tensors
+from tests.tiny_models import llama
+
+RECIPE = """
+# Three tasks on a tiny Llama.
+base: {folder}/base
+tasks: [{folder}/task1, {folder}/task2, {folder}/task3]
+out: {folder}/recipe
+settings:
+  null_rank: 6
+  lora_rank: 4
+  task_rank: 3
+  max_steps: 99  # too many
+  init_std: 2e-2
+  max_memory: 100GB
+"""
+SETTINGS = ("null_rank", "lora_rank", "lr", "null_space", "target_modules")
+FLAGS = [
+    part for key, value in RANKS.items() for part in (f"--{key.replace('_', '-')}", str(value))
+]
+
+
+def test_a_recipe_its_words_and_its_options_make_the_same_model_as_the_code(tmp_path):
+    save_stream(tmp_path, llama())
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=tmp_path))
+    code, text = nufilt("merge", "null_rank=5", recipe, "max_steps=5", "--null-rank", 6)
+    assert code == 0, text
+    assert same(tensors(tmp_path / "recipe"), tensors(merge(tmp_path)))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_manifest_of_a_result_is_a_recipe_that_reproduces_it(tmp_path, merged):
+    save_stream(tmp_path, llama(), tasks=2)
+    if merged:
+        merge(tmp_path, ["task1"], "one", null_space=False)
+        made = merge(
+            tmp_path, ["task2"], "made", merged="one", null_space=False, settings={"seed": 7}
+        )
+    else:
+        made = merge(
+            tmp_path,
+            ["task1", "task2"],
+            "made",
+            target_modules=["q_proj", "up_proj"],
+            other_params="mean",
+        )
+    kept = shutil.move(made, tmp_path / "kept")
+    code, text = nufilt("merge", kept / "nufilt.json", "--out", tmp_path / "made")
+    assert code == 0, text
+    assert hashes(tmp_path / "made") == hashes(kept)
+
+
+def test_the_last_word_wins_and_values_are_what_yaml_would_make_of_them(tmp_path):
+    recipe = tmp_path / "recipe=1.yaml"
+    recipe.write_text(
+        "{base: b, tasks: [one, two], out: o, settings: {null_rank: 1, lora_rank: 1, lr: 1e-3}}"
+    )
+    words = [
+        str(recipe),
+        "lora_rank=2",
+        "lr=2e-3",
+        "target_modules=[q_proj,up_proj]",
+        "null_space=false",
+        "tasks=three",
+    ]
+    models = {"base": "b", "tasks": ["three"], "out": "there"}
+    ranks = {"null_rank": 1, "lora_rank": 2, "lr": 0.5}
+    rest = {"target_modules": ["q_proj", "up_proj"], "null_space": False}
+    assert gather(words, {"lr": 0.5, "out": "there"}, SETTINGS) == models | ranks | rest
+
+
+def refused(words):
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as caught:
+        gather(words, {}, SETTINGS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--base and --task and --out must be given"),
+        (("base=b", "tasks=[t]"), "--out must be given"),
+        (("nul_rank=3",), "there is no option 'nul_rank'; did you mean 'null_rank'?"),
+        (("absent.yaml",), "there is no recipe file 'absent.yaml'"),
+        (("one.yaml", "two.yaml"), "one recipe file at a time"),
+        (("null_rank=1,2",), "with one value"),
+        (("+null_rank=1",), "with one value"),
+        (("null_rank=[",), "is not of the form KEY=VALUE"),
+        (("base=3",), "field 'base': input should be a valid string, got 3"),
+        (("tasks=[a,3]",), "field 'tasks.1'"),
+        (("method=[]",), "field 'method'"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(words, message):
+    assert message in refused(words)
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ("[base, out]", "valid dictionary"),
+        ("3", "can't be read"),
+        ("base: b: c", "can't be read"),
+        ("base: [", "can't be read"),
+        ("[" * 2000, "can't be read"),
+        ("base: 3", "field 'base'"),
+        ("base: {}", "field 'base'"),
+        ("tasks: 3", "field 'tasks'"),
+        ("tasks: [a, {}]", "field 'tasks.1'"),
+        ("merged: []", "field 'merged'"),
+        ("out: 1.5", "field 'out'"),
+        ("method: []", "field 'method'"),
+        ("settings: [null_rank]", "field 'settings'"),
+        ("settings: {method: {}}", "field 'method'"),
+        ("1: 2", "no option '1'"),
+        ("settings: {1: 2}", "no option '1'"),
+        ("", "must be given"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path, content, field):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(content)
+    message = refused([str(recipe)])
+    assert field in message
+    assert "recipe.yaml" in message or "option" in field or "given" in field
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ({"inputs": {"base": {}}, "step": 1}, "field 'inputs.base.name'"),
+        ({"inputs": {}, "step": 1}, "field 'inputs.base'"),
+        ({"inputs": [], "step": 1}, "field 'inputs'"),
+        ({"inputs": {"base": "b"}, "step": 1}, "field 'inputs.base'"),
+        ({"inputs": {"base": {"name": 3}}, "step": 1}, "field 'inputs.base.name'"),
+        (
+            {"inputs": {"base": {"name": "b"}, "task 0": {}}, "step": 1},
+            "field 'inputs.task 0.name'",
+        ),
+        ({"inputs": {"base": {"name": "b"}}}, "field 'step'"),
+        ({"inputs": {"base": {"name": "b"}}, "step": "1"}, "field 'step'"),
+        ({"inputs": {"base": {"name": "b"}}, "step": True}, "field 'step'"),
+        ({"inputs": {"base": {"name": "b"}}, "step": 1, "settings": []}, "field 'settings'"),
+    ],
+)
+def test_a_manifest_that_does_not_say_how_to_make_the_result_is_refused_by_file_and_field(
+    tmp_path, content, field
+):
+    manifest = tmp_path / "nufilt.json"
+    manifest.write_text(json.dumps(content))
+    code, text = nufilt("merge", manifest, "--out", tmp_path / "out")
+    assert (code, "Traceback" in text) == (1, False)
+    assert f"{field}: " in text
+    assert "nufilt.json" in text
+
+
+def test_the_tasks_of_a_manifest_are_in_the_order_of_their_numbers(tmp_path):
+    inputs = {f"task {number}": {"name": f"t{number}"} for number in (10, 2, 0)}
+    content = {"inputs": {**inputs, "base": {"name": "b"}}, "step": 5}
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    made = read_recipe(tmp_path / "nufilt.json")
+    assert (made["base"], made["tasks"], made["step"]) == ("b", ["t0", "t2", "t10"], 3)
+
+
+def test_a_model_of_a_manifest_that_came_from_the_hub_is_named_at_its_revision(tmp_path):
+    base = {"name": "owner/base@main", "revision": "5f"}
+    content = {"inputs": {"base": base, "task 0": {"name": "t"}}, "step": 1}
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    assert read_recipe(tmp_path / "nufilt.json")["base"] == "owner/base@5f"
+
+
+def test_a_model_that_is_not_the_one_of_the_manifest_is_named_before_any_work(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    made = merge(tmp_path, ["task1", "task2"], "made")
+    layer = "model.layers.0.mlp.up_proj.weight"
+    again = ("merge", made / "nufilt.json", "--out", tmp_path / "again")
+    change(tmp_path / "task2", layer, lambda weight: weight * (1 + 1e-6))
+    code, text = nufilt(*again, "--dry-run")
+    assert (code, "task2' may have changed since it was the task 1 of the recipe" in text) == (
+        0,
+        True,
+    ), text
+    change(tmp_path / "task2", layer, lambda weight: weight.double())
+    code, text = nufilt(*again, "--dry-run")
+    assert (code, "task2' is not the task 1 of the recipe: files.model.saf" in text) == (1, True)
+    assert nufilt(*again, "--dry-run", "--no-verify")[0] == 0
+    tasks = [part for task in ("task1", "task2") for part in ("--task", tmp_path / task)]
+    assert nufilt(*again, "--dry-run", *tasks)[0] == 0
+
+
+@pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"tokenizer": "base"}, {"seed": 7}])
+def test_a_manifest_with_another_option_makes_another_result(tmp_path, setting):
+    save_stream(tmp_path, llama(), tasks=2)
+    made = merge(tmp_path, ["task1", "task2"], "made")
+    ((name, value),) = setting.items()
+    again = tmp_path / "again"
+    code, text = nufilt("merge", made / "nufilt.json", "--out", again, f"--{name}", value)
+    assert code == 0, text
+    expected = merge(tmp_path, ["task1", "task2"], "expected", settings=setting)
+    assert same(tensors(again), tensors(expected))
+
+
+def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
+    settings = {
+        "engine": "ray",
+        "address": "ray://host:1",
+        "device": "cuda",
+        "out": "/etc",
+        "step": 9,
+        "null_rank": 3,
+    }
+    settings |= {"verify": False, "max_memory": 1}
+    content = {
+        "inputs": {"base": {"name": "b"}, "task 0": {"name": "t"}},
+        "step": 1,
+        "settings": settings,
+    }
+    (tmp_path / "nufilt.json").write_text(json.dumps(content))
+    made = read_recipe(tmp_path / "nufilt.json")
+    del made["inputs"]
+    assert made == {"base": "b", "tasks": ["t"], "step": 1, "null_rank": 3}
+
+
+def test_a_word_may_be_longer_than_the_name_of_a_file():
+    modules = [f"layers.{number}.q_proj" for number in range(40)]
+    words = ("base=b", "tasks=[t]", "out=o", f"target_modules=[{','.join(modules)}]")
+    assert gather(words, {}, SETTINGS)["target_modules"] == modules
+
+
+def test_the_manifest_of_another_program_is_no_recipe(tmp_path):
+    (tmp_path / "nufilt.json").write_text(json.dumps({"step": 1, "tasks": ["a"], "files": {}}))
+    code, text = nufilt("merge", tmp_path / "nufilt.json")
+    assert (code, "there is no option 'files'" in text) == (1, True)
+
+
+def test_a_stream_and_one_more_model(tmp_path):
+    save_stream(tmp_path, llama())
+    base, one, two, three = (
+        ("--base", tmp_path / "base"),
+        *(tmp_path / f"task{i}" for i in (1, 2, 3)),
+    )
+    code, text = nufilt(
+        "merge", *base, "--task", one, "--task", two, "--out", tmp_path / "two", *FLAGS
+    )
+    assert (code, "step 2, 14 layers merged" in text) == (0, True), text
+    more = ("--merged", tmp_path / "two", "--task", three, "--out", tmp_path / "new")
+    code, text = nufilt("merge", *base, *more, *FLAGS)
+    assert (code, "step 3, 14 layers merged" in text) == (0, True), text
+    assert same(tensors(tmp_path / "new"), tensors(merge(tmp_path)))
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = (
+        "--base",
+        tmp_path / "base",
+        "--task",
+        tmp_path / "task1",
+        "--out",
+        tmp_path / "out",
+        "--dry-run",
+    )
+    code, text = nufilt("merge", *arguments)
+    assert code == 0
+    for words in (
+        "14 layers",
+        "0 tensors (other_params=pretrained)",
+        "6 tensors, bit by bit",
+        "GB at most",
+    ):
+        assert words in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_name_of_a_folder_is_no_markup(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    out = tmp_path / "[" / "bold]"
+    assert (
+        nufilt(
+            "merge", "--base", tmp_path / "base", "--task", tmp_path / "task1", "--out", out, *FLAGS
+        )[0]
+        == 0
+    )
+
+
+def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    models = (
+        "--base",
+        tmp_path / "base",
+        "--task",
+        tmp_path / "task1",
+        "--task",
+        tmp_path / "task2",
+    )
+    attention, ranks = (
+        ("--target-modules", "q_proj"),
+        {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)},
+    )
+    for out, (r_p, r_l, r_v) in ranks.items():  # of layers with 32 inputs
+        flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
+        code, text = nufilt("merge", *models, "--out", tmp_path / out, *attention, *flags)
+        assert code == 0, text
+    assert same(tensors(tmp_path / "numbers"), tensors(tmp_path / "shares"))
+
+
+def test_words_choose_layers_as_in_the_yaml(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    arguments = (
+        "--base",
+        tmp_path / "base",
+        "--task",
+        tmp_path / "task1",
+        "--out",
+        tmp_path / "out",
+        "--dry-run",
+    )
+    words = (
+        "--target-modules",
+        "q_proj",
+        "--target-modules",
+        "up_proj",
+        "--exclude-modules",
+        "0.self_attn.q_proj",
+    )
+    assert "3 layers" in nufilt("merge", *arguments, *words)[1]
+    assert "2 layers" in nufilt("merge", *arguments, "--target-modules", r".*v_proj")[1]
+
+
+def test_weights_are_the_strengths_of_the_tasks_updates(tmp_path, monkeypatch):
+    save_stream(tmp_path, llama(tie_word_embeddings=False), tasks=2)
+    monkeypatch.chdir(tmp_path)
+    words = ("merge", "--base", "base", "--task", "task1", "--task", "task2", "--out", "out")
+    code, text = nufilt(*words, "--method", "sum", "--weights", "0.5")
+    assert (code, "there are 1 weights for 2 tasks" in text) == (1, True), text
+    code, text = nufilt(
+        *words, "--method", "sum", "--weights", "0.5", "--weights", "2", "scale=0.5"
+    )
+    assert code == 0, text
+    base, task1, task2 = (tensors(tmp_path / name) for name in ("base", "task1", "task2"))
+    for key, theta_0 in base.items():
+        expected = theta_0 + 0.25 * (task1[key] - theta_0) + (task2[key] - theta_0)
+        torch.testing.assert_close(tensors(tmp_path / "out")[key], expected, rtol=0, atol=2e-7)

@@ -1,0 +1,77 @@
+"""A model pool of one's own, as the page has it, is found by a comparison and an analysis."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.cli.helpers import nufilt
+from tests.conftest import REPO
+
+PAGE = (REPO / "docs" / "fusionbench.md").read_text()
+
+
+@pytest.fixture
+def here(tmp_path, demo, monkeypatch):
+    """A working folder with the files on the page, and the models and images that they name."""
+    for file, content in re.findall(r"```yaml\n# (my_config/\S+)\n(.*?)```", PAGE, re.DOTALL):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(content)
+    models = tmp_path / "models"
+    models.mkdir()
+    rng = np.random.default_rng(0)
+    for name, of_demo in {"clip": "clip", "birds": "digits", "cars": "shapes"}.items():
+        (models / name).symlink_to(demo / of_demo)
+    for task in ("birds", "cars"):
+        for label in ("red", "blue"):
+            folder = tmp_path / "images" / task / label
+            folder.mkdir(parents=True)
+            for count in range(5):
+                pixels = rng.integers(256, size=(32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{count}.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def words_on_the_page(command):
+    (line,) = re.findall(rf"^nufilt ({command} --config-dir my_config.*)$", PAGE, re.MULTILINE)
+    return line.split()
+
+
+def test_a_comparison_scores_its_tasks(here):
+    quick = ("--methods", "nufilt:max_steps=1", "--evaluate", "last", "--json")
+    code, text = nufilt(*words_on_the_page("compare"), *quick)
+    assert code == 0, text
+    results = json.loads((here / "outputs" / "compare" / "results.json").read_text())
+    assert sorted(results["tasks"]) == ["birds", "cars"]
+
+
+def test_an_analysis_measures_its_task_vectors(here):
+    code, text = nufilt(*words_on_the_page("analyze"), "--methods", "none", "--samples", "10")
+    assert code == 0, text
+    assert (here / "outputs" / "analysis" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("command", ["compare", "analyze"])
+def test_a_pool_that_is_not_found_is_one_short_line(here, command):
+    code, text = nufilt(command, "--methods", "nufilt", "--modelpool", "mine")
+    assert code == 1
+    line = "error: there is no modelpool 'mine'; one of your own is found in the folder of "
+    assert text.strip() == f"{line}--config-dir, as modelpool/mine.yaml"
+    code, text = nufilt(
+        command, "--methods", "nufilt", "--modelpool", "min", "--config-dir", "my_config"
+    )
+    assert text.strip() == "error: there is no modelpool 'min'; did you mean 'mine'?"
+    code, text = nufilt(
+        command, "--methods", "nufilt", "--modelpool", "mine", "--config-dir", "other"
+    )
+    assert (code, text.strip()) == (1, "error: --config-dir: there is no folder 'other'")
+
+
+def test_folders_are_analysed_without_a_configuration():
+    words = ("--base", "base", "--task", "task", "--config-dir", "my_config")
+    code, text = nufilt("analyze", *words)
+    assert code == 1
+    assert "--config-dir does not go with --base" in text

@@ -1,0 +1,130 @@
+"""One table: what each method does with models of each family, and what it refuses."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+import torch
+from fusion_bench import BaseModelPool
+from fusion_bench.utils import import_object, instantiate
+from omegaconf import DictConfig
+from torch import nn
+
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.configs import plain as plain_config
+from fusion_bench_nufilt.compare.specs import NEED_DATA, parse_methods
+from fusion_bench_nufilt.continual.baselines.fusionbench import RuleConfig
+from fusion_bench_nufilt.continual.baselines.wemoe import MIXTURES
+from fusion_bench_nufilt.demo import load_vision_model
+from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.models import select_layers
+from tests.continual.baselines.helpers import GLUE, configured, demo_images, on_cpu, unchanged
+from tests.continual.helpers import noting
+from tests.tiny_models import clip, finetuned, llama, t5
+
+
+def plain():
+    """No model of transformers."""
+    body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    return nn.ModuleDict({"body": body, "norm": nn.LayerNorm(8)})
+
+
+FAMILIES = {"clip": clip, "t5": t5, "llama": llama, "plain": plain}
+NAMES = [*(spec.method for spec in parse_methods("all")), *NEED_DATA]
+NO_IMAGES = "needs a CLIPVisionModelTaskPool"
+REFUSED = {
+    ("nufilt", "plain"): "name its layers, or say all-linear",
+    **{("adamerging", family): NO_IMAGES for family in ("llama", "plain")},
+    **{("lora_wemoe", family): "experts are known for" for family in ("llama", "plain")},
+    **{
+        ("sequential_finetuning", family): "needs training data"
+        for family in ("t5", "llama", "plain")
+    },
+}
+"""What does not run, and the reason that is given; everything else does."""
+#: FusionBench merges CLIPs and T5s in two ways; our own methods do not know the family, and NUFILT
+#: stands for them.
+CASES = [("clip", name) for name in NAMES]
+CASES += [("t5", name) for name in NAMES if name not in METHODS]
+CASES += [(family, "nufilt") for family in ("t5", "llama")]
+CASES += [(family, name) for name, family in REFUSED]
+CASES = list(dict.fromkeys(CASES))
+LINEAR = (
+    "knots_ties",
+    "spectral",
+)  # they merge linear layers, spectral voting the rest in another way
+STEPS = {
+    "dop": "base_method.num_steps",
+    "wudi": "base_method.iter_num",
+    "adamerging": "base_method.max_steps",
+}
+STEPS |= {"lora_wemoe": "max_steps", "sequential_finetuning": "num_steps"}
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_every_method_merges_and_scores_every_family_or_says_why_not(family, name, request):
+    tasks = ["shapes", "counts"]
+    base, taskpool = FAMILIES[family](), GLUE(tasks)
+    if name in NEED_DATA and family != "t5":
+        taskpool = None
+    if name in NEED_DATA and family == "clip":
+        request.getfixturevalue("demo")
+        base, taskpool = load_vision_model("_pretrained_"), demo_images()
+    models = pool = {"_pretrained_": base} | {
+        task: finetuned(base, seed=i) for i, task in enumerate(tasks)
+    }
+    if name == "sequential_finetuning" and family == "clip":
+        images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
+        pool = BaseModelPool(models, train_datasets=images)
+    steps = [f"method.{STEPS[name]}=2"] if name in STEPS else []
+    algorithm = on_cpu(
+        instantiate(configured(name if name in METHODS else f"continual/{name}", *steps))
+    )
+    if why := REFUSED.get((name, family)):
+        with pytest.raises(ValueError, match=why):
+            algorithm.run(pool, taskpool)
+        return
+    done = []
+    with unchanged(models):
+        merged = algorithm.run(pool, taskpool, noting(done))
+    assert done == [1, 2]
+    assert algorithm.matrix.missing == []
+    assert type(merged) is (MIXTURES[type(base)] if name == "lora_wemoe" else type(base))
+    assert all(torch.isfinite(parameter).all() for parameter in merged.parameters())
+    if name == "lora_wemoe":
+        return  # its parameters have other names
+    changed = {
+        key
+        for key, value in merged.named_parameters()
+        if not torch.equal(value, base.get_parameter(key))
+    }
+    if name == "nufilt":
+        expected = {view.key for view in select_layers(base).values()}
+    elif name in LINEAR:
+        expected = {view.key for view in select_layers(base, "all-linear").values()}
+    else:
+        left = "class_embedding" if name == "dop" else "nothing"
+        expected = {key for key, _ in base.named_parameters() if not key.endswith(left)}
+    assert expected <= changed
+
+
+RULE = {
+    field.name for field in fields(RuleConfig)
+}  # options that say how one method of FusionBench is run
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in METHODS]
+)  # those are compared in tests/methods
+def test_a_baseline_made_in_python_has_the_options_of_its_yaml(name):
+    written = plain_config(compose_run([f"method=continual/{name}"]).method)
+    base = {key: written[key] for key in ("base_method",) if key in written}
+    made = import_object(written["_target_"])(
+        **{key: DictConfig(value) for key, value in base.items()}
+    ).config
+    options = written.keys() - {"_target_", "_recursive_", "base_method"} - RULE
+    assert {key: made[key] for key in options} == {key: written[key] for key in options}
+    own = base.get("base_method", {"_target_": ""})
+    if own["_target_"].startswith("fusion_bench_nufilt"):
+        defaults = inspect.signature(import_object(own.pop("_target_"))).parameters
+        assert {key: defaults[key].default for key in own} == own

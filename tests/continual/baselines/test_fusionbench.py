@@ -1,0 +1,347 @@
+"""FusionBench's methods under the protocol: they give what they give by themselves, or what a
+formula says.
+
+The formulas are written out for vectors of one layer.
+"""
+
+from copy import deepcopy
+from functools import reduce
+from itertools import accumulate
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fusion_bench import BaseModelPool
+from fusion_bench.method import MagMaxAlgorithm, TaskArithmeticAlgorithm
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+from lightning.fabric.loggers import TensorBoardLogger
+from omegaconf import OmegaConf
+from torch import nn
+
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual.baselines import BatchMethodBaseline, ContinualMethodBaseline
+from fusion_bench_nufilt.continual.baselines.fusionbench import RuleConfig, shifted
+from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
+from tests.continual.baselines.helpers import baseline, configured, on_cpu, same
+from tests.continual.baselines.test_knots import oracle_knots, oracle_ties
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
+from tests.tiny_models import clip, finetuned, llama, tower
+
+pytestmark = pytest.mark.oldest
+
+IN_ORDER = "method.shuffle_order=false"
+
+
+def pool(tasks=3):
+    base = clip()
+    return {"_pretrained_": base} | {
+        f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)
+    }
+
+
+def by_itself(name, models, *overrides):
+    """FusionBench's own run of a continual method."""
+    method = on_cpu(
+        instantiate(configured(f"{'dop' if name == 'dop' else 'opcm'}/{name}", *overrides))
+    )
+    method._program = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets=None))
+    method.save_on_every_step = method.evaluate_on_every_step = False
+    return method.run(BaseModelPool(deepcopy(models)))
+
+
+def assert_close(model, other):
+    torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
+
+
+@pytest.mark.parametrize("name", ["opcm", "weight_average", "dop"])
+def test_a_continual_method_of_fusionbench_is_run_as_it_is(name):
+    models, seed = pool(), 43
+    settings = ["num_steps=2"] if name == "dop" else []
+    merged = baseline(
+        name, f"method.seed={seed}", *(f"method.base_method.{setting}" for setting in settings)
+    )
+    own = by_itself(
+        name, models, f"method.seed={seed}", *(f"method.{setting}" for setting in settings)
+    )
+    assert same(merged.run(models), own)
+
+
+def test_a_continual_method_that_overflows_is_refused_and_not_scored():
+    models = pool(2)
+    for task in ("task1", "task2"):
+        for parameter in models[task].parameters():
+            parameter.data.fill_(3e38)
+    target = "fusion_bench.method.opcm.task_arithmetic.ContinualTaskArithmeticForCLIP"
+    method = ContinualMethodBaseline(
+        OmegaConf.create({"_target_": target, "scaling_factor": 1.0}), shuffle_order=False
+    )
+    with pytest.raises(ValueError, match="merged after step 2"):
+        on_cpu(method).run(models)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("task_arithmetic", "paper"), ("ties_merging", "released")]
+)
+def test_it_is_fusionbenchs_continual_one(name, form):
+    models = pool()
+    merged = baseline(name, "method.seed=43", f"method.form={form}").run(models)
+    assert_close(merged, by_itself(name, models, "method.seed=43", "method.scaling_factor=0.3"))
+
+
+AT_ONCE = [
+    ("task_arithmetic", "paper", TaskArithmeticAlgorithm),
+    ("magmax", "released", MagMaxAlgorithm),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "method"), AT_ONCE)
+def test_with_its_own_factor_a_method_gives_what_it_gives_for_all_models_at_once(
+    name, form, method
+):
+    models = pool()
+    merged = baseline(
+        name, f"method.form={form}", IN_ORDER, "method.base_method.scaling_factor=0.4"
+    ).run(models)
+    assert_close(merged, method(scaling_factor=0.4).run(BaseModelPool(deepcopy(models))))
+
+
+def test_any_batch_method_of_fusionbench_can_be_run():
+    models = pool(2)
+    merged = baseline("batch", "+method@method.base_method=simple_average", IN_ORDER).run(models)
+    for value, *both in zip(
+        *(model.parameters() for model in (merged, models["task1"], models["task2"])), strict=True
+    ):
+        torch.testing.assert_close(value, sum(both) / 2)
+
+
+def test_a_rule_that_is_set_as_an_attribute_is_followed():
+    models, algorithm = pool(), baseline("iso_c", IN_ORDER)
+    algorithm.rule = "restart"
+    assert same(
+        algorithm.run(models), baseline("iso_c", IN_ORDER, "method.rule=restart").run(models)
+    )
+
+
+def test_a_batch_method_goes_on_from_a_merged_model():
+    models = pool()
+    whole = baseline("iso_c", IN_ORDER).run(models)
+    first = baseline("iso_c", IN_ORDER).run(
+        {key: models[key] for key in ("_pretrained_", "task1", "task2")}
+    )
+    rest = {"_pretrained_": models["_pretrained_"], "_merged_": first, "task3": models["task3"]}
+    assert same(baseline("iso_c", IN_ORDER, "method.num_merged=2").run(rest), whole)
+
+
+class ReturnsAnother:
+    def run(self, modelpool):
+        return nn.Linear(1, 1)
+
+
+class ReturnsNaN:
+    def run(self, modelpool):
+        model = modelpool.load_pretrained_model()
+        tower(model).post_layernorm.bias.data.fill_(float("nan"))
+        return model
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("ReturnsAnother", "Linear"), ("ReturnsNaN", r"after step 2.*post_layer")]
+)
+def test_a_result_that_is_no_model_of_the_pool_is_refused(name, says):
+    algorithm = BatchMethodBaseline(OmegaConf.create({"_target_": f"{__name__}.{name}"}))
+    with pytest.raises(ValueError, match=says):
+        algorithm.run(pool(2))
+
+
+def test_a_bad_model_is_refused_before_any_work():
+    models = pool()
+    tower(models["task2"]).post_layernorm.bias.data[0] = float("inf")
+    with pytest.raises(ValueError, match=r"task2.*post_layernorm"):
+        baseline("wudi").run(models, on_step=lambda *_: pytest.fail("a step was merged"))
+
+
+def test_a_method_with_a_memory_of_its_own_does_not_go_on_from_a_model():
+    models, opcm = pool(), compose_run(["method=continual/opcm"]).method.base_method
+    models["_merged_"] = models["_pretrained_"]
+    with pytest.raises(ValueError, match=r"OPCM.*_merged_"):
+        ContinualMethodBaseline(opcm, num_merged=1).run(models)
+    with pytest.raises(ValueError, match=r"add_running.*_merged_"):
+        baseline("ties_merging", "method.num_merged=1").run(models)
+
+
+LAMBDA, KEPT = 0.4, 30  # the factor of a method, and the per cents that TIES keeps
+
+
+def magmax(old, new):
+    return np.where(abs(new) >= abs(old), new, old)
+
+
+def ties(old, new):
+    return oracle_ties([old.ravel(), new.ravel()], KEPT, "sum").reshape(old.shape)
+
+
+def flattened(*taus):
+    U, S, V = np.linalg.svd(sum(taus), full_matrices=False)
+    return S.mean() * U @ V
+
+
+def added(join):
+    """θ + λ join(τ~, τ)."""
+    return lambda taus: reduce(
+        lambda sofar, tau: sofar + LAMBDA * join(sofar, tau), taus[1:], LAMBDA * taus[0]
+    )
+
+
+def running(join):
+    """θ + λ T_t, T_t = join(T_{t-1}, τ_t)."""
+    return lambda taus: LAMBDA * sum(accumulate(taus, join))
+
+
+FORMULAS = {
+    ("task_arithmetic", "paper"): lambda taus: LAMBDA * sum(taus),
+    ("task_arithmetic", "released"): lambda taus: LAMBDA * taus[-1],
+    ("ties_merging", "paper"): running(ties),
+    ("ties_merging", "released"): added(ties),
+    ("magmax", "paper"): running(magmax),
+    ("magmax", "released"): lambda taus: LAMBDA * reduce(magmax, taus),
+    ("knots_ties", "paper"): added(lambda old, new: oracle_knots([old, new], KEPT, "sum")),
+    ("iso_c", "paper"): lambda taus: reduce(flattened, taus),
+}
+FACTOR, SHARE = (
+    f"method.base_method.scaling_factor={LAMBDA}",
+    f"method.base_method.threshold={KEPT}",
+)
+SETTINGS = {"task_arithmetic": [FACTOR], "magmax": [FACTOR], "iso_c": []}
+SETTINGS |= {"ties_merging": [FACTOR, SHARE], "knots_ties": [FACTOR, SHARE]}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("name", "form"), FORMULAS)
+def test_a_method_follows_the_formula_of_its_form(name, form, steps):
+    base = nn.Linear(7, 5, bias=False, dtype=torch.float64)
+    models = {"_pretrained_": base} | {
+        f"task{i}": finetuned(base, i, scale=1) for i in range(1, steps + 1)
+    }
+    theta_0, *thetas = (model.weight.detach().numpy().copy() for model in models.values())
+    merged = baseline(name, f"method.form={form}", IN_ORDER, *SETTINGS[name]).run(models)
+    expected = FORMULAS[name, form]([theta - theta_0 for theta in thetas])
+    torch.testing.assert_close(
+        merged.weight.detach().numpy() - theta_0, expected, rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "tsvm_svc", "wudi"])
+def test_a_method_without_a_factor_takes_the_first_model_as_it_is(name):
+    models = pool(1)
+    assert same(baseline(name).run(models), models["task1"])
+
+
+ONE_FORM = [
+    "iso_c",
+    "iso_cts",
+    "tsvm",
+    "tsvm_svc",
+    "wudi",
+    "knots_ties",
+    "opcm",
+    "weight_average",
+    "batch",
+]
+
+
+@pytest.mark.parametrize("name", ONE_FORM)
+def test_a_method_of_one_form_refuses_the_other(name):
+    method = ["+method@method.base_method=simple_average"] if name == "batch" else []
+    with pytest.raises(Exception, match=r"this method has one form"):
+        baseline(name, "method.form=released", *method)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"form": "printed"}, {"rule": "sum"}, {"merged_scale": 0}, {"merged_scale": "x"}]
+)
+def test_values_out_of_range_are_refused(bad):
+    (key,) = bad
+    with pytest.raises(ValueError, match=f"{key} must be"):
+        RuleConfig(**bad)
+
+
+def test_a_shifted_model_is_rounded_once():
+    """In bfloat16, where three roundings leave an update 4 % off."""
+    base = clip().bfloat16()
+    merged, scale = finetuned(base, seed=1, scale=0.01), 0.3
+    theta_0, theta = (
+        {key: value.double() for key, value in m.state_dict().items()} for m in (base, merged)
+    )
+    for key, value in shifted(base, merged, base, 1 / scale).state_dict().items():
+        expected = theta_0[key] + (theta[key] - theta_0[key]) / scale
+        once = (expected.bfloat16().double() - expected).norm()
+        assert (value.double() - expected).norm() <= 1.001 * once
+
+
+def test_a_weight_with_two_names_is_shifted_once():
+    base = llama(tie_word_embeddings=True)
+    other = finetuned(base, 1)
+    moved = shifted(base, other, base, 2.0)
+    for key, value in moved.state_dict().items():
+        torch.testing.assert_close(value, 2 * other.state_dict()[key] - base.state_dict()[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("opcm", 1), ("opcm", 3), ("weight_average", 3), ("dop", 3)]
+)
+def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, name, step):
+    models = pool(4)
+    options = ["method.base_method.num_steps=2"] if name == "dop" else []
+
+    def run(folder, *overrides, on_step=None):
+        done = logging_to(folder, baseline(name, *options, *overrides)).run(models, on_step=on_step)
+        return done, read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"][
+            "model.safetensors"
+        ]
+
+    whole, files = run(tmp_path / "whole")
+    with pytest.raises(InterruptedRunError):
+        run(tmp_path / "parts", on_step=interrupt_after(step))
+    steps = []
+    resumed, files_of_parts = run(tmp_path / "parts", "method.resume=true", on_step=noting(steps))
+    assert steps == list(range(step + 1, 5))
+    assert files_of_parts == files
+    assert same(whole, resumed)
+
+
+@pytest.mark.parametrize("name", ["opcm", "task_arithmetic"])
+def test_a_model_that_was_merged_unchecked_and_changed_since_is_not_gone_on_with(tmp_path, name):
+    models = pool(3)
+
+    def run(*overrides, on_step=None):
+        algorithm = baseline(name, IN_ORDER, "method.check_models=false", *overrides)
+        logging_to(tmp_path, algorithm).run(models, on_step=on_step)
+
+    with pytest.raises(InterruptedRunError):
+        run(on_step=interrupt_after(2))
+    with torch.no_grad():
+        next(models["task1"].parameters()).add_(0.01)
+    with pytest.raises(ValueError, match="model 'task1' is not the same"):
+        run("method.resume=true")
+
+
+def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
+    models = pool(4)
+
+    def run(folder, *overrides, stop=None):
+        algorithm = baseline("magmax", "method.form=paper", IN_ORDER, *overrides)
+        algorithm._fabric_instance = Fabric(
+            devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", "")
+        )
+        algorithm.run(
+            models, on_step=lambda step, merged: step == stop and pytest.fail("interrupted")
+        )
+        return read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]
+
+    whole = run(tmp_path / "whole")
+    for step in (1, 3):
+        with pytest.raises(pytest.fail.Exception, match="interrupted"):
+            run(tmp_path / "parts", stop=step)
+        assert run(tmp_path / "parts", "method.resume=true") == whole

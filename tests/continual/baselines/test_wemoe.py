@@ -1,0 +1,248 @@
+"""LoRA-WEMoE: its experts, its gates, and the model that holds them."""
+
+import pytest
+import torch
+from fusion_bench import BaseModelPool
+from fusion_bench.method.adamerging.entropy_loss import entropy_loss
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from fusion_bench_nufilt.continual.baselines import LoRAWEMoE
+from fusion_bench_nufilt.continual.baselines.task_data import TaskData
+from fusion_bench_nufilt.continual.baselines.wemoe import (
+    CLIPVisionModelWithExperts,
+    WEMoEConfig,
+    mixture_of,
+)
+from fusion_bench_nufilt.demo import load_vision_model
+from tests.continual.baselines.helpers import GLUE, demo_images, on_cpu, same, unchanged
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
+from tests.tiny_models import clip, finetuned, llama, t5
+
+IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.arange(2, 20).reshape(3, 6)
+
+
+def output(model, items=slice(None)):
+    with torch.no_grad():
+        if model.main_input_name == "pixel_values":
+            return model(IMAGES[items]).pooler_output
+        return model(input_ids=TOKENS[items], decoder_input_ids=TOKENS[items, :2]).logits
+
+
+def mixture(base, *tasks, rank=64, batch_reduce=True, level_gates=False, **how):
+    made = mixture_of(base, WEMoEConfig(batch_reduce=batch_reduce))
+    torch.manual_seed(3)
+    for task in tasks:
+        made.add_expert(base, task, rank, **how)
+    for _, module in made.mixtures():
+        module.gate.fc.weight.data *= 0 if level_gates else 100  # so that the input matters
+    return made
+
+
+@pytest.fixture(params=[clip, t5])
+def base(request):
+    return request.param()
+
+
+def test_with_whole_experts_and_level_gates_it_is_task_arithmetic(base):
+    tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
+    expected, found = finetuned(base, 0, scale=0), mixture(base, *tasks, level_gates=True)
+    for task in tasks:
+        for value, theta, theta_0 in zip(
+            *(m.parameters() for m in (expected, task, base)), strict=True
+        ):
+            value.data += 0.3 * (theta - theta_0).detach()
+    torch.testing.assert_close(output(found), output(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_saved_and_loaded_whole(base, tmp_path):
+    made = mixture(base, finetuned(base, 1), finetuned(base, 2), rank=4)
+    made.save_pretrained(tmp_path)
+    loaded = type(made).from_pretrained(tmp_path)
+    assert loaded.config.experts == made.config.experts
+    assert torch.equal(output(loaded), output(made))
+    loaded.add_expert(base, finetuned(base, 3), 2)  # and can take up more
+
+
+def test_an_expert_is_the_truncated_svd_of_its_task_vector(base):
+    task = finetuned(base, 1)
+    for name, module in mixture(base, task, rank=3).mixtures():
+        for layer, B in module.B.items():
+            key = f"{name}.{layer}.weight"
+            U, S, Vh = torch.linalg.svd(
+                task.get_parameter(key) - base.get_parameter(key), full_matrices=False
+            )
+            torch.testing.assert_close(
+                B @ module.A[layer], (U[:, :3] * S[:3]) @ Vh[:3], rtol=1e-3, atol=1e-5
+            )
+
+
+def test_a_new_expert_leaves_the_gate_of_the_others(base):
+    made = mixture(base, finetuned(base, 1))
+    before = [module.gate.fc.weight.clone() for _, module in made.mixtures()]
+    made.add_expert(base, finetuned(base, 2), 64)
+    for (_, module), rows in zip(made.mixtures(), before, strict=True):
+        assert torch.equal(module.gate.fc.weight[:1], rows)
+        assert module.gate.fc.bias.tolist() == pytest.approx([0.3, 0.3])
+
+
+def test_one_gate_for_a_batch_or_one_for_each_item(base):
+    tasks = [finetuned(base, seed, scale=0.3) for seed in (1, 2)]
+    for batch_reduce in (False, True):
+        made = mixture(base, *tasks, batch_reduce=batch_reduce)
+        alone = torch.cat([output(made, slice(i, i + 1)) for i in range(3)])
+        assert torch.allclose(output(made), alone, atol=1e-2) is not batch_reduce
+
+
+@pytest.mark.parametrize(("form", "millions"), [("paper", 134.7), ("released", 103.7)])
+def test_the_released_form_has_the_parameters_that_the_paper_prints_for_eight_tasks_on_vit_b_32(
+    form, millions
+):
+    method = LoRAWEMoE(form=form)
+    method._mixture = CLIPVisionModelWithExperts
+    config = CLIPVisionConfig()
+    config.experts = {
+        "ranks": list(map(method.expert_rank, range(1, 9))),
+        "init_lambda": 0.3,
+        "batch_reduce": True,
+    }
+    with torch.device("meta"):
+        models = CLIPVisionModel(config), CLIPVisionModelWithExperts(config)
+    assert [round(sum(p.numel() for p in model.parameters()) / 1e6, 1) for model in models] == [
+        87.5,
+        millions,
+    ]
+
+
+def test_the_released_form_merges_attention_alone(base):
+    task = finetuned(base, 1)
+    made = mixture(base, task, rank=3, attention_alone=True)
+    changed = set()
+    for key, theta_0 in base.named_parameters():
+        own = made.get_parameter(key.replace(f".{made.mlp}.", f".{made.mlp}.base_model."))
+        if not torch.equal(own, theta_0):
+            changed.add(key)
+            torch.testing.assert_close(own, theta_0 + 0.3 * (task.get_parameter(key) - theta_0))
+    attention = [
+        name for name, module in base.named_modules() if name.endswith(("self_attn", "Attention"))
+    ]
+    linear = [
+        key
+        for key, _ in base.named_parameters()
+        if key.startswith(tuple(f"{name}." for name in attention))
+    ]
+    assert changed == {key for key in linear if "relative_attention_bias" not in key} != set()
+
+
+def test_experts_of_different_ranks_are_weighted_each_by_its_own_gate(base):
+    tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
+    made = mixture(base, tasks[0], rank=5)
+    made.add_expert(base, tasks[1], 2)
+    for name, module in made.mixtures():
+        merged = module.merge_weights(torch.tensor([2.0, -1.0]))
+        for layer in module.A:
+            key = f"{name}.{layer}.weight"
+            expected = base.get_parameter(key).detach().clone()
+            for task, rank, weight in zip(tasks, (5, 2), (2.0, -1.0), strict=True):
+                tau = task.get_parameter(key).detach() - base.get_parameter(key).detach()
+                U, S, Vh = torch.linalg.svd(tau, full_matrices=False)
+                expected += weight * (U[:, :rank] * S[:rank]) @ Vh[:rank]
+            torch.testing.assert_close(merged[f"{layer}.weight"], expected, rtol=1e-3, atol=1e-4)
+
+
+class Numbers(TaskData):
+    logits = None
+
+    def labels(self):
+        return [0] * 20 + [1] * 3 + [2] * 9
+
+
+def test_a_few_items_of_each_class_are_drawn():
+    data = Numbers(range(32))
+    drawn = next(data.batches(32, per_class=5, seed=1)).tolist()
+    assert sorted(data.labels()[number] for number in drawn) == [0] * 5 + [1] * 3 + [2] * 5
+    assert next(data.batches(32, per_class=5, seed=1)).tolist() == drawn
+    assert next(data.batches(32, per_class=5, seed=2)).tolist() != drawn
+    batches = data.batches(32, per_class=5, seed=1)
+    assert (
+        sorted(next(batches)) == sorted(next(batches)) == sorted(drawn)
+    )  # the same items again and again
+
+
+@pytest.fixture
+def images(demo):
+    """The demo's task pool and three of its towers."""
+    return {
+        name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")
+    }, demo_images()
+
+
+def texts():
+    base = t5()
+    return {
+        "_pretrained_": base,
+        "glue-cola": finetuned(base, 1),
+        "sst2": finetuned(base, 2),
+    }, GLUE()
+
+
+def run(models, taskpool, **options):
+    algorithm = on_cpu(LoRAWEMoE(shuffle_order=False, rank=4, lr=0.01, **options))
+    return algorithm, algorithm.run(models, taskpool)
+
+
+@pytest.mark.parametrize("kind", ["images", "texts"])
+def test_the_gates_alone_are_trained_and_predictions_become_certain(kind, request):
+    models, taskpool = request.getfixturevalue("images") if kind == "images" else texts()
+    with unchanged(models):
+        (_, start), (algorithm, trained) = (
+            run(models, taskpool, max_steps=steps) for steps in (0, 8)
+        )
+    for key, value in trained.state_dict().items():
+        assert torch.equal(value, start.state_dict()[key]) is not (".gate." in key), key
+    data = algorithm._data[algorithm.matrix.tasks[-1]]
+    batch = next(data.batches(1000, per_class=None, seed=0))
+    with torch.no_grad():
+        before, after = (entropy_loss(data.logits(model, batch)) for model in (start, trained))
+    assert after < before
+    assert algorithm.matrix.missing == []
+
+
+def test_the_same_seed_gives_the_same_bits():
+    models, taskpool = texts()
+    (_, one), (_, again), (_, other) = (
+        run(models, taskpool, seed=seed, max_steps=2) for seed in (1, 1, 2)
+    )
+    assert same(one, again)
+    assert not same(one, other)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
+    models, taskpool = texts()
+    options = {"shuffle_order": False, "form": "released", "lr": 0.01, "max_steps": 2}
+    whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
+    with pytest.raises(InterruptedRunError):
+        logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, interrupt_after(step))
+    steps = []
+    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(
+        models, taskpool, noting(steps)
+    )
+    assert steps == list(range(step + 1, 3))
+    assert same(whole, resumed)
+    assert [module.ranks for _, module in resumed.mixtures()] == [[32, 32]] * len(
+        list(resumed.mixtures())
+    )
+    assert resumed.config.experts == whole.config.experts
+
+
+def test_what_it_cannot_do_is_refused_before_any_work():
+    models, taskpool = texts()
+    with pytest.raises(ValueError, match="_merged_"):
+        run({**models, "_merged_": models["_pretrained_"]}, taskpool, num_merged=1)
+    with pytest.raises(ValueError, match="needs a CLIPVisionModelTaskPool"):
+        run(models, None)
+    with pytest.raises(ValueError, match=r"data of 'rte'; the task pool has cola, sst2"):
+        run({"_pretrained_": models["_pretrained_"], "rte": models["sst2"]}, taskpool)
+    with pytest.raises(ValueError, match="LlamaForCausalLM"):
+        run(BaseModelPool({"_pretrained_": llama(), "cola": llama()}), taskpool)

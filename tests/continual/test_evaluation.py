@@ -1,0 +1,279 @@
+"""Which scores are taken, and that nothing is set up twice."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from fusion_bench import BaseModelPool, RuntimeConstants
+from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
+from fusion_bench.taskpool import BaseTaskPool
+from omegaconf import OmegaConf
+from torch import nn
+
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
+from fusion_bench_nufilt.continual.evaluation import score
+from fusion_bench_nufilt.pages.tables import print_matrix
+from fusion_bench_nufilt.utils.manifest import load_checkpoint
+from tests.continual.helpers import logging_to
+from tests.pages.test_metrics import matrix
+
+TASKS = ["a", "b", "c", "d"]
+
+
+class Counter(nn.Linear):
+    """A model whose one weight says how many tasks were merged."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False)
+        nn.init.zeros_(self.weight)
+
+
+class Counting(ContinualMergingAlgorithm):
+    """A method that counts."""
+
+    def merge_step(self, step, name, pretrained, merged, task):
+        merged.weight.data += 1
+        return merged
+
+
+class WholePool(BaseTaskPool):
+    """Scores 1 / (tasks merged so far) on its tasks, and remembers being asked."""
+
+    def __init__(self, tasks):
+        super().__init__()
+        self.tasks, self.calls = tasks, []
+
+    def evaluate(self, model):
+        self.calls.append(int(model.weight))
+        return {task: {"accuracy": 1 / model.weight.item(), "loss": 1.0} for task in self.tasks}
+
+
+class V01Pool(V01TaskPool):
+    """A v0.1 pool that counts how often a task is loaded and which are evaluated."""
+
+    def __init__(self, tasks):
+        super().__init__(OmegaConf.create({"tasks": [{"name": task} for task in tasks]}))
+        self.loaded, self.evaluated = [], []
+
+    def load_task(self, name):
+        self.loaded.append(name)
+        return SimpleNamespace(evaluate=lambda model: self.score(model, name))
+
+    def score(self, model, name):
+        self.evaluated.append((int(model.weight), name))
+        return {"accuracy": 1 / model.weight.item()}
+
+
+def run(taskpool, evaluate, names=TASKS, **options):
+    algorithm = Counting(shuffle_order=False, evaluate=evaluate, **options)
+    algorithm.run({"_pretrained_": Counter()} | {name: Counter() for name in names}, taskpool)
+    return algorithm.matrix
+
+
+DIAGONAL = [(1, "a"), (2, "b"), (3, "c"), *((4, task) for task in TASKS)]
+BWT = ((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "evaluated", "bwt", "fwt"),
+    [
+        ("last", [(4, task) for task in TASKS], math.nan, math.nan),
+        ("diagonal", DIAGONAL, BWT, math.nan),
+        (
+            "every_step",
+            [(step, task) for step in (1, 2, 3, 4) for task in TASKS[:step]],
+            BWT,
+            math.nan,
+        ),
+        (
+            "every_step_all",
+            [(step, task) for step in (1, 2, 3, 4) for task in TASKS],
+            BWT,
+            (1 + 1 / 2 + 1 / 3) / 3,
+        ),
+    ],
+)
+def test_what_is_scored_after_which_step_and_every_task_is_loaded_once(
+    evaluate, evaluated, bwt, fwt
+):
+    pool = V01Pool(TASKS)
+    result = run(pool, evaluate)
+    assert pool.evaluated == evaluated
+    assert sorted(pool.loaded) == TASKS
+    assert (result.acc, result.bwt, result.fwt) == pytest.approx((0.25, bwt, fwt), nan_ok=True)
+
+
+class Items(V01Pool):
+    """A v0.1 pool of tasks with three items each; one task fails."""
+
+    def load_task(self, name):
+        return Item(name, Dataset.from_dict({"item": [0, 1, 2]}), self)
+
+
+class Item:
+    def __init__(self, name, test_dataset, pool):
+        self.name, self.test_dataset, self.pool = name, test_dataset, pool
+
+    def evaluate(self, model):
+        self.pool.evaluated.append((int(model.weight), self.name, len(self.test_dataset)))
+        if self.name == "broken":
+            raise KeyError("label")
+        return {"accuracy": torch.rand(()).item()}
+
+
+def test_one_item_of_each_task_is_scored_before_the_first_step_and_nothing_drawn_changes():
+    pool = Items(TASKS)
+    torch.manual_seed(0)
+    matrix = run(pool, "last")
+    assert pool.evaluated[:5] == [(0, "a", 1), (0, "b", 1), (0, "c", 1), (0, "d", 1), (4, "a", 3)]
+    torch.manual_seed(0)
+    assert run(Items(TASKS), "last", check_taskpool=False).acc == matrix.acc
+
+
+def test_a_task_that_can_not_be_scored_is_known_before_any_model_is_merged(monkeypatch):
+    monkeypatch.setattr(Counting, "merge_step", lambda *args: pytest.fail("a model was merged"))
+    with pytest.raises(ValueError, match="the task pool can't score a model: KeyError: 'label'"):
+        run(Items(["a", "broken"]), "last", names=["a", "broken"])
+
+
+def test_a_pool_that_can_not_be_narrowed_is_asked_as_a_whole():
+    pool = WholePool(TASKS)
+    result = run(pool, "diagonal")
+    assert pool.calls == [1, 2, 3, 4]
+    assert result.bwt == pytest.approx(BWT)
+
+
+def test_a_pool_of_fusion_bench_that_can_not_be_narrowed_scores_one_batch_before_the_first_step():
+    class Batches:
+        __module__ = "fusion_bench.taskpool.some"
+        seen = ()
+
+        def evaluate(self, model):
+            self.seen = (
+                *self.seen,
+                (bool(getattr(self, "fast_dev_run", False)), RuntimeConstants.debug),
+            )
+            return {task: {"accuracy": 0.5} for task in TASKS}
+
+    pool = Batches()
+    run(pool, "last")
+    assert pool.seen == ((True, True), (False, False))
+
+
+def test_a_task_that_the_pool_lacks_is_missing_and_the_merge_goes_on(caplog):
+    result = run(V01Pool(["a", "b", "d"]), "diagonal")
+    assert result.missing == ["c"]
+    assert result.acc == pytest.approx(0.25)
+    assert caplog.text.count("no task 'c'") == 1
+
+
+def test_models_named_after_glue_find_their_tasks():
+    assert run(
+        V01Pool(["cola", "stsb"]), "last", names=["glue-cola", "glue-stsb"]
+    ).acc == pytest.approx(0.5)
+
+
+def test_tasks_of_the_pool_beyond_the_stream_are_in_the_final_report_only():
+    pool = V01Pool([*TASKS, "unseen"])
+    run(pool, "diagonal")
+    assert [call for call in pool.evaluated if call[1] == "unseen"] == [(4, "unseen")]
+
+
+def test_a_score_is_accuracy_or_spearmans_rho():
+    assert score({"accuracy": 0.5, "loss": 1.0}) == 0.5
+    assert score({"spearman_rho": 0.25}) == 0.25
+    assert math.isnan(score({"loss": 1.0}))
+
+
+def test_a_rank_correlation_that_does_not_exist_is_missing_and_the_report_is_json():
+    pool = V01Pool(["stsb"])
+    pool.load_task = lambda name: SimpleNamespace(evaluate=lambda model: {"spearman_rho": math.nan})
+    report = Evaluator(pool).report(Counter(), ["stsb"])
+    assert json.loads(json.dumps(report, allow_nan=False))["stsb"] == {"spearman_rho": None}
+    assert math.isnan(score(report["stsb"]))
+
+
+def test_without_a_task_pool_nothing_is_scored():
+    assert torch.isnan(torch.tensor(run(None, "every_step").values)).all()
+
+
+# --- what is left behind ---
+
+
+def test_the_matrix_is_printed_whole_with_acc_and_bwt(capsys):
+    print_matrix(matrix([[0.912], [0.8, 0.7], [0.6, 0.65, 0.5]]), title="method")
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("method", "91.2", "65.0", "ACC 58.3", "BWT -18.1"))
+
+
+def test_the_file_holds_fractions_and_no_value_where_nothing_was_measured(tmp_path):
+    matrix([[0.9], [math.nan, 0.7], [0.6, 0.65]]).save(tmp_path, {"method": "m", "seed": 1})
+    content = json.loads(
+        (tmp_path / "accuracy_matrix.json").read_text(),
+        parse_constant=lambda word: pytest.fail(word),
+    )
+    assert content["accuracy_matrix"] == [[0.9, None, None], [None, 0.7, None], [0.6, 0.65, None]]
+    assert (content["seed"], content["tasks"], content["missing"]) == (1, ["a", "b", "c"], ["c"])
+    assert content["ACC"] == pytest.approx(0.625)
+
+
+def test_a_pool_that_returns_no_scores_is_named():
+    pool = WholePool(TASKS)
+    pool.evaluate = lambda model: None
+    with pytest.raises(
+        ValueError, match="the task pool WholePool returned None in place of scores by task"
+    ):
+        Evaluator(pool).report(Counter(), TASKS)
+
+
+# --- models that are merged onto an earlier merge ---
+
+
+def load_counter(pretrained_model_name_or_path):
+    model = Counter()
+    load_checkpoint(model, Path(pretrained_model_name_or_path))
+    return model
+
+
+def go_on(tmp_path, pool, evaluate):
+    """Merge c and d onto a saved merge of a and b."""
+    first = logging_to(tmp_path / "first", Counting(shuffle_order=False))
+    first.run({name: Counter() for name in ("_pretrained_", "a", "b")})
+    merged = tmp_path / "first" / "checkpoints" / "merged_model_1"
+    new = {"_target_": "tests.continual.test_evaluation.Counter"}
+    models = dict.fromkeys(("_pretrained_", "c", "d"), new)
+    load = {"_target_": "tests.continual.test_evaluation.load_counter"}
+    models["_merged_"] = {**load, "pretrained_model_name_or_path": str(merged)}
+    algorithm = Counting(shuffle_order=False, evaluate=evaluate)
+    logging_to(tmp_path / "second", algorithm).run(BaseModelPool(OmegaConf.create(models)), pool)
+    return algorithm
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "evaluated"),
+    [
+        ("last", [(4, task) for task in TASKS]),
+        ("diagonal", [(2, "a"), (2, "b"), (3, "c"), *((4, task) for task in TASKS)]),
+    ],
+)
+def test_the_tasks_of_the_earlier_merge_are_scored_before_and_after(tmp_path, evaluate, evaluated):
+    pool = V01Pool(TASKS)
+    algorithm = go_on(tmp_path, pool, evaluate)
+    assert pool.evaluated == evaluated
+    assert algorithm.matrix.tasks == TASKS
+    assert algorithm.matrix.missing == []
+    before = 0.5 if evaluate == "diagonal" else math.nan
+    assert algorithm.scores.means_of_earlier() == pytest.approx((before, 0.25), nan_ok=True)
+    saved = json.loads((tmp_path / "second" / "accuracy_matrix.json").read_text())
+    assert saved["tasks"] == TASKS
+
+
+def test_an_earlier_task_that_the_task_pool_lacks_is_not_missed(tmp_path, caplog):
+    algorithm = go_on(tmp_path, V01Pool(["b", "c", "d"]), "diagonal")
+    assert algorithm.matrix.tasks == ["b", "c", "d"]
+    assert algorithm.matrix.missing == []
+    assert "the task pool has no task" not in caplog.text

@@ -1,0 +1,49 @@
+"""FusionBench's own pools and methods on the demo: the same results through our protocol as through
+theirs.
+"""
+
+from copy import deepcopy
+
+import pytest
+from fusion_bench.models.hf_clip import HFCLIPClassifier
+from fusion_bench.utils import instantiate
+from lightning import Fabric
+
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual import Evaluator
+
+
+@pytest.fixture
+def pools(demo):
+    config = compose_run(["modelpool=nufilt_demo", "taskpool=nufilt_demo"])
+    modelpool, taskpool = instantiate(config.modelpool), instantiate(config.taskpool)
+    taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
+    return modelpool, taskpool
+
+
+def test_our_report_is_the_one_of_fusionbench(pools):
+    modelpool, taskpool = pools
+    model = modelpool.load_model("digits")
+    report = Evaluator(taskpool).report(model, modelpool.model_names)
+    expected = taskpool.evaluate(deepcopy(model))
+    assert report.keys() == expected.keys()
+    for name in modelpool.model_names:
+        assert report[name] == expected[name]
+    assert report["average"] == pytest.approx(expected["average"])
+
+
+def test_prompts_are_encoded_once_for_all_steps(pools, monkeypatch):
+    modelpool, taskpool = pools
+    encoded = []
+    encode = HFCLIPClassifier.set_classification_task
+    monkeypatch.setattr(
+        HFCLIPClassifier,
+        "set_classification_task",
+        lambda *args: encoded.append(args[1]) or encode(*args),
+    )
+    evaluator = Evaluator(taskpool)
+    model = modelpool.load_pretrained_model()
+    first = evaluator.report(model, ["digits", "shapes"])
+    evaluator.report(modelpool.load_model("shapes"), ["shapes", "letters"])
+    assert len(encoded) == 3
+    assert evaluator.report(model, ["digits", "shapes"]) == first

@@ -1,0 +1,59 @@
+"""An option of the method that is typed in the wrong place is refused with the right spelling."""
+
+import re
+
+import pytest
+
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.continual.misplaced import refuse_misplaced
+from tests.cli.helpers import nufilt
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize(
+    ("method", "option"),
+    [("nufilt", "null_rank=0.1667"), ("best", "scale=0.5"), ("continual/opcm", "evaluate=last")],
+)
+def test_fusion_bench_refuses_it_and_what_it_says_can_be_typed(plus, method, option):
+    words = [f"method={method}", "modelpool=nufilt_demo"]
+    with pytest.raises(ValueError, match=rf"say method\.{option}$") as caught:
+        refuse_misplaced([*words, plus + option], "fusion_bench")
+    spelling = str(caught.value).split()[-1]
+    refuse_misplaced([*words, spelling], "fusion_bench")
+    name, _, value = option.partition("=")
+    assert str(compose_run([*words, spelling]).method[name]) == value
+
+
+def test_a_method_of_fusionbenchs_own_is_left_to_fusionbench():
+    refuse_misplaced(["method=task_arithmetic", "+scale=0.5"], "fusion_bench")
+    refuse_misplaced(["+scale=0.5"], "fusion_bench")
+
+
+def test_other_keys_pass():
+    words = ["modelpool=mine", "+modelpool.seed=1", "fabric.devices=1", "~taskpool", "seed=x y"]
+    refuse_misplaced(["method=nufilt", *words[:-1], "--cfg", "job"], "fusion_bench")
+
+
+def test_fusionbenchs_own_seed_must_come_with_the_methods():
+    words = ["method=nufilt", "seed=7"]
+    with pytest.raises(ValueError, match=r"'seed=7' is .* say method\.seed=7, or both$"):
+        refuse_misplaced(words, "fusion_bench")
+    refuse_misplaced([*words, "method.seed=7"], "fusion_bench")
+
+
+@pytest.mark.parametrize("command", ["compare", "analyze"])
+def test_a_comparison_and_an_analysis_refuse_it_and_what_they_say_can_be_typed(command, tmp_path):
+    code, text = nufilt(command, "+null_rank=0.1667", "--out", tmp_path)
+    assert code == 1
+    line = "say NAME:null_rank=0.1667 in --methods, or method.null_rank=0.1667 for all methods"
+    assert line in text
+    of_one, of_all = re.findall(r"\S*null_rank=0.1667", line)
+    (spec,) = parse_methods(of_one.replace("NAME", "nufilt"))
+    assert spec.overrides[-1] == of_all
+
+
+def test_the_seed_of_a_comparison_is_named():
+    code, text = nufilt("compare", "seed=3")
+    assert code == 1
+    assert "say --seeds 3" in text

@@ -1,0 +1,141 @@
+"""A log directory belongs to one run at a time, and what is damaged in it is made again."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+from torch import nn
+
+from fusion_bench_nufilt.continual.run_folder import RunFolder
+from fusion_bench_nufilt.utils.files import MANIFEST
+from tests.conftest import REPO
+from tests.continual.helpers import InterruptedRunError, interrupt_after, pool
+from tests.continual.test_resume import algorithm_in
+
+RUN = {
+    "method": "NUFILT",
+    "order": ["a", "b"],
+    "inputs": {"a": {"sha256": "1" * 64}},
+    "settings": {"seed": 42},
+}
+ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "logs")
+    folder.save_step(1, nn.Linear(2, 2), ABOUT, {}, {})
+    return folder
+
+
+def test_a_second_run_in_a_log_directory_is_refused(tmp_path):
+    code = (
+        "import sys, pathlib; from fusion_bench_nufilt.utils.files import lock_folder\n"
+        "lock = lock_folder(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"another process is writing '.*'"):
+            algorithm_in(tmp_path).run(pool(2))
+        other.kill()
+    algorithm_in(tmp_path).run(pool(2))  # the lock of a killed process is none
+
+
+def test_files_of_the_user_in_the_log_directory_stay(tmp_path):
+    (tmp_path / "write_test").write_text("precious")
+    algorithm_in(tmp_path).run(pool(1))
+    assert (tmp_path / "write_test").read_text() == "precious"
+
+
+def test_a_run_without_scores_leaves_a_page_of_its_layers(tmp_path):
+    algorithm_in(tmp_path).run(pool(2))
+    page = (tmp_path / "index.html").read_text()
+    assert "NUFILT: 2 of 2 models merged" in page
+    assert not (tmp_path / "accuracy_matrix.json").exists()
+
+
+def test_a_step_of_another_version_is_refused_and_not_overwritten(folder):
+    path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
+    old = {key: value for key, value in json.loads(path.read_text()).items() if key not in RUN}
+    path.write_text(json.dumps({**old, "run": {"seed": 42}}))
+    with pytest.raises(ValueError, match=r'another run: method is null there and "NUFILT" here'):
+        folder.begin(RUN)
+
+
+OTHER_RUNS = {
+    "seed is 42 there and 43 here": {"settings": {"seed": 43}},
+    'method is "NUFILT" there and "OPCM" here': {"method": "OPCM"},
+    "model 'a' is not the same": {"inputs": {"a": {"sha256": "2" * 64}}},
+    "model 'b' is null there": {"inputs": {**RUN["inputs"], "b": {"source": "hub/b"}}},
+}
+
+
+@pytest.mark.parametrize("difference", OTHER_RUNS)
+@pytest.mark.parametrize("step", [True, False], ids=["a step", "begun"])
+def test_a_log_directory_with_another_run_is_refused_and_what_differs_is_named(
+    tmp_path, difference, step
+):
+    folder = RunFolder(tmp_path)
+    if step:
+        folder.save_step(1, nn.Linear(2, 2), ABOUT, {}, {})
+    else:
+        folder.begin(RUN)
+    folder.begin(RUN)
+    with pytest.raises(ValueError, match=rf"another run: {difference}.*path\.log_dir"):
+        folder.begin({**RUN, **OTHER_RUNS[difference]})
+
+
+def contents(folder):
+    """The bytes of every file, but of TensorBoard's, which another thread may still be writing."""
+    return {
+        path: b"" if "tfevents" in path.name else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, {"save_on_every_step": False}], ids=["kept", "not kept"])
+@pytest.mark.parametrize("stopped", [True, False], ids=["unfinished", "finished"])
+def test_a_run_is_not_overwritten_by_one_with_other_settings(tmp_path, settings, stopped):
+    on_step = interrupt_after(1) if stopped else None
+    with suppress(InterruptedRunError):
+        algorithm_in(tmp_path, **settings).run(pool(2), on_step=on_step)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"holds another run: null_rank is 6 there and 5 here"):
+        algorithm_in(tmp_path, null_rank=5, **settings).run(pool(2))
+    assert contents(tmp_path) == before
+    algorithm_in(tmp_path, **settings).run(pool(2))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 3}', '{"a": {', "\x00", "[" * 100_000])
+def test_a_damaged_report_is_none(folder, content, caplog):
+    (folder.path / "report_0.json").write_text(content)
+    assert folder.read_report(1) is None
+    assert "report_0.json" in caplog.text
+    assert "scoring step 1 again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", "1"),
+        ("step", 0),
+        ("files", None),
+        ("files", {"x": 3}),
+        ("inputs", []),
+        ("merge_seconds", [None]),
+    ],
+)
+def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
+    path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
+    assert folder.newest_step(1, 1)
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    assert folder.newest_step(1, 1) is None
+    assert f"field '{field}" in caplog.text
+    assert "step 1: '" in caplog.text  # whose folder has the number 0

@@ -1,0 +1,130 @@
+"""Each tracker that FusionBench has a configuration for gets what a run logs, and is finished."""
+
+import csv
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import fusion_bench.constants
+import lightning.pytorch.loggers
+import pytest
+from lightning.fabric.loggers import Logger
+
+from fusion_bench_nufilt.continual import layerwise
+
+CONFIGS = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
+LOGGED = "layers/overlap"
+STEPS = [1, 2, 3]
+
+
+class StubTracker(Logger):
+    """Notes what a tracker on the network would get."""
+
+    name = version = "stub"
+    log_dir = None
+
+    def __init__(self, save_dir, **options):
+        self.log_dir = save_dir
+        self.steps = {}
+        self.status = []
+        type(self).made.append(self)
+
+    def log_metrics(self, metrics, step=None):
+        self.steps.setdefault(step, {}).update(metrics)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def finalize(self, status):
+        self.status.append(status)
+
+
+@pytest.fixture
+def stubs(monkeypatch):
+    """Put a stub in the place of each tracker's class; return those that are made."""
+    StubTracker.made = []
+    for module, name in (
+        ("wandb.integration.lightning.fabric", "WandbLogger"),
+        ("swanlab.integration.pytorch_lightning", "SwanLabLogger"),
+    ):
+        parts = module.split(".")
+        for count in range(1, len(parts) + 1):
+            package = ModuleType(".".join(parts[:count]))
+            package.__path__ = []
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+        monkeypatch.setattr(sys.modules[module], name, StubTracker, raising=False)
+    monkeypatch.setattr(lightning.pytorch.loggers, "MLFlowLogger", StubTracker)
+    return StubTracker.made
+
+
+@pytest.fixture
+def run(program):
+    return lambda *words: program("taskpool=dummy", "method.save_on_every_step=false", *words)
+
+
+def test_a_csv_file_has_every_step(run):
+    logs = run("fabric/loggers=csv_logger")
+    with open(logs / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == STEPS
+    assert all(float(row[LOGGED]) >= 0 for row in rows)
+
+
+def test_tensorboard_has_every_step(run):
+    # The oldest release that can be written to can't be read from with NumPy 2.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run("fabric/loggers=tensorboard_logger")))
+    events.Reload()
+    assert [event.step for event in events.Scalars(LOGGED)] == STEPS
+
+
+OTHERS = {
+    "mlflow_logger": ["fabric.loggers.experiment_name=one", "fabric.loggers.run_name=first"],
+    "wandb_logger": ["fabric.loggers.project=one"],
+    "swandb_logger": [
+        "fabric.loggers.project=one",
+        "fabric.loggers._target_=swanlab.integration.pytorch_lightning.SwanLabLogger",
+    ],
+}
+
+
+@pytest.mark.parametrize("logger", OTHERS)
+def test_others_get_every_step_and_are_finished_once(run, stubs, logger):
+    run(f"fabric/loggers={logger}", *OTHERS[logger])
+    (tracker,) = stubs
+    assert sorted(tracker.steps) == STEPS
+    assert all(LOGGED in metrics for metrics in tracker.steps.values())
+    assert tracker.status == ["success"]
+
+
+def test_these_are_all_that_fusionbench_has_a_configuration_for():
+    names = {path.stem for path in (CONFIGS / "fabric" / "loggers").glob("*.yaml")}
+    assert names == {"csv_logger", "tensorboard_logger", *OTHERS}
+
+
+def test_a_run_that_fails_leaves_what_was_logged_and_is_not_a_success(run, stubs, monkeypatch):
+    merge = layerwise.merge_layers
+    steps = []
+
+    def fail_at_step_3(plan, *others):
+        steps.append(plan.settings.step)
+        if len(steps) == 3:
+            raise ValueError("no step 3")
+        return merge(plan, *others)
+
+    monkeypatch.setattr(layerwise, "merge_layers", fail_at_step_3)
+    with pytest.raises(ValueError, match="no step 3"):
+        run("fabric/loggers=wandb_logger", *OTHERS["wandb_logger"])
+    (tracker,) = stubs
+    assert sorted(tracker.steps) == [1, 2]
+    assert tracker.status == ["failed"]
+
+
+def test_a_tracker_that_cannot_finish_is_a_warning(run, stubs, monkeypatch, caplog):
+    def refuse(self, status):
+        raise OSError("offline")
+
+    monkeypatch.setattr(StubTracker, "finalize", refuse)
+    run("fabric/loggers=wandb_logger", *OTHERS["wandb_logger"])
+    assert "StubTracker did not finish: offline" in caplog.text

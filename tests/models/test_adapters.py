@@ -1,0 +1,406 @@
+"""A peft adapter folder is the model that peft makes of it."""
+
+import shlex
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
+from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
+from tests.tiny_models import TOWER, clip, llama, llava
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def save_adapter(folder, base, seed=5, **config):
+    """Folders `adapter` and `task9`, the same fine-tuned model as peft's adapter and merged by
+    peft.
+    """
+    model = get_peft_model(base, LoraConfig(**{**LORA, **config}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder / "task9")
+
+
+def save_all(folder, base, dtype=torch.float32, **config):
+    """A base, a task and an adapter."""
+    save_stream(folder, base, tasks=1, dtype=dtype)
+    save_adapter(folder, type(base).from_pretrained(folder / "base", dtype=dtype), **config)
+
+
+def test_an_adapter_whose_scaling_overflows_is_named(tmp_path):
+    save_all(tmp_path, llama())
+    change(tmp_path / "adapter", QUERY_A.replace("lora_A", "lora_B"), lambda value: value + 3e38)
+    with pytest.raises(
+        ValueError, match=r"adapter '.*adapter', layer 'model\.layers\.0\.self_attn.*too large for"
+    ):
+        merge(tmp_path, ["adapter"])
+
+
+def plan_adapter(folder):
+    return plan_merge(str(folder / "base"), [str(folder / "adapter")])
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (llava, {}),
+        (llama, {}),
+        (llama, {"use_rslora": True}),
+        (
+            llama,
+            {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.self_attn.v_proj": 32}},
+        ),
+        (
+            llama,
+            {
+                "rank_pattern": {r"^model\..*layers\.0\.self_attn\.q_proj": 2, r".*\.v_proj": 8},
+                "alpha_pattern": {r".*layers\.\d\.self_attn\.q_proj": 16, "down_proj": 4},
+                "layers_to_transform": [0],
+            },
+        ),
+        (llama, {"modules_to_save": ["lm_head"]}),
+        (llama, {"use_dora": True, "rank_pattern": {"q_proj": 2}}),
+    ],
+    ids=[
+        "llava",
+        "plain",
+        "rslora",
+        "patterns",
+        "regular-expressions",
+        "modules_to_save",
+        "dora",
+    ],
+)
+def test_an_adapter_is_the_model_that_peft_merges_it_into(tmp_path, make, config):
+    """To the bit as the first task, which is taken whole; to rounding later, where its factors are
+    worked on.
+    """
+    save_all(
+        tmp_path,
+        llama(tie_word_embeddings=False) if make is llama else llava(),
+        torch.float64,
+        **config,
+    )
+    options = {"other_params": "mean"} if "modules_to_save" in config else {}
+    first, whole = (
+        tensors(merge(tmp_path, [task], f"first_{task}", **options))
+        for task in ("adapter", "task9")
+    )
+    torch.testing.assert_close(first, whole, rtol=0, atol=1e-15 if "use_dora" in config else 0)
+    expected = tensors(merge(tmp_path, ["task1", "task9"], "full", **options))
+    result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-9)
+    without = tensors(merge(tmp_path, ["task1"], "without", **options))
+    assert max((result[key] - without[key]).abs().max() for key in result) > 1e-4
+
+
+def test_layers_that_an_adapter_leaves_alone_stay_as_they_are(tmp_path):
+    save_all(tmp_path, llama())
+    before = tensors(merge(tmp_path, ["task1"], "one"))
+    after = tensors(merge(tmp_path, ["adapter"], "two", merged="one"))
+    changed = {key.split(".")[-2] for key in after if not torch.equal(after[key], before[key])}
+    assert changed == {"q_proj", "v_proj", "down_proj"}
+
+
+def widen_the_query(folder):
+    change(folder / "adapter", QUERY_A, lambda value: torch.zeros(4, 48))
+
+
+def swap_the_base(folder):
+    save_stream(folder / "other", llava(), tasks=1)
+    (folder / "base").rename(folder / "unused")
+    (folder / "other" / "base").rename(folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "spoil", "message"),
+    [
+        (
+            llama,
+            ["q_proj"],
+            swap_the_base,
+            "adapter '.*' is for another base: '.*base' has no '.*self_attn",
+        ),
+        (
+            llama,
+            ["q_proj"],
+            widen_the_query,
+            r"0\.self_attn\.q_proj\.weight': shape \(32, 48\) differs from \(32, 32",
+        ),
+        (llama, ["lm_head"], None, "changes none of the 14 layers"),
+        (
+            clip,
+            ["q_proj", "patch_embedding"],
+            None,
+            r"patch_embedding\.lora_A\.weight': no LoRA of a linear layer",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path, make, modules, spoil, message):
+    save_all(tmp_path, make(), target_modules=modules)
+    if spoil:
+        spoil(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        plan_adapter(tmp_path)
+
+
+def test_what_an_adapter_changes_outside_the_merged_layers_is_said(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
+    assert any(
+        "also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings
+    )
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_trained_with_an_adapter_are_averaged_as_those_of_a_model(tmp_path, bias):
+    save_all(tmp_path, clip(), target_modules=["q_proj", "fc1"], bias=bias)
+    result, expected = (
+        tensors(merge(tmp_path, [task], f"out_{task}", other_params="mean"))
+        for task in ("adapter", "task9")
+    )
+    assert same(result, expected)
+    key = f"{TOWER}encoder.layers.0.mlp.fc1.bias"
+    assert not torch.equal(result[key], tensors(tmp_path / "base")[key])
+
+
+def test_what_the_base_lacks_and_is_no_head_is_ignored_with_a_warning_as_in_a_model(tmp_path):
+    save_all(tmp_path, llama())
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({**load_file(path), "base_model.model.score.weight": torch.zeros(2, 32)}, path)
+    plan = plan_adapter(tmp_path)
+    assert plan.heads["adapter"]["modules"] == ["score"]
+    assert [text for text in plan.warnings if not text.startswith("null_rank")] == []
+    save_file({**load_file(path), "base_model.model.model.scale": torch.zeros(2)}, path)
+    change(tmp_path / "adapter", "base_model.model.score.weight", lambda value: None)
+    warnings = plan_adapter(tmp_path).warnings
+    assert any("1 tensors that the base lacks, ignored: 'model.scale'" in text for text in warnings)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_peft_writes_of_a_saved_module_beside_its_tensor_is_no_tensor_of_its_own(
+    tmp_path, tied
+):
+    modules = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    saved = {"modules_to_save": modules, "ensure_weight_tying": tied}
+    save_all(tmp_path, llama(tie_word_embeddings=tied), **saved)
+    plain = merge(tmp_path, ["adapter"], "plain", other_params="mean")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(path)
+    for module in [key for key in state if ".lora_" not in key]:
+        trained, name = state[module], module.removesuffix("weight")
+        state[f"{name}modules_to_save.weight"] = trained.clone()
+        state[f"{name}original_module.weight"] = torch.zeros_like(trained)
+    save_file(state, path)
+    planned = plan(tmp_path, ["adapter"], other_params="mean")
+    assert [text for text in planned.warnings if "lacks" in text] == []
+    assert same(tensors(merge_folders(planned, tmp_path / "out")), tensors(plain))
+    for module in [key for key in state if ".modules_to_save." in key]:
+        del state[module.replace(".modules_to_save", "")]
+    save_file(state, path)
+    assert same(tensors(merge(tmp_path, ["adapter"], "one", other_params="mean")), tensors(plain))
+
+
+def test_an_update_of_the_head_for_another_vocabulary_is_left_out_whole(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
+    key = "base_model.model.lm_head.lora_B.weight"
+    change(tmp_path / "adapter", key, lambda value: torch.cat([value, value[:2]]))
+    out = merge(tmp_path, ["adapter"], on_shape_mismatch="keep-base", other_params="mean")
+    assert torch.equal(*(tensors(folder)["lm_head.weight"] for folder in (out, tmp_path / "base")))
+
+
+SAVED = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
+    "tokens": {"trainable_token_indices": [3, 7]},
+    "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [1]}},
+    "whole tensors": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tied tensors": {
+        "modules_to_save": ["embed_tokens", "model.embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+}
+
+
+@pytest.mark.parametrize("what", SAVED)
+def test_embeddings_heads_and_tokens_are_what_peft_merges_them_into(tmp_path, what):
+    tied = what == "tied tensors"
+    save_all(tmp_path, llama(tie_word_embeddings=tied), torch.float64, **SAVED[what])
+    for order in (["adapter"], ["task1", "adapter"]):
+        whole = ["task9" if task == "adapter" else task for task in order]
+        options = {"method": "sum", "other_params": "mean"}
+        result, expected = (
+            merge(tmp_path, tasks, f"{name}{len(order)}", **options)
+            for name, tasks in (("a", order), ("w", whole))
+        )
+        torch.testing.assert_close(tensors(result), tensors(expected), rtol=0, atol=1e-12)
+    base = tensors(tmp_path / "base")
+    moved = {
+        key for key, value in tensors(tmp_path / "a1").items() if not torch.equal(value, base[key])
+    }
+    assert moved & {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_dora_outside_the_merged_layers_is_refused(tmp_path):
+    save_all(
+        tmp_path,
+        llama(tie_word_embeddings=False),
+        use_dora=True,
+        target_modules=["q_proj", "lm_head"],
+    )
+    with pytest.raises(
+        ValueError, match=r"changes 'lm_head\.weight' by DoRA outside the merged layers"
+    ):
+        merge(tmp_path, ["adapter"], other_params="mean")
+    assert any(
+        "also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings
+    )
+
+
+# --- what is said about adapters that have no effect, or are none of LoRA ---
+
+
+def warnings(folder, **options):
+    return plan(folder, ["adapter"], **options).warnings
+
+
+def untrained(folder):
+    path = folder / "adapter" / "adapter_model.safetensors"
+    state = load_file(path)
+    save_file({k: v * 0 if "lora_B" in k else v for k, v in state.items()}, path)
+
+
+def without_alpha(folder):
+    change_json(folder / "adapter" / "adapter_config.json", lora_alpha=0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (untrained, "factors are zero, as before any"),
+        (without_alpha, "lora_alpha in its adapter_c"),
+    ],
+)
+def test_an_adapter_without_effect_is_warned_about_as_a_copy_of_the_base_is(tmp_path, spoil, why):
+    save_all(tmp_path, llama())
+    assert warnings(tmp_path) == []
+    spoil(tmp_path)
+    (text,) = warnings(tmp_path)
+    assert "adapter' changes nothing in the 6 layers looked at" in text
+    assert why in text
+    out = merge(tmp_path, ["adapter"])
+    assert same(tensors(out), tensors(tmp_path / "base"))
+
+
+def test_an_untrained_adapter_that_brings_tensors_has_an_effect_where_they_are_merged(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False), modules_to_save=["lm_head"])
+    untrained(tmp_path)
+    assert warnings(tmp_path, other_params="mean") == []
+    assert any("changes nothing" in text for text in warnings(tmp_path))
+
+
+def test_the_placeholders_of_zero_3_are_named_in_adapters_and_models(tmp_path):
+    save_all(tmp_path, llama())
+    for task in ("adapter", "task1", "base"):
+        for path in (tmp_path / task).glob("*.safetensors"):
+            state = load_file(path)
+            names = [key for key in state if "_proj" in key]
+            save_file({**state, **{key: torch.empty(0) for key in names}}, path)
+        task = "task1" if task == "base" else task
+        with pytest.raises(ValueError, match=r"empty tensors: '.*_proj.*DeepSpeed ZeRO-3 leaves"):
+            plan(tmp_path, [task])
+        if task == "adapter":
+            save_adapter(tmp_path, llama())
+
+
+def test_an_adapter_file_without_tensors_is_refused(tmp_path):
+    save_all(tmp_path, llama())
+    save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="adapter' has no tensors: save it again"):
+        plan_adapter(tmp_path)
+
+
+def test_a_b_without_its_a_is_named(tmp_path):
+    save_all(tmp_path, llama())
+    change(tmp_path / "adapter", QUERY_A, lambda value: None)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_B\.weight' and no '.*q_proj\.lora_A"):
+        plan_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("adapter", ["default", "sft"])
+def test_names_with_that_of_the_adapter_are_refused_with_what_takes_it_out(tmp_path, adapter):
+    config = {"use_dora": True, "modules_to_save": ["lm_head"]}
+    save_all(tmp_path, llama(tie_word_embeddings=False), **config)
+    expected = tensors(merge(tmp_path, ["adapter"], "expected", other_params="mean"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", adapter_name=adapter)
+    state = {key: value for key, value in model.state_dict().items() if f".{adapter}." in key}
+    save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=f"saved from a model that calls it '{adapter}': "
+    ) as error:
+        plan_adapter(tmp_path)
+    _, _, code = shlex.split(str(error.value).rpartition("in place with: ")[2])
+    exec(code, {})
+    assert same(tensors(merge(tmp_path, ["adapter"], other_params="mean")), expected)
+
+
+QUERIES = {"target_modules": ["q_proj"]}
+OTHER_KINDS = {
+    "VERA": peft.VeraConfig(**QUERIES, r=4),
+    "ADALORA": peft.AdaLoraConfig(**QUERIES, total_step=10),
+    "LOHA": peft.LoHaConfig(**QUERIES, r=4),
+    "LOKR": peft.LoKrConfig(**QUERIES, r=4),
+    "IA3": peft.IA3Config(**QUERIES, feedforward_modules=[]),
+    "convolution": LoraConfig(target_modules=["q_proj", "patch_embedding"]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_an_adapter_of_another_kind_is_refused_and_what_peft_merges_it_into_is_merged(
+    tmp_path, kind
+):
+    base = clip() if kind == "convolution" else llama()
+    save_stream(tmp_path, base, tasks=1)
+    model = get_peft_model(type(base).from_pretrained(tmp_path / "base"), OTHER_KINDS[kind])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * parameter.requires_grad
+    model.save_pretrained(tmp_path / "adapter")
+    refusal = "no LoRA of a linear layer" if kind == "convolution" else f"is of type {kind}"
+    with pytest.raises(ValueError, match=rf"{refusal}.*peft \(merge_and_unload\), and give that"):
+        plan_adapter(tmp_path)
+    whole = type(base).from_pretrained(tmp_path / "base")
+    whole = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload()
+    whole.save_pretrained(tmp_path / "merged")
+    result = tensors(merge(tmp_path, ["merged"], other_params="mean"))
+    torch.testing.assert_close(result, tensors(tmp_path / "merged"), rtol=0, atol=1e-6)
+    assert not same(result, tensors(tmp_path / "base"))
+
+
+def test_what_is_saved_again_with_the_gathered_weights_is_merged(tmp_path):
+    save_all(tmp_path, llama())
+    expected = tensors(merge(tmp_path, ["task1"], "expected"))
+    model = type(llama()).from_pretrained(tmp_path / "task1")
+    gathered = {key: value.clone() for key, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    model.save_pretrained(tmp_path / "task1", state_dict=gathered)
+    assert same(tensors(merge(tmp_path, ["task1"])), expected)
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "XLORA"])
+def test_an_adapter_that_changes_no_weights_is_not_sent_to_peft(tmp_path, kind):
+    save_all(tmp_path, llama())
+    change_json(tmp_path / "adapter" / "adapter_config.json", peft_type=kind)
+    with pytest.raises(ValueError, match=f"is of type {kind}: .* it changes no weights$"):
+        plan_adapter(tmp_path)

@@ -1,0 +1,33 @@
+"""The documentation's tables of architectures are those that their command writes."""
+
+import pytest
+from transformers import __version__
+
+from tests.models.architectures import BEGIN, MODELS, PAGE, cells, replaced
+
+
+@pytest.fixture
+def rows():
+    """What the table on the page says, by family."""
+    table = PAGE.read_text().partition(BEGIN.format("families"))[2].partition("<!-- end")[0]
+    _, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines() if line)
+    return {family: cells for families, *cells in lines for family in families.split(", ")}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(__version__ < "5", reason="the table is of transformers 5")
+@pytest.mark.parametrize("family", MODELS)
+def test_two_tasks_of_a_family_merge_as_the_table_says(rows, family):
+    assert cells(family) == rows[family]
+
+
+def test_the_table_has_every_family(rows):
+    assert rows.keys() == MODELS.keys()
+
+
+def test_only_the_generated_part_is_replaced():
+    page = PAGE.read_text()
+    changed = replaced(page, "pools", "new")
+    assert changed != page
+    assert changed.split(BEGIN.format("pools"))[0] == page.split(BEGIN.format("pools"))[0]
+    assert changed.endswith(page.split("<!-- end of pools -->")[1])

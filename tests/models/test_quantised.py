@@ -1,0 +1,266 @@
+"""FP8 checkpoints are merged as the same models dequantised by hand are, and no other quantisation
+is touched.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fusion_bench_nufilt.merge.forecast import disk_bytes
+from tests.families import FAMILIES
+from tests.merge.helpers import (
+    change,
+    change_json,
+    hashes,
+    interrupt,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
+from tests.models.test_adapters import save_adapter
+from tests.tiny_models import llama
+
+FP8, LARGEST = torch.float8_e4m3fn, 448.0
+LAYERS = r"model\.layers\..*_proj\.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+# The sides of a block, of which None is all; the name and the dtype of the scales; config.json.
+SCHEMES = {
+    "block": (
+        (12, 20),
+        "_scale_inv",
+        torch.float32,
+        {"quant_method": "fp8", "weight_block_size": [12, 20]},
+    ),
+    "row": ((1, None), "_scale", torch.bfloat16, COMPRESSED),
+    "tensor": (
+        (None, None),
+        "_scale",
+        torch.float32,
+        {"quant_method": "fp8", "activation_scheme": "static"},
+    ),
+    "compressed block": (
+        (16, 16),
+        "_scale",
+        torch.float32,
+        {
+            **COMPRESSED,
+            "config_groups": {"group_0": {"weights": {"num_bits": 8, "block_structure": [16, 16]}}},
+        },
+    ),
+}
+
+
+def blocks(shape, sides):
+    height, width = (side or size for side, size in zip(sides, shape, strict=True))
+    for i in range(-(-shape[0] // height)):
+        for j in range(-(-shape[1] // width)):
+            yield (i, j), (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
+
+
+def by_hand(weight, sides, dtype):
+    """FP8 and scales of a float32 matrix."""
+    places = list(blocks(weight.shape, sides))
+    stored, scales = (
+        torch.empty(weight.shape, dtype=FP8),
+        torch.empty([n + 1 for n in places[-1][0]], dtype=dtype),
+    )
+    for place, block in places:
+        scales[place] = weight[block].abs().max() / LARGEST
+        stored[block] = (weight[block] / scales[place].float()).clamp(-LARGEST, LARGEST).to(FP8)
+    return stored, scales
+
+
+def back_by_hand(stored, scales, sides):
+    values = stored.float()
+    for place, block in blocks(stored.shape, sides):
+        values[block] *= scales[place].float()
+    return values
+
+
+def quantise(folder, scheme="block", layers=LAYERS):
+    """Store a folder's layers in FP8; its copy `<name>_wide` has them dequantised to float32."""
+    sides, suffix, dtype, config = SCHEMES[scheme]
+    shutil.copytree(folder, wide := folder.with_name(f"{folder.name}_wide"))
+    files = list(folder.glob("*.safetensors"))
+    for file in files:
+        state, copy = load_file(file), load_file(file)
+        for key in [key for key in state if re.fullmatch(layers, key)]:
+            state[key], scales = by_hand(state[key].float(), sides, dtype)
+            copy[key] = back_by_hand(state[key], scales, sides)
+            state[key + suffix] = scales if scheme != "tensor" else scales.reshape(())
+        save_file(state, file, metadata={"format": "pt"})
+        save_file(copy, wide / file.name, metadata={"format": "pt"})
+    if (index := folder / "model.safetensors.index.json").exists():
+        index.write_text(
+            json.dumps(
+                {"weight_map": {key: file.name for file in files for key in load_file(file)}}
+            )
+        )
+    change_json(folder / "config.json", quantization_config=config)
+
+
+@pytest.fixture
+def stream(tmp_path):
+    """A base in FP8, in several files, with two tasks in bfloat16."""
+    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
+    quantise(tmp_path / "base")
+    return tmp_path
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("method", ["nufilt", "spectral"])
+def test_fp8_is_merged_to_the_bits_of_models_dequantised_by_hand(stream, scheme, method):
+    quantise(stream / "task1", scheme)
+    options = {"method": method, "other_params": "mean"}
+    wide = tensors(merge(stream, ["task1_wide", "task2"], "wide", base="base_wide", **options))
+    out = merge(stream, ["task1", "task2"], **options)
+    assert same(tensors(out), {key: value.bfloat16() for key, value in wide.items()})
+
+
+def test_the_result_is_a_plain_model_in_bfloat16(stream):
+    planned = plan(stream, ["task1"])
+    assert planned.origin == "LlamaForCausalLM"
+    out = merge(stream, ["task1"])
+    found, model = tensors(out), AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert found.keys() == tensors(stream / "task1").keys()
+    assert same(found, {key: value for key, value in model.state_dict().items() if key in found})
+    assert model.dtype == torch.bfloat16
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert {key: out / file for key, file in index["weight_map"].items()} == {
+        key: file for file in out.glob("*.safetensors") for key in load_file(file)
+    }
+    assert (
+        index["metadata"]["total_size"]
+        == disk_bytes(planned)
+        == sum(value.nbytes for value in found.values())
+    )
+
+
+def test_an_adapter_on_an_fp8_base_is_merged_as_on_the_base_dequantised_by_hand(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=1, dtype=torch.bfloat16)
+    save_adapter(tmp_path, models["_pretrained_"])
+    quantise(tmp_path / "base")
+    wide = tensors(merge(tmp_path, ["task1", "adapter"], "wide", base="base_wide"))
+    found = tensors(merge(tmp_path, ["task1", "adapter"]))
+    assert same(found, {key: value.bfloat16() for key, value in wide.items()})
+
+
+def test_one_by_one_with_float32_layers_kept_is_the_stream_at_once(stream):
+    settings = {"state": True}
+    at_once = merge(stream, ["task1", "task2"], "at_once", settings=settings)
+    merge(stream, ["task1"], "one", settings=settings)
+    two = merge(stream, ["task2"], "two", merged="one", settings=settings)
+    assert same(tensors(two), tensors(at_once))
+    change(stream / "one", UP, lambda value: value.float().mul(0.5).to(value.dtype))
+    with pytest.raises(ValueError, match="does not belong to the weights beside it"):
+        merge(stream, ["task2"], "three", merged="one", settings={**settings, "verify": False})
+
+
+def test_an_interrupted_merge_goes_on_to_the_same_files(stream):
+    options = {"tasks": ["task1", "task2"]}
+    expected = hashes(merge(stream, out="expected", **options))
+    assert interrupt(stream, **options) >= 8
+    assert hashes(merge(stream, **options)) == expected
+
+
+def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
+    save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=1)
+    key, scale = (f"model.layers.1.mlp.experts.down_proj{end}" for end in ("", "_scale_inv"))
+    file = tmp_path / "base" / "model.safetensors"
+    state = {
+        k: v
+        for file in (tmp_path / "base").glob("*.safetensors")
+        for k, v in load_file(file).items()
+    }
+    for path in (tmp_path / "base").glob("model*"):
+        path.unlink()
+    shutil.copytree(tmp_path / "base", tmp_path / "wide")
+    experts = [by_hand(expert, (20, 12), torch.float32) for expert in state[key]]
+    by_expert = [back_by_hand(*expert, (20, 12)) for expert in experts]
+    save_file({**state, key: torch.stack(by_expert)}, tmp_path / "wide" / file.name)
+    state[key], state[scale] = map(torch.stack, zip(*experts, strict=True))
+    save_file(state, file)
+    change_json(
+        tmp_path / "base" / "config.json", quantization_config={"weight_block_size": [20, 12]}
+    )
+    wide = tensors(merge(tmp_path, ["task1"], "reference", base="wide"))
+    assert torch.equal(tensors(merge(tmp_path, ["task1"], "plain"))[key], wide[key].bfloat16())
+    save_file({**state, scale: torch.ones(1)}, file)  # one scale for all experts
+    merge(tmp_path, ["task1"], "shared")
+    save_file({**state, scale: torch.ones(3, 5)}, file)
+    refuse(
+        tmp_path,
+        rf"base', tensor '{key}' of shape \(3, 64, 32\): "
+        r"no blocks .* have scales of shape \(3, 5\)",
+    )
+
+
+def test_other_tensors_are_dequantised_and_scales_of_activations_dropped(stream):
+    path = next(file for file in (stream / "base").glob("*.safetensors") if UP in load_file(file))
+    save_file({**load_file(path), UP.replace("weight", "input_scale"): torch.ones(())}, path)
+    found = tensors(merge(stream, ["task1"], target_modules=["q_proj"]))
+    assert found.keys() == tensors(stream / "task1").keys()
+    assert torch.equal(found[UP], tensors(stream / "base_wide")[UP].bfloat16())
+
+
+def refuse(folder, message, tasks=("task1",), **options):
+    with pytest.raises(ValueError, match=message):
+        merge(folder, tasks, **options)
+    assert not (folder / "out").exists()
+
+
+def test_fp8_that_does_not_fit_its_scales_is_refused_by_name(stream):
+    what = rf"base', tensor '{UP}'"
+    quantise(stream / "task2", "tensor")
+    change(stream / "task2", f"{UP}_scale", lambda scale: None)
+    refuse(
+        stream,
+        rf"task2', tensor '{UP}' is stored as F8_E4M3: quantised weights can't be merged",
+        ["task2"],
+    )
+    change(stream / "base", f"{UP}_scale_inv", lambda scale: scale.fill_(torch.nan))
+    refuse(stream, f"{what} has NaN or infinite values")
+    change(stream / "base", f"{UP}_scale_inv", lambda scale: scale[1:].contiguous())
+    shapes = r"of shape \(64, 32\): no blocks of \(12, 20\) have scales of shape \(5, 2\)"
+    refuse(stream, f"{what} {shapes}")
+    change(stream / "base", f"{UP}_scale_inv", lambda scale: scale.to(torch.uint8))
+    refuse(stream, rf"{what}: its scales '{UP}_scale_inv' are stored as U8")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tensor"),
+    [
+        ("gptq", {"quant_method": "gptq", "bits": 4}, None),
+        ("awq", {"quant_method": "awq"}, None),
+        ("bitsandbytes", {"quant_method": "bitsandbytes"}, None),
+        (
+            "compressed-tensors in the format pack-quantized",
+            {**COMPRESSED, "format": "pack-quantized"},
+            None,
+        ),
+        ("GPTQ or AWQ", None, "model.layers.0.mlp.up_proj.qweight"),
+        ("bitsandbytes", None, f"{UP}.absmax"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(tmp_path, name, config, tensor):
+    save_stream(tmp_path, llama(), tasks=1, shards="1GB")
+    for model in ("task1", "base"):
+        if tensor:
+            state = load_file(path := tmp_path / model / "model.safetensors")
+            save_file({**state, tensor: torch.zeros(3, dtype=torch.uint8)}, path)
+        else:
+            change_json(tmp_path / model / "config.json", quantization_config=config)
+        refuse(
+            tmp_path,
+            rf"{model}' is quantised by {name}, and only FP8 and MXFP4 can be merged: "
+            "name the model",
+        )

@@ -1,0 +1,476 @@
+"""Vocabularies that grew: rows are matched by token, and new tokens keep the rows of the model that
+brought them.
+"""
+
+import re
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.families import FAMILIES
+from tests.merge.helpers import (
+    change,
+    change_json,
+    hashes,
+    interrupt,
+    manifest,
+    merge,
+    plan,
+    same,
+    tensors,
+)
+from tests.tiny_models import finetuned, llama
+
+WORDS = 48  # of the tokenizers; the embeddings of the models have 50 rows
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MEAN = {"other_params": "mean"}
+
+
+def tokenizer(*new, template=None):
+    """A tokenizer of the words w0 ... w47, and of some tokens that were added to them."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="w0", eos_token="w1", chat_template=template
+    )
+    made.add_tokens(
+        [AddedToken(token, special=token.startswith("<"), normalized=False) for token in new]
+    )
+    return made
+
+
+def save(folder, model, *new, rows=None, template=None, seed=0):
+    """A model with its tokenizer; new tokens get rows, and those of a seed are drawn by it."""
+    made = tokenizer(*new, template=template)
+    torch.manual_seed(seed)
+    if rows or len(made) > model.config.vocab_size:
+        model.resize_token_embeddings(rows or len(made), mean_resizing=False)
+    model.save_pretrained(folder)
+    made.save_pretrained(folder)
+
+
+@pytest.fixture
+def grown(tmp_path):
+    """A base of 50 rows and 48 words; one task has two tokens of its own, another three, one
+    padding alone.
+    """
+    base = llama(tie_word_embeddings=False)
+    save(tmp_path / "base", base)
+    save(
+        tmp_path / "code",
+        finetuned(base, seed=1),
+        "<fim>",
+        "indent",
+        "<eot>",
+        template="code",
+        seed=1,
+    )
+    save(
+        tmp_path / "chat",
+        finetuned(base, seed=2),
+        "<user>",
+        "<bot>",
+        "smile",
+        "<end>",
+        template="chat",
+        seed=2,
+    )
+    save(tmp_path / "padded", finetuned(base, seed=3), rows=64)
+    return tmp_path
+
+
+def row(folder, token, key=EMBEDDING):
+    return tensors(folder)[key][AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(token)]
+
+
+def loads(folder, text="w2 <fim>w3", rows=None):
+    """The result is a model of as many rows as its config says, and splits a text as it should."""
+    model, words = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    assert (
+        model.config.vocab_size == len(model.get_input_embeddings().weight) == (rows or len(words))
+    )
+    ids = words(text, return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+    return words.convert_ids_to_tokens(ids[0])
+
+
+@pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "scale": 1.0, **MEAN}])
+@pytest.mark.parametrize("targets", [{}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_every_new_token_keeps_its_row_and_the_others_are_merged_as_without_new_ones(
+    grown, options, targets
+):
+    merged = merge(grown, ["code", "chat"], **options, **targets)
+    assert loads(merged, "w2<fim>w3 <end> smile") == ["w2", "<fim>", "w3", "<end>", "smile"]
+    for name in ("code", "chat"):  # the same models without new tokens
+        for key in (EMBEDDING, HEAD):
+            rows = tensors(grown / "base")[key][WORDS:]
+            change(grown / name, key, lambda value, rows=rows: torch.cat([value[:WORDS], rows]))
+        for path in grown.joinpath("base").glob("*.json"):
+            shutil.copy(path, grown / name) if path.name != "model.safetensors.index.json" else None
+    plain, result = (
+        tensors(merge(grown, ["code", "chat"], "plain", **options, **targets)),
+        tensors(merged),
+    )
+    assert result.keys() == plain.keys()
+    for key, value in plain.items():
+        assert (
+            torch.equal(result[key][:WORDS], value[:WORDS])
+            if key in (EMBEDDING, HEAD)
+            else result[key].equal(value)
+        )
+
+
+NEW = [
+    ("code", "<fim>", 48),
+    ("code", "<eot>", 50),
+    ("chat", "<user>", 48),
+    ("chat", "<end>", 51),
+]  # and their rows
+
+
+def test_new_tokens_keep_their_rows_in_every_embedding(grown):
+    out = merge(grown, ["code", "chat", "padded"], **MEAN)
+    for key in (EMBEDDING, HEAD):
+        for name, token, i in NEW:
+            assert torch.equal(row(out, token, key), tensors(grown / name)[key][i]), token
+    assert len(tensors(out)[EMBEDDING]) == WORDS + 7
+    assert manifest(out)["vocabulary"]["new_tokens"]["smile"] == "chat"
+    words = AutoTokenizer.from_pretrained(out)
+    assert words.chat_template == "code"
+    assert {"<fim>": True, "smile": False}.items() <= {
+        t.content: t.special for t in words.added_tokens_decoder.values()
+    }.items()
+
+
+def test_the_tokens_of_one_model_or_of_the_base(grown):
+    settings = {"tokenizer": "chat"}
+    out = merge(grown, ["code", "chat"], settings=settings, **MEAN)
+    assert loads(out, "w2 <user>w3 <fim>")[:3] == ["w2", "<user>", "w3"]
+    assert AutoTokenizer.from_pretrained(out).chat_template == "chat"
+    assert torch.equal(row(out, "<end>"), tensors(grown / "chat")[EMBEDDING][51])
+    assert any(
+        "'code' has tokens that the result does not have (tokenizer=chat): '<eot>', '<fim>', "
+        "'indent'" in text
+        for text in manifest(out)["warnings"]
+    )
+    base = merge(grown, ["code", "chat"], "plain", settings={"tokenizer": "base"}, **MEAN)
+    assert loads(base, "w2 w3", rows=50) == ["w2", "w3"]
+    for path in grown.joinpath("base").glob("*.json"):
+        assert path.read_bytes() == (base / path.name).read_bytes()
+    with pytest.raises(
+        ValueError, match="tokenizer 'cat' is neither base nor union nor one of 'code', 'chat'"
+    ):
+        plan(grown, ["code", "chat"], settings={"tokenizer": "cat"})
+
+
+def test_the_ids_of_special_tokens_follow_the_tokenizer(grown):
+    change_json(grown / "chat" / "generation_config.json", eos_token_id=[1, 51], pad_token_id=50)
+    change_json(grown / "chat" / "config.json", eos_token_id=51)
+    out = merge(grown, ["code", "chat"], settings={"tokenizer": "chat"})
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (51, [1, 51])
+    union = AutoModelForCausalLM.from_pretrained(merge(grown, ["code", "chat"], "union"))
+    base = AutoModelForCausalLM.from_pretrained(grown / "base")
+    assert union.config.eos_token_id == base.config.eos_token_id
+    assert union.generation_config == base.generation_config
+
+
+@pytest.fixture
+def trained(grown):
+    """Two more fine-tunes that each trained the token <fim> of `code`, at other numbers."""
+    base = AutoModelForCausalLM.from_pretrained(grown / "base")
+    save(grown / "other", finetuned(base, seed=5), "<fim>", seed=5)
+    save(grown / "third", finetuned(base, seed=6), "<mask>", "<fim>", seed=6)
+    return grown
+
+
+def rows_of(folder, token, names, key):
+    return [row(folder / name, token, key).float() for name in names]
+
+
+ANY_LAYERS = [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}]
+
+
+@pytest.mark.parametrize("options", ANY_LAYERS)
+def test_rows_of_a_token_that_several_models_trained_are_averaged(trained, options):
+    out = merge(trained, ["code", "chat", "other", "third"], **options)
+    assert loads(out) == ["w2", "<fim>", "w3"]
+    for key in (EMBEDDING, HEAD):
+        of_all = rows_of(trained, "<fim>", ("code", "other", "third"), key)
+        torch.testing.assert_close(row(out, "<fim>", key), torch.stack(of_all).mean(0))
+        assert torch.equal(row(out, "<mask>", key), row(trained / "third", "<mask>", key))
+    assert manifest(out)["vocabulary"]["new_tokens"]["<fim>"] == "code, other, third"
+    assert manifest(out)["vocabulary"]["token_weights"] == {"<fim>": 3}
+
+
+def test_rows_of_a_token_have_the_weights_of_their_models(trained):
+    settings = {"weights": [3.0, 1.0, 1.0]}
+    out = merge(trained, ["code", "chat", "other"], settings=settings, **MEAN)
+    code, other = rows_of(trained, "<fim>", ("code", "other"), EMBEDDING)
+    torch.testing.assert_close(row(out, "<fim>"), 0.75 * code + 0.25 * other)
+    assert torch.equal(row(out, "<eot>"), row(trained / "code", "<eot>"))
+
+
+@pytest.mark.parametrize("weights", [[0.0, 1.0], [-1.0, 2.0], [0.0, 0.0]])
+def test_a_model_without_weight_brings_a_token_that_no_other_has(trained, weights):
+    out = merge(trained, ["code", "other"], settings={"weights": weights}, **MEAN)
+    expected = "other" if weights[1] else "code"
+    assert torch.equal(row(out, "<fim>"), row(trained / expected, "<fim>"))
+    assert torch.equal(row(out, "<eot>"), row(trained / "code", "<eot>"))
+
+
+def test_the_first_task_alone_decides_where_the_others_change_no_other_parameters(trained):
+    out = merge(trained, ["code", "other"], other_params="first")
+    assert torch.equal(row(out, "<fim>"), row(trained / "code", "<fim>"))
+    merge(trained, ["code"], "one", other_params="first")
+    two = merge(trained, ["other"], "two", merged="one", other_params="first")
+    assert same(tensors(two), tensors(out))
+
+
+@pytest.mark.parametrize("options", ANY_LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [2.0, 0.5, 1.0]])
+def test_rows_of_a_token_are_the_same_one_model_at_a_time(trained, options, dtype, weights):
+    tasks = ["code", "other", "third"]
+    for name in ("base", *tasks):
+        AutoModelForCausalLM.from_pretrained(trained / name, dtype=dtype).save_pretrained(
+            trained / name
+        )
+    at_once = merge(trained, tasks, settings={"state": True, "weights": weights}, **options)
+    merged = None
+    for name, weight in zip(tasks, weights, strict=True):
+        settings = {"state": True, "weights": [weight]}
+        out = merge(trained, [name], f"up to {name}", merged, settings=settings, **options)
+        merged = out.name
+    assert loads(out) == ["w2", "<fim>", "w3"]
+    for key in (EMBEDDING, HEAD):
+        assert torch.equal(row(out, "<fim>", key), row(at_once, "<fim>", key))
+        torch.testing.assert_close(tensors(out)[key], tensors(at_once)[key])
+    weights_of_tokens = [manifest(each)["vocabulary"]["token_weights"] for each in (out, at_once)]
+    assert weights_of_tokens[0] == weights_of_tokens[1]
+
+
+def test_one_of_the_models_can_be_chosen_for_its_tokens(trained):
+    out = merge(trained, ["code", "chat", "other"], settings={"tokenizer": "other"})
+    assert loads(out, rows=50) == ["w2", "<fim>", "w3"]
+    assert torch.equal(row(out, "<fim>"), row(trained / "other", "<fim>"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_going_on_keeps_the_earlier_tokens(grown, options, dtype):
+    settings = {"state": True}
+    options = {"target_modules": ["lm_head", "up_proj"], "settings": settings, **options}
+    for name in ("base", "code", "chat", "padded"):
+        AutoModelForCausalLM.from_pretrained(grown / name, dtype=dtype).save_pretrained(
+            grown / name
+        )
+    at_once = merge(grown, ["code", "padded", "chat"], **options)
+    merge(grown, ["code"], "one", **options)
+    merge(grown, ["padded"], "two", merged="one", **options)
+    out = merge(grown, ["chat"], "three", merged="two", **options)
+    assert (out / "config.json").read_bytes() == (at_once / "config.json").read_bytes()
+    assert loads(out, "w2<fim>w3 <end>") == ["w2", "<fim>", "w3", "<end>"]
+    result, expected = tensors(out), tensors(at_once)
+    for key in expected:
+        assert torch.equal(result[key], expected[key]), key
+    for name, token, i in NEW:
+        assert torch.equal(row(out, token, HEAD), tensors(grown / name)[HEAD][i])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "t5"])
+def test_tied_heads_stay_tied(tmp_path, family):
+    base = FAMILIES.get(family, llama)()
+    save(tmp_path / "base", base)
+    save(tmp_path / "code", finetuned(base, seed=1), "<a>", "<b>", "<c>", seed=1)
+    out = merge(tmp_path, ["code"], **MEAN)
+    kind = type(base)
+    model, code = kind.from_pretrained(out), kind.from_pretrained(tmp_path / "code")
+    assert model.get_input_embeddings().weight.shape[0] == 51
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        found, expected = (getattr(each, get)().weight for each in (model, code))
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert same(
+        *(tensors(merge(tmp_path, ["code"], name, **MEAN)) for name in ("again", "once_more"))
+    )
+
+
+def test_rows_are_matched_by_token_where_a_tokenizer_has_another_order(grown):
+    order = torch.randperm(WORDS, generator=torch.Generator().manual_seed(1))
+    words = Tokenizer(WordLevel({f"w{order[i]}": i for i in range(WORDS)}, unk_token="w0"))
+    made = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    made.add_tokens(["<new>"])
+    plain = merge(grown, ["padded"], "plain", **MEAN)
+    for key in (EMBEDDING, HEAD):
+        change(
+            grown / "padded", key, lambda value: torch.cat([value[:WORDS][order], value[WORDS:]])
+        )
+    made.save_pretrained(grown / "padded")
+    out = merge(grown, ["padded"], **MEAN)
+    for key in (EMBEDDING, HEAD):
+        assert torch.equal(tensors(out)[key][:WORDS], tensors(plain)[key][:WORDS])
+        assert torch.equal(row(out, "<new>", key), tensors(grown / "padded")[key][WORDS])
+    with pytest.raises(
+        ValueError, match=r"token 'w.*' has number .* in 'padded' and .* in the base"
+    ):
+        plan(grown, ["padded"], settings={"tokenizer": "padded"})
+
+
+def test_without_a_tokenizer_rows_are_matched_by_their_numbers(grown):
+    for path in grown.glob("*/*token*.json"):
+        path.unlink()
+    warnings = plan(grown, ["padded"]).warnings
+    assert any(
+        "the rows of 'padded' and the base are matched by their numbers" in text
+        for text in warnings
+    )
+    out = merge(grown, ["padded"], **MEAN)
+    assert torch.equal(tensors(out)[HEAD][50:], tensors(grown / "padded")[HEAD][50:])
+    assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == 64
+    with pytest.raises(
+        ValueError, match="token 'row 50' is new in 'padded', 'code' with different rows"
+    ):
+        plan(grown, ["padded", "code"])
+
+
+def test_an_interrupted_merge_of_a_grown_vocabulary_goes_on(grown):
+    expected = hashes(merge(grown, ["code", "chat"], **MEAN))
+    interrupt(grown, tasks=["code", "chat"], out="again", **MEAN)
+    assert hashes(merge(grown, ["code", "chat"], "again", **MEAN)) == expected
+
+
+def test_an_adapter_brings_its_tokens(grown):
+    model = AutoModelForCausalLM.from_pretrained(grown / "base")
+    torch.manual_seed(7)
+    model.resize_token_embeddings(52, mean_resizing=False)
+    config = LoraConfig(
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        init_lora_weights=False,
+    )
+    model = get_peft_model(model, config)
+    model.save_pretrained(grown / "adapter")
+    tokenizer("<a>", "<b>", "<c>", "<d>").save_pretrained(grown / "adapter")
+    whole = model.merge_and_unload()
+    out = tensors(merge(grown, ["adapter"], method="sum", scale=1.0, **MEAN))
+    assert torch.equal(out[EMBEDDING], whole.get_input_embeddings().weight)
+    assert torch.equal(out[HEAD], whole.get_output_embeddings().weight)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many(grown):
+    save(grown / "other", finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4))
+    assert not plan(grown, ["other"]).vocabulary.params
+    path = grown / "other" / "tokenizer.json"
+    path.write_text(path.read_text()[:-9])  # as an interrupted copy leaves it
+    (warning,) = (
+        text for text in plan(grown, ["other"]).warnings if "matched by their numbers" in text
+    )
+    assert "the rows of 'other' and the base" in warning
+    assert re.search(
+        r"the tokenizer of 'other' \('tokenizer.json'.*\) can't be read: .*; mend it, or install",
+        warning,
+    )
+
+
+def test_if_the_tokenizer_of_the_base_cannot_be_read_the_warning_is_of_the_base(grown):
+    for name, template in (("one", "a"), ("two", "b")):  # their files differ from the base's
+        save(
+            grown / name,
+            finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4),
+            template=template,
+        )
+    (grown / "base" / "tokenizer.json").write_text("{")
+    warnings = [
+        text for text in plan(grown, ["one", "two"]).warnings if "matched by their numbers" in text
+    ]
+    assert [text.partition("'")[2].partition("'")[0] for text in warnings] == ["one", "two"]
+    assert all("the tokenizer of 'base' (" in text for text in warnings)
+
+
+@pytest.mark.parametrize("choice", ["plain", "base", "union"])
+def test_a_tokenizer_that_changes_nothing_is_not_recorded_as_chosen(tmp_path, choice):
+    save(tmp_path / "base", llama())
+    save(tmp_path / "plain", finetuned(llama(), 1, 0.002))
+    out = merge(tmp_path, ["plain"], settings={"tokenizer": choice})
+    assert manifest(out)["settings"]["tokenizer"] is None
+    assert manifest(out)["vocabulary"] == {}
+
+
+def template_of(folder):
+    return AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def keep_template_in_the_configuration(folder):
+    """As transformers did before it wrote templates to files of their own."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        change_json(folder / "tokenizer_config.json", chat_template=path.read_text())
+        path.unlink()
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+@pytest.mark.parametrize("new", [(), ("<new>",)])
+def test_the_chat_template_is_the_first_whether_a_vocabulary_grew_or_not(tmp_path, new, in_config):
+    base = llama()
+    templates = {"base": None, "plain": None, "code": "code", "chat": "chat"}
+    for name, template in templates.items():
+        tokens = new if name == "chat" else ()
+        save(tmp_path / name, finetuned(base, seed=len(name)), *tokens, template=template)
+        if in_config:
+            keep_template_in_the_configuration(tmp_path / name)
+    assert template_of(merge(tmp_path, ["plain"], "none", **MEAN)) is None
+    assert template_of(merge(tmp_path, ["plain", "code", "chat"], "a", **MEAN)) == "code"
+    assert template_of(merge(tmp_path, ["chat", "code"], "b", **MEAN)) == "chat"
+    merge(tmp_path, ["plain"], "one", **MEAN)
+    merge(tmp_path, ["code"], "two", merged="one", **MEAN)
+    three = merge(tmp_path, ["chat"], "three", merged="two", **MEAN)
+    assert template_of(three) == "code"
+    for choice, template in (("base", None), ("chat", "chat"), ("plain", None)):
+        settings = {"tokenizer": choice}
+        out = merge(tmp_path, ["code", "chat", "plain"], f"of {choice}", settings=settings, **MEAN)
+        assert template_of(out) == template
+
+
+def test_the_bases_own_template_stays_and_its_files_are_not_written_anew(tmp_path):
+    base = llama()
+    for name in ("base", "code"):
+        save(tmp_path / name, finetuned(base, seed=len(name)), template=name)
+    out = merge(tmp_path, ["code"], **MEAN)
+    for path in (tmp_path / "base").iterdir():
+        if "token" in path.name or "template" in path.name:
+            assert (out / path.name).read_bytes() == path.read_bytes()
+    assert template_of(out) == "base"
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_templates_of_several_names_are_kept_together(tmp_path, in_config):
+    base = llama()
+    templates = {"default": "a", "tool_use": "b"}
+    save(tmp_path / "base", base)
+    save(tmp_path / "code", finetuned(base, seed=1), template=templates)
+    if in_config:
+        for path in [*(tmp_path / "code").rglob("*.jinja")]:
+            path.unlink()
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        change_json(tmp_path / "code" / "tokenizer_config.json", chat_template=listed)
+    assert template_of(merge(tmp_path, ["code"], **MEAN)) == templates
+
+
+def test_a_folder_with_a_template_alone_has_the_bases_tokens(tmp_path):
+    base = llama()
+    save(tmp_path / "base", base)
+    finetuned(base, seed=1).save_pretrained(tmp_path / "code")
+    (tmp_path / "code" / "chat_template.jinja").write_text("code")
+    assert not [text for text in plan(tmp_path, ["code"]).warnings if "by their numbers" in text]
+    assert template_of(merge(tmp_path, ["code"], **MEAN)) == "code"

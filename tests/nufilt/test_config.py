@@ -1,0 +1,136 @@
+"""The settings refuse what makes no sense, naming the key; an option is said once."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from fusion_bench.utils import instantiate
+
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual import ProtocolConfig
+from fusion_bench_nufilt.continual.protocol import DeviceConfig
+from fusion_bench_nufilt.merge import Settings
+from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt.nufilt.adapter import SOLVERS
+from fusion_bench_nufilt.utils.options import choices
+from tests.nufilt.matrices import random_layer
+
+KINDS = (FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)
+
+
+@pytest.mark.parametrize(
+    ("key", "otherwise"),
+    [
+        ("null_rank", ", or a share"),
+        ("lora_rank", ", or a share"),
+        ("task_rank", ", or a share"),
+        ("max_steps", ""),
+    ],
+)
+def test_ranks_and_steps_are_whole_numbers_from_zero(key, otherwise):
+    for value in (-1, -0.1, 1.0, 1.5, True, "8", None, float("nan")):
+        with pytest.raises(ValueError, match=f"{key} must be a whole number >= 0{otherwise}"):
+            FusionConfig(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("lr", [0, -1e-3, float("nan"), "fast"]),
+        ("init_std", [-0.1, float("inf")]),
+        ("null_space", ["off", 1]),
+        ("first_task", ["authors"]),
+        ("solver", ["sgd"]),
+        ("ridge", [0]),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(key, values):
+    for value in values:
+        with pytest.raises(ValueError, match=key):
+            FusionConfig(**{key: value})
+
+
+def test_the_defaults_are_the_papers():
+    config = FusionConfig()
+    assert (config.null_rank, config.lora_rank, config.task_rank) == (128, 64, 8)
+    assert (config.lr, config.max_steps, config.init_std) == (1e-3, 50, 0.02)
+    assert (config.null_space, config.first_task, config.solver) == (True, "paper", "adam")
+
+
+# --- ranks as shares of a layer's input width ---
+
+
+@pytest.mark.parametrize(
+    ("rank", "d_i", "number"),
+    [
+        (1 / 3, 128, 43),
+        (0.5, 128, 64),
+        (1 / 6, 768, 128),
+        (0.001, 64, 1),
+        (128, 64, 128),
+        (128, 4096, 128),
+        (0, 64, 0),
+    ],
+)
+def test_a_share_is_rounded_and_at_least_one_and_a_whole_rank_is_the_same_in_every_layer(
+    rank, d_i, number
+):
+    assert FusionConfig(null_rank=rank, lora_rank=rank, task_rank=rank).ranks(d_i) == (
+        number,
+        number,
+        number,
+    )
+
+
+def test_a_share_is_the_whole_number_it_comes_to_in_each_layer():
+    shares = FusionConfig(null_rank=0.25, lora_rank=0.5, task_rank=0.125, max_steps=4)
+    layers = {"tall": random_layer(24, 16, 1), "wide": random_layer(8, 32, 2)}
+    fused, _ = fuse_layers(
+        *({name: layer[i] for name, layer in layers.items()} for i in range(3)), shares
+    )
+    for name, layer in layers.items():
+        d_i = layer[0].shape[1]
+        numbers = dataclasses.replace(
+            shares, null_rank=d_i // 4, lora_rank=d_i // 2, task_rank=d_i // 8
+        )
+        alone, _ = fuse_layers(*({name: weight} for weight in layer), numbers)
+        assert torch.equal(fused[name], alone[name])
+
+
+# --- where options are read ---
+
+
+def test_every_option_has_help_and_is_in_the_signature_of_the_algorithm():
+    parameters = inspect.signature(NufiltContinualMergingAlgorithm).parameters
+    for each in (each for kind in KINDS for each in dataclasses.fields(kind)):
+        assert parameters[each.name].default == each.default, each.name
+        assert each.metadata["help"].endswith("."), each.name
+
+
+def test_every_choice_of_solver_has_its_function():
+    (solver,) = (each for each in dataclasses.fields(FusionConfig) if each.name == "solver")
+    assert choices(solver) == tuple(SOLVERS)
+
+
+@pytest.mark.parametrize("kind", [ProtocolConfig, Settings])
+@pytest.mark.parametrize("seed", ["7", 7.0, True, None])
+def test_a_seed_that_is_no_whole_number_is_refused_by_runs_and_by_folders(kind, seed):
+    with pytest.raises(ValueError, match="seed must be a whole number, got"):
+        kind(seed=seed)
+
+
+def test_a_misspelt_keyword_is_refused_with_the_right_one():
+    with pytest.raises(ValueError, match=r"no option 'nul_rank'; did you mean 'null_rank'\?"):
+        NufiltContinualMergingAlgorithm(nul_rank=3)
+
+
+@pytest.mark.parametrize("method", ["nufilt", "continual/task_arithmetic"])
+def test_a_misspelt_key_in_yaml_is_refused_with_the_right_one(method):
+    config = compose_run([f"method={method}", "+method.shufle_order=false"]).method
+    with pytest.raises(
+        Exception, match=r"no option 'shufle_order'; did you mean 'shuffle_order'\?"
+    ):
+        instantiate(config)

@@ -1,0 +1,442 @@
+"""Laws of one merging step."""
+
+import dataclasses
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_bench_nufilt.nufilt import FusionConfig, LowRank, fuse_layers, fusion
+from fusion_bench_nufilt.nufilt.step import fuse_stack
+from fusion_bench_nufilt.utils import failures
+from fusion_bench_nufilt.utils.devices import stack_size
+from tests.conftest import every_device
+from tests.nufilt.matrices import matrix_with_spectrum, random_layer
+
+CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=12)
+SHAPES = {"tall": (20, 12), "other": (12, 12), "wide": (8, 30), "tall_too": (20, 12)}
+
+layers = st.builds(random_layer, st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**16))
+
+
+def models(dtype=torch.float64, shapes=SHAPES):
+    drawn = {
+        name: random_layer(*shape, seed, dtype) for seed, (name, shape) in enumerate(shapes.items())
+    }
+    return [{name: layer[i] for name, layer in drawn.items()} for i in range(3)]
+
+
+def fuse_one(theta_0, theta, theta_t, config=CONFIG, **kwargs):
+    fused, reports = fuse_layers({"w": theta_0}, {"w": theta}, {"w": theta_t}, config, **kwargs)
+    return fused["w"], reports["w"]
+
+
+def only(name, models):
+    return [{name: model[name]} for model in models]
+
+
+def close(actual, expected, tolerance=1e-10):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+# --- what the result is ---
+
+
+@pytest.mark.parametrize("null_space", [True, False, "zero"])
+@pytest.mark.parametrize("shape", [(20, 12), (8, 30)])
+def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
+    """Everything is recomputed here the long way: full SVD, P formed, both gradients by autograd,
+    torch's Adam.
+    """
+    theta_0, theta, theta_t = random_layer(*shape, seed=3)
+    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    A = torch.linspace(-0.05, 0.05, 4 * shape[1], dtype=torch.float64).reshape(4, shape[1])
+
+    V_p, V_t = (
+        torch.linalg.svd(m, full_matrices=False).Vh[:r].mT for m, r in ((tau_merged, 6), (tau, 3))
+    )
+    identity = torch.eye(shape[1], dtype=torch.float64)
+    P = {True: identity - V_p @ V_p.mT, False: identity, "zero": 0 * identity}[null_space]
+    a, b = (
+        A.clone().requires_grad_(),
+        torch.zeros(shape[1], 4, dtype=torch.float64, requires_grad=True),
+    )
+    adam = torch.optim.Adam([a, b], lr=CONFIG.lr)
+    for _ in range(CONFIG.max_steps):
+        after = tau_merged + tau @ (P + b @ a)
+        loss = ((tau - after) @ V_t).square().sum() + ((tau_merged - after) @ V_p).square().sum()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    expected = theta + tau @ (P + b @ a).detach()
+
+    fused, report = fuse_one(
+        theta_0, theta, theta_t, replace(CONFIG, null_space=null_space), lora_A={"w": A}
+    )
+    close(fused, expected)
+    assert report.task_norm == pytest.approx(tau.norm().item())
+    assert report.merged_norm == pytest.approx(tau_merged.norm().item())
+    assert report.filtered_share == pytest.approx(
+        ((tau - tau @ P).norm() / tau.norm()).item() ** 2, abs=1e-9
+    )
+    assert report.overlap == pytest.approx((V_p.mT @ V_t).square().sum().item() / 3)
+    assert report.protected_rank == min(6, *shape)
+
+
+@given(layers, st.integers(0, 40), st.integers(0, 8), st.integers(0, 40))
+def test_a_layer_without_an_update_takes_the_task_weight_as_it_is(
+    layer, null_rank, lora_rank, task_rank
+):
+    theta_0, _, theta_t = layer
+    config = replace(CONFIG, null_rank=null_rank, lora_rank=lora_rank, task_rank=task_rank)
+    assert torch.equal(fuse_one(theta_0, theta_0, theta_t, config, step=5)[0], theta_t)
+
+
+def test_the_first_step_solves_nothing(monkeypatch):
+    for work in ("top_right_singular_vectors", "loop_gram"):
+        monkeypatch.delattr(f"fusion_bench_nufilt.nufilt.step.{work}")
+    theta_0, _, theta_t = random_layer(20, 12, seed=0)
+    _, report = fuse_one(theta_0, theta_0, theta_t)
+    assert report.task_norm == pytest.approx((theta_t - theta_0).norm().item())
+    assert set(dataclasses.astuple(report)[4:]) == {0}
+
+
+@given(layers, st.sampled_from([True, False]))
+def test_an_unchanged_task_changes_nothing(layer, null_space):
+    theta_0, theta, _ = layer
+    fused, report = fuse_one(theta_0, theta, theta_0, replace(CONFIG, null_space=null_space))
+    assert torch.equal(fused, theta)
+    assert report.filtered_share == 0
+
+
+@given(layers)
+def test_without_filter_and_adapter_the_task_vector_is_added(layer):
+    theta_0, theta, theta_t = layer
+    naive = replace(CONFIG, null_space=False, lora_rank=0)
+    close(fuse_one(theta_0, theta, theta_t, naive)[0], theta + theta_t - theta_0)
+
+
+@given(layers, st.sampled_from([True, False, "zero"]))
+def test_a_task_rank_of_zero_means_no_adapter(layer, null_space):
+    config = replace(CONFIG, null_space=null_space)
+    without_adapter = fuse_one(*layer, replace(config, lora_rank=0))[0]
+    assert torch.equal(fuse_one(*layer, replace(config, task_rank=0))[0], without_adapter)
+
+
+@given(layers, st.floats(1e-2, 1e2))
+def test_filter_only_is_linear_in_the_task_vector(layer, scale):
+    theta_0, theta, theta_t = layer
+    filter_only = replace(CONFIG, lora_rank=0)
+    update = fuse_one(theta_0, theta, theta_t, filter_only)[0] - theta
+    scaled = fuse_one(theta_0, theta, theta_0 + scale * (theta_t - theta_0), filter_only)[0] - theta
+    close(scaled, scale * update, tolerance=1e-8 * scale)
+
+
+@given(
+    st.integers(2, 12),
+    st.integers(2, 12),
+    st.integers(0, 2**16),
+    st.sampled_from(["adam", "closed_form"]),
+)
+def test_rotating_the_outputs_rotates_the_update(d_o, d_i, seed, solver):
+    """Both Gram matrices, and so the adapter, do not see a rotation Q of the output space: W' = Q W
+    gives Q dW.
+
+    Only up to rounding: where a gradient entry is nearly zero Adam normalises its noise, hence a
+    small max_steps.
+    """
+    theta_0, theta, theta_t = random_layer(d_o, d_i, seed)
+    Q = torch.linalg.qr(random_layer(d_o, d_o, seed + 1)[0]).Q
+    config = replace(CONFIG, max_steps=5, solver=solver)
+    rotated = fuse_one(Q @ theta_0, Q @ theta, Q @ theta_t, config)[0]
+    close(rotated, Q @ fuse_one(theta_0, theta, theta_t, config)[0], tolerance=1e-6)
+
+
+def test_the_released_first_task_is_filtered_by_coordinates_and_has_no_adapter():
+    theta_0, theta, theta_t = random_layer(20, 12, seed=0)
+    config = replace(CONFIG, first_task="release")
+    fused, _ = fuse_one(theta_0, theta_0, theta_t, config)
+    expected = theta_t.clone()
+    expected[:, :6] = theta_0[:, :6]
+    close(fused, expected)
+    close(
+        fuse_one(theta_0, theta, theta_t, config)[0], fuse_one(theta_0, theta, theta_t, CONFIG)[0]
+    )
+
+
+# --- what the result does not depend on ---
+
+
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+def test_a_layer_does_not_depend_on_its_company_or_order(solver):
+    config, streams = replace(CONFIG, solver=solver), models()
+    together, _ = fuse_layers(*streams, config, seed=1, step=2)
+    backwards = [dict(reversed(model.items())) for model in streams]
+    reordered, _ = fuse_layers(*backwards, config, seed=1, step=2)
+    assert list(reordered) == list(reversed(together))
+    for name in SHAPES:
+        alone, _ = fuse_layers(*only(name, streams), config, seed=1, step=2)
+        assert torch.equal(alone[name], together[name])
+        assert torch.equal(reordered[name], together[name])
+
+
+@every_device
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
+    """On an accelerator, layers of a shape are solved together, with the same result to
+    rounding.
+    """
+    config = replace(CONFIG, solver=solver, max_steps=5)
+    monkeypatch.setattr(fusion, "stack_size", lambda *_: n)
+    shapes = {f"layer{number}": (20, 12) for number in range(7)}
+    pretrained, merged, task = models(shapes=shapes)
+    merged["layer2"] = pretrained["layer2"]  # into this one, nothing was merged
+    stacked, reports = fuse_layers(pretrained, merged, task, config, device=device)
+    assert torch.equal(stacked["layer2"], task["layer2"])
+    for name in shapes:
+        alone, report = fuse_layers(*only(name, (pretrained, merged, task)), config, device="cpu")
+        tau = task[name] - pretrained[name]
+        assert (stacked[name] - alone[name]).norm() <= 1e-9 * tau.norm()
+        assert dataclasses.astuple(reports[name])[3:] == pytest.approx(
+            dataclasses.astuple(report[name])[3:], abs=1e-9
+        )
+
+
+def test_a_stack_is_as_large_as_the_memory_bound_allows():
+    assert [stack_size(100, torch.device("cuda"), bound) for bound in (0, 100, 399)] == [1, 1, 3]
+    assert stack_size(100, torch.device("cpu"), 10_000) == 1
+
+
+@pytest.fixture
+def torch_settings():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_defaults_of_torch_do_not_change_a_bit(torch_settings):
+    """A script may set up its models with another default dtype and default device."""
+    layer = random_layer(300, 260, seed=0, dtype=torch.float32)
+    before, _ = fuse_one(*layer)
+    torch.set_num_threads(1)  # the default device is that of a thread
+    torch.set_default_dtype(torch.float64)
+    with torch.device("meta"):
+        after, _ = fuse_one(*layer)
+    assert torch.equal(before, after)
+
+
+def test_the_number_of_threads_does_not_change_a_bit(torch_settings):
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(fuse_layers(*models(torch.float32), CONFIG)[0])
+        assert torch.get_num_threads() == threads
+    assert all(
+        torch.equal(results[0][name], other[name]) for other in results[1:] for name in SHAPES
+    )
+
+
+def test_seed_step_and_name_each_draw_another_adapter():
+    layer = random_layer(20, 12, seed=0)
+    base, same, seed, step = (
+        fuse_one(*layer, seed=s, step=t)[0] for s, t in ((1, 2), (1, 2), (2, 2), (1, 3))
+    )
+    name, _ = fuse_layers(*({"v": weight} for weight in layer), CONFIG, seed=1, step=2)
+    assert torch.equal(base, same)
+    assert not any(torch.equal(base, other) for other in (seed, step, name["v"]))
+
+
+def test_no_argument_is_changed():
+    streams, copies = models(), models()
+    fuse_layers(*streams, CONFIG)
+    assert all(
+        torch.equal(a[name], b[name])
+        for a, b in zip(streams, copies, strict=True)
+        for name in SHAPES
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32_and_cast_back_once(dtype):
+    narrow = models(dtype)
+    fused, _ = fuse_layers(*narrow, CONFIG)
+    expected, _ = fuse_layers(
+        *({name: weight.float() for name, weight in model.items()} for model in narrow), CONFIG
+    )
+    assert all(
+        weight.dtype == dtype and torch.equal(weight, expected[name].to(dtype))
+        for name, weight in fused.items()
+    )
+
+
+def test_progress_hears_of_every_layer_and_reports_come_in_order():
+    heard = []
+    _, reports = fuse_layers(*models(), CONFIG, progress=heard.append)
+    assert sorted(heard) == sorted(SHAPES)
+    assert list(reports) == list(SHAPES)
+    assert all(report.seconds > report.solving_seconds > 0 for report in reports.values())
+    assert all(report.loss_after <= report.loss_before for report in reports.values())
+    assert {tuple(dataclasses.asdict(report)["shape"]) for report in reports.values()} == set(
+        SHAPES.values()
+    )
+
+
+# --- what goes wrong on a device ---
+
+
+def test_float64_computes_a_layer_of_low_rank_without_alarm(caplog):
+    theta_0, _, theta_t = random_layer(40, 40, seed=0)
+    spectrum = torch.logspace(0, -6, 40).double()  # on which float32 fails
+    layer = [
+        0 * theta_0.float(),
+        matrix_with_spectrum(40, 40, spectrum, seed=1).float(),
+        (theta_t - theta_0).float(),
+    ]
+    config = replace(CONFIG, null_rank=20)
+    for name in ("other", "steep"):
+        fused, _ = fuse_layers(*({name: weight} for weight in layer), config)
+    exact, _ = fuse_layers(*({"steep": weight.double()} for weight in layer), config)
+    assert (fused["steep"] - exact["steep"]).norm() / layer[2].norm() < 1e-5
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
+        RuntimeError(
+            "cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnXsyevBatched`"
+        ),
+    ],
+)
+def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_the_cpu(
+    error, monkeypatch, caplog
+):
+    """A solver on a device may fail on a whole stack."""
+    solve, attempts = fusion.fuse_stack, []
+
+    def failing(*args, exact, **kwargs):
+        attempts.append((len(args[0]), exact))
+        if not exact:
+            raise error
+        return solve(*args, exact=exact, **kwargs)
+
+    failures.warn_once.cache_clear()
+    shapes = {"a": (20, 12), "b": (20, 12)}
+    expected, _ = fuse_layers(*models(shapes=shapes), CONFIG)
+    monkeypatch.setattr(fusion, "fuse_stack", failing)
+    monkeypatch.setattr(fusion, "stack_size", lambda *_: 2)
+    fused, _ = fuse_layers(*models(shapes=shapes), CONFIG)
+    assert attempts == [(2, False), (1, False), (1, True), (1, False), (1, True)]
+    assert all((fused[name] - expected[name]).norm() < 1e-9 for name in shapes)
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            torch.linalg.LinAlgError("no convergence"),
+            r"layer 'w' \(20, 12\): no singular vectors, .* no convergence",
+        ),
+        (
+            torch.cuda.OutOfMemoryError("17 GB"),
+            r"layer 'w' \(20, 12\): no room on device 'cpu'; choose .* \(17 GB\)",
+        ),
+    ],
+)
+def test_what_fails_for_good_names_the_layer(error, message, monkeypatch):
+    def failing(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(fusion, "fuse_stack", failing)
+    with pytest.raises(ValueError, match=message):
+        fuse_one(*random_layer(20, 12, seed=0))
+
+
+@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+@pytest.mark.parametrize("shape", [(20, 12), (8, 30), (300, 260)])
+def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
+    """On the meta device, an operation on two devices is an error. It has no values to decide by,
+    so that every check holds. The fused optimiser alone has no form there.
+    """
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda self: True)
+    adam = torch.optim.Adam
+    monkeypatch.setattr(
+        torch.optim, "Adam", lambda *args, fused, **kwargs: adam(*args, foreach=False, **kwargs)
+    )
+    stack = [torch.empty(3, *shape, device="meta") for _ in range(3)]
+    A = torch.empty(3, 4, shape[1], device="meta")
+    config = replace(CONFIG, solver=solver, first_task="release", max_steps=2)
+    for task in (
+        stack[2],
+        LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1])))),
+    ):
+        for fresh in (True, False):
+            weights, measures = fuse_stack(*stack[:2], task, A, config, fresh=fresh, exact=False)
+            assert weights.shape == (3, *shape)
+            assert {measure.shape for measure in measures.values()} == {(3,)}
+            assert {
+                weights.device.type,
+                *(measure.device.type for measure in measures.values()),
+            } == {"meta"}
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "message"),
+    [
+        ("wide", None, r" lacks layer 'wide' \(8, 30\)"),
+        ("wide", torch.zeros(8, 31), r", layer 'wide': shape \(8, 31\) differs .* \(8, 30\)"),
+        (
+            "wide",
+            torch.zeros(8),
+            r", layer 'wide': expected a floating-point matrix, got shape \(8,\)",
+        ),
+        (
+            "wide",
+            torch.zeros(8, 30, dtype=torch.int64),
+            r", layer 'wide': expected a floating-point matrix",
+        ),
+        ("wide", torch.full((8, 30), float("nan")), r", layer 'wide': .*NaN or infinite"),
+        ("wide", torch.full((8, 30), float("inf")), r", layer 'wide': .*NaN or infinite"),
+        ("new", torch.zeros(2, 2), r" has layers that the pretrained model lacks: \['new'\]"),
+    ],
+)
+def test_a_bad_layer_is_refused_by_model_name_and_shape(name, weight, message):
+    pretrained, merged, task = models()
+    task = {key: value for key, value in {**task, name: weight}.items() if value is not None}
+    with pytest.raises(ValueError, match=f"model 'task'{message}"):
+        fuse_layers(pretrained, merged, task, CONFIG)
+
+
+def test_an_initial_a_of_another_shape_is_refused():
+    with pytest.raises(
+        ValueError, match=r"lora_A of layer 'w': expected shape \(4, 12\), got \(5, 12\)"
+    ):
+        fuse_one(*random_layer(20, 12, seed=0), lora_A={"w": torch.zeros(5, 12)})
+
+
+def test_the_models_are_free_as_soon_as_they_are_merged():
+    """They are so without the garbage collector, so that a merge of many layers holds only those at
+    work.
+    """
+    models = [{"layer": torch.randn(6, 5)} for _ in range(3)]
+    left = [weakref.ref(model["layer"]) for model in models]
+    gc.collect()
+    gc.disable()
+    try:
+        fused, _ = fuse_layers(*models, FusionConfig(null_rank=2, lora_rank=2, max_steps=2))
+        del models
+        assert [ref() for ref in left] == [None] * 3
+    finally:
+        gc.enable()
+    assert fused["layer"].shape == (6, 5)

@@ -1,0 +1,247 @@
+"""Singular subspaces are those of a full SVD, and laws of the projector P = I - V_p V_p^T."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_bench_nufilt.nufilt.subspace import (
+    _block_iteration,
+    first_coordinates,
+    gram_matrix,
+    null_space_filter,
+    right_singular_basis,
+    subspace_affinity,
+    top_eigenvectors,
+    top_right_singular_vectors,
+)
+from fusion_bench_nufilt.utils.failures import SteepSpectrumError
+from tests.nufilt.matrices import matrix_with_spectrum, random_layer
+
+sizes = st.integers(1, 24)
+layers = st.builds(random_layer, sizes, sizes, st.integers(0, 2**16))
+
+
+def projector(V):
+    return V @ V.mT
+
+
+@given(d_o=sizes, d_i=sizes, rank=st.integers(0, 30), seed=st.integers(0, 2**16))
+def test_spans_what_a_full_svd_spans(d_o, d_i, rank, seed):
+    spectrum = 0.8 ** torch.arange(min(d_o, d_i), dtype=torch.float64)
+    tau = matrix_with_spectrum(d_o, d_i, spectrum, seed)
+    V = top_right_singular_vectors(tau, rank)
+    kept = min(rank, d_o, d_i)
+    expected = torch.linalg.svd(tau, full_matrices=False).Vh[:kept].mT
+    assert V.shape == (d_i, kept)
+    torch.testing.assert_close(projector(V), projector(expected), rtol=0, atol=1e-9)
+
+
+@given(d_o=sizes, d_i=sizes, true_rank=st.integers(0, 12), seed=st.integers(0, 2**16))
+def test_a_deficient_matrix_spans_what_it_has_and_no_more(d_o, d_i, true_rank, seed):
+    true_rank = min(true_rank, d_o, d_i)
+    spectrum = torch.zeros(min(d_o, d_i), dtype=torch.float64)
+    spectrum[:true_rank] = torch.linspace(2, 1, true_rank, dtype=torch.float64)
+    tau = matrix_with_spectrum(d_o, d_i, spectrum, seed)
+    V = top_right_singular_vectors(tau, min(d_o, d_i))
+    assert projector(V).trace().item() == pytest.approx(true_rank, abs=1e-9)
+    torch.testing.assert_close(tau @ projector(V), tau, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
+def test_a_cluster_of_equal_singular_values_is_taken_whole(shape):
+    spectrum = torch.cat([torch.full((6,), 3.0), torch.full((10,), 1.0), torch.zeros(8)]).double()
+    tau = matrix_with_spectrum(*shape, spectrum, seed=0)
+    for rank in (6, 16):
+        expected = torch.linalg.svd(tau, full_matrices=False).Vh[:rank].mT
+        actual = top_right_singular_vectors(tau, rank)
+        torch.testing.assert_close(projector(actual), projector(expected), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("shape", [(150, 100), (100, 150), (400, 400)])
+def test_float32_filters_as_an_exact_svd_does_on_spectra_of_task_vectors(shape, decay):
+    """Two tasks of singular values k^-decay: in float32 the filtered part is off by less than 1e-5
+    of the norm.
+    """
+    spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -decay
+    tau = sum(matrix_with_spectrum(*shape, spectrum, seed) for seed in (1, 2)).float()
+    other = matrix_with_spectrum(*shape, spectrum, seed=3)
+    rank = 25  # by the full solver, and by block iteration
+    expected = torch.linalg.svd(tau.double(), full_matrices=False).Vh[:rank].mT
+    actual = top_right_singular_vectors(tau, rank).double()
+    error = other @ (projector(actual) - projector(expected))
+    assert error.norm() < 1e-5 * other.norm()
+
+
+def test_the_flat_tail_of_a_language_model_s_spectrum_needs_no_float64():
+    steep, flat = (
+        torch.arange(1, 65, dtype=torch.float64) ** -0.75,
+        torch.linspace(0.022, 0.018, 512).double(),
+    )
+    tau = matrix_with_spectrum(576, 576, torch.cat([steep, flat]), seed=1)
+    expected = torch.linalg.svd(tau).Vh[:192].mT
+    actual = top_right_singular_vectors(tau.float(), 192).double()
+    assert (tau @ (projector(actual) - projector(expected))).norm() < 1e-5 * tau.norm()
+
+
+def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
+    tau = matrix_with_spectrum(
+        200, 200, torch.arange(1, 201, dtype=torch.float64) ** -2.0, seed=1
+    ).float()
+    with pytest.raises(SteepSpectrumError, match="too steeply for float32"):
+        top_right_singular_vectors(tau, 100)
+    expected = torch.linalg.svd(tau.double()).Vh[:100].mT
+    for actual in (
+        top_right_singular_vectors(tau, 100, exact=True),
+        right_singular_basis(tau, 100),
+    ):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(
+            projector(actual.double()), projector(expected), rtol=0, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_numerical_rank_is_that_of_the_stored_precision(exact):
+    """Rounding to float32 makes a matrix of rank 5 one of full rank; that is not protected, in
+    float64 either.
+    """
+    tau = matrix_with_spectrum(60, 40, torch.linspace(2, 1, 5).double(), seed=0).float()
+    V = top_right_singular_vectors(tau, 20, exact=exact)
+    assert projector(V).trace().item() == pytest.approx(5, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.2, 0.7, 2.0])
+@pytest.mark.parametrize("shape", [(320, 300), (300, 320)])
+def test_a_few_vectors_of_a_large_matrix_are_as_good_as_a_full_solver_s(shape, decay, dtype):
+    """They come from block iteration; both are off by a few roundings of the largest over the
+    gap.
+    """
+    spectrum = torch.arange(1, 301, dtype=torch.float64) ** -decay
+    tau = matrix_with_spectrum(*shape, spectrum, seed=2).to(dtype)
+    expected = torch.linalg.svd(tau.double(), full_matrices=False).Vh[:8].mT
+    actual = top_right_singular_vectors(tau, 8).double()
+    gap = (spectrum[7] ** 2 - spectrum[8] ** 2) / spectrum[0] ** 2
+    assert (
+        torch.linalg.matrix_norm(projector(actual) - projector(expected), 2)
+        < 30 * torch.finfo(dtype).eps / gap
+    )
+
+
+@pytest.mark.parametrize("decay", [0.05, 0.2, 2.0])
+def test_block_iteration_converges_on_nearly_flat_and_on_steep_spectra(decay):
+    spectrum = torch.arange(1, 401, dtype=torch.float64) ** -decay
+    tau = matrix_with_spectrum(400, 400, spectrum, seed=6).float()
+    block = _block_iteration(gram_matrix(tau), 24)
+    assert block is not None
+    captured = torch.linalg.vector_norm(tau.double() @ block[:, -24:].double())
+    assert captured.item() == pytest.approx(spectrum[:24].norm().item(), rel=1e-6)
+
+
+def test_block_iteration_does_not_overflow_on_a_few_values_far_above_the_others():
+    spectrum = 0.81 ** torch.arange(100, dtype=torch.float64)
+    tau = matrix_with_spectrum(280, 280, spectrum, seed=8).float()
+    expected = torch.linalg.svd(tau.double()).Vh[:4].mT
+    actual = top_right_singular_vectors(tau, 4).double()
+    torch.testing.assert_close(projector(actual), projector(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("clusters", [(3, 20), (20, 3), (8, 200)])
+def test_block_iteration_takes_clusters_and_ranks_below_the_block(clusters):
+    high, low = clusters
+    spectrum = torch.zeros(300, dtype=torch.float64)
+    spectrum[:high], spectrum[high : high + low] = 1.0, 0.5
+    tau = matrix_with_spectrum(300, 300, spectrum, seed=4)
+    V = top_right_singular_vectors(tau, 8)
+    assert torch.linalg.vector_norm(tau @ V, dim=0).tolist() == pytest.approx(
+        [1.0] * min(8, high) + [0.5] * (8 - high)
+    )
+    torch.testing.assert_close(V.mT @ V, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_where_block_iteration_does_not_converge_the_full_solver_steps_in(monkeypatch):
+    gram = torch.diag(torch.linspace(1, 0.999999, 400, dtype=torch.float64))
+    assert _block_iteration(gram, 8, max_products=3) is None
+    monkeypatch.setattr("fusion_bench_nufilt.nufilt.subspace._block_iteration", lambda *args: None)
+    expected = torch.eye(400, dtype=torch.float64)[:, :8]
+    torch.testing.assert_close(top_eigenvectors(gram, 8).abs(), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 20])
+def test_a_gram_matrix_by_blocks_is_the_product(width):
+    X = matrix_with_spectrum(11, 20, torch.linspace(2, 1, 11).double(), seed=5)[:, :width].expand(
+        3, -1, -1
+    )
+    torch.testing.assert_close(gram_matrix(X, block=8), X.mT @ X)
+
+
+def test_a_zero_matrix_spans_nothing():
+    assert top_right_singular_vectors(torch.zeros(300, 300), 8).abs().max() == 0
+    assert top_right_singular_vectors(torch.zeros(5, 4), 3).abs().max() == 0
+
+
+def test_a_zero_matrix_in_a_stack_spans_nothing_and_leaves_the_others_as_they_are():
+    tau = matrix_with_spectrum(300, 300, torch.arange(1, 301).double() ** -0.3, seed=7)
+    V = top_right_singular_vectors(torch.stack([torch.zeros_like(tau), tau]), 8)
+    assert V[0].abs().max() == 0
+    torch.testing.assert_close(
+        projector(V[1]), projector(top_right_singular_vectors(tau, 8)), rtol=0, atol=1e-9
+    )
+
+
+@given(d=st.integers(2, 16), r=st.integers(1, 8), s=st.integers(1, 8), seed=st.integers(0, 2**16))
+def test_affinity_lies_between_zero_and_one_and_is_one_inside(d, r, s, seed):
+    generator = torch.Generator().manual_seed(seed)
+    V, W = (
+        torch.linalg.qr(torch.randn(d, min(k, d), generator=generator, dtype=torch.float64)).Q
+        for k in (r, s)
+    )
+    assert -1e-12 <= subspace_affinity(V, W) <= 1 + 1e-12
+    assert subspace_affinity(V[:, :1], V).item() == pytest.approx(1)
+    complement = torch.linalg.svd(V.mT).Vh[V.shape[1] :].mT
+    assert subspace_affinity(V, complement).item() == pytest.approx(0, abs=1e-12)
+
+
+# --- the filter ---
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+@given(layers, st.integers(0, 24))
+def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, rank):
+    theta_0, theta, theta_t = layer
+    tau, V_p = theta_t - theta_0, top_right_singular_vectors(theta - theta_0, rank)
+    filtered = null_space_filter(tau, V_p)
+    close(filtered, tau @ (torch.eye(tau.shape[1], dtype=tau.dtype) - V_p @ V_p.mT))
+    close(null_space_filter(filtered, V_p), filtered)
+    assert filtered.norm() <= tau.norm() * (1 + 1e-12)
+
+
+@given(layers)
+def test_a_rank_that_covers_the_whole_update_leaves_the_merged_model_alone_where_it_acts(layer):
+    theta_0, theta, theta_t = layer
+    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    filtered = null_space_filter(tau, top_right_singular_vectors(tau_merged, min(tau.shape)))
+    close(filtered @ tau_merged.mT, torch.zeros(tau.shape[0], tau.shape[0], dtype=tau.dtype))
+
+
+def test_the_released_first_task_drops_the_first_input_coordinates():
+    tau = torch.ones(6, 5)
+    filtered = null_space_filter(tau, first_coordinates(tau, 2))
+    assert torch.equal(filtered, torch.tensor([0.0, 0, 1, 1, 1]).expand(6, 5))
+    assert first_coordinates(torch.ones(3, 5), 9).shape == (5, 3)
+
+
+@pytest.mark.parametrize("power", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(512, 512), (768, 256), (256, 768)], ids=str)
+def test_the_basis_is_orthonormal_however_steeply_the_spectrum_falls(shape, power):
+    spectrum = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -power
+    tau = matrix_with_spectrum(*shape, spectrum, seed=1)
+    for X, rank, tolerance in ((tau.float(), 8, 1e-5), (tau, 8, 1e-13), (tau, 128, 1e-12)):
+        V = top_right_singular_vectors(X, rank).double()
+        identity = torch.eye(rank, dtype=torch.float64)
+        assert torch.linalg.matrix_norm(V.mT @ V - identity, 2) < tolerance

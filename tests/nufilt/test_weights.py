@@ -1,0 +1,124 @@
+"""A task given by its factors is the task given by its weight, and no value that is not finite gets
+by.
+"""
+
+from dataclasses import astuple, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_bench_nufilt.nufilt import FusionConfig, LowRank, fuse_layers
+from fusion_bench_nufilt.nufilt.weights import is_finite
+from tests.nufilt.matrices import random_layer
+from tests.nufilt.test_fusion import only
+
+CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=5)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def low_rank(d_o, d_i, rank, seed):
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((d_o, rank), (rank, d_i))
+    )
+    return LowRank(0.1 * left, 0.1 * right)
+
+
+def both(theta_0, theta, factors, config=CONFIG):
+    """Return new weight and report from the factors, and from their product."""
+    results = []
+    for task in (factors, theta_0 + factors.product()):
+        fused, reports = fuse_layers({"w": theta_0}, {"w": theta}, {"w": task}, config, step=2)
+        results.append((fused["w"], reports["w"]))
+    return results
+
+
+@given(
+    st.integers(1, 24),
+    st.integers(1, 24),
+    st.integers(1, 30),  # thin factors, and such that are no shorter than the matrix
+    st.integers(0, 2**16),
+    st.sampled_from([True, False, "zero"]),
+    st.sampled_from(["paper", "release"]),
+    st.booleans(),
+    st.integers(0, 5),
+    st.sampled_from(["adam", "closed_form"]),
+)
+def test_factors_give_the_weights_and_reports_of_their_product(
+    d_o, d_i, rank, seed, null_space, first_task, fresh, task_rank, solver
+):
+    theta_0, theta, _ = random_layer(d_o, d_i, seed)
+    # Beyond the factors' rank their product has directions too: its rounding.
+    task_rank = min(task_rank, rank)
+    config = replace(
+        CONFIG, null_space=null_space, first_task=first_task, task_rank=task_rank, solver=solver
+    )
+    factors = low_rank(d_o, d_i, rank, seed)
+    (weight, report), (expected, expected_report) = both(
+        theta_0, theta_0 if fresh else theta, factors, config
+    )
+    torch.testing.assert_close(
+        weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item()
+    )
+    for ours, plain in zip(astuple(report)[3:], astuple(expected_report)[3:], strict=True):
+        assert ours == pytest.approx(plain, rel=1e-9, abs=1e-12)
+
+
+def test_fifty_steps_of_the_papers_setting_agree_to_float_rounding():
+    theta_0, theta, _ = random_layer(192, 160, seed=1)
+    factors = low_rank(192, 160, 16, seed=2)
+    (weight, _), (expected, _) = both(theta_0, theta, factors, FusionConfig(null_rank=32))
+    torch.testing.assert_close(
+        weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item()
+    )
+
+
+def test_factors_and_weights_of_several_ranks_may_be_mixed():
+    """On an accelerator, layers of one shape are solved together."""
+    pretrained, merged, task = (
+        {name: random_layer(20, 12, seed)[i] for seed, name in enumerate("abcd")} for i in range(3)
+    )
+    task |= {"a": low_rank(20, 12, 2, 0), "b": low_rank(20, 12, 3, 1), "c": low_rank(20, 12, 2, 2)}
+    together, _ = fuse_layers(pretrained, merged, task, CONFIG)
+    for name in pretrained:
+        alone, _ = fuse_layers(*only(name, (pretrained, merged, task)), CONFIG)
+        assert torch.equal(together[name], alone[name])
+
+
+def test_factors_that_do_not_fit_are_refused_with_their_shapes():
+    theta_0, theta, _ = random_layer(20, 12, seed=0)
+    with pytest.raises(
+        ValueError, match=r"factors of shapes \(20, 2\) and \(3, 12\) have no product"
+    ):
+        LowRank(torch.zeros(20, 2), torch.zeros(3, 12))
+    for factors, message in [
+        (
+            LowRank(torch.zeros(20, 2), torch.zeros(2, 13)),
+            r"shape \(20, 13\) differs .* \(20, 12\)",
+        ),
+        (LowRank(torch.full((20, 2), float("nan")), torch.zeros(2, 12)), "NaN or infinite"),
+        (LowRank(torch.zeros(20, 2).int(), torch.zeros(2, 12)), "expected a floating-point matrix"),
+    ]:
+        with pytest.raises(ValueError, match=f"model 'task', layer 'w': .*{message}"):
+            fuse_layers({"w": theta_0}, {"w": theta}, {"w": factors}, CONFIG)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extreme", ["max", "min"])
+def test_finite_values_are_finite_even_if_their_sum_is_not(dtype, extreme):
+    """A causal mask, for instance, is filled with the least number of its dtype."""
+    values = torch.full((64, 64), getattr(torch.finfo(dtype), extreme), dtype=dtype)
+    assert is_finite(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "bad", [[float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]]
+)
+def test_a_single_nan_or_infinity_is_seen(dtype, bad):
+    values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
+    values[: len(bad)] = torch.tensor(bad)
+    assert not is_finite(values)

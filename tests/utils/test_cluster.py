@@ -1,0 +1,244 @@
+"""Work side by side, in processes of this machine and with a stand-in for a Ray cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from fusion_bench_nufilt.utils import cluster
+from tests.conftest import REPO
+
+pytestmark = pytest.mark.xdist_group("Ray")  # one cluster at a time
+
+
+def double(number):
+    if number < 0:
+        os._exit(1)
+    return 2 * number
+
+
+@pytest.mark.slow
+def test_local_processes_find_all_results_and_a_killed_one_is_said():
+    work = {"one": (1,), "two": (2,)}
+    assert dict(cluster.run_locally(work, double, 2)) == {"one": 2, "two": 4}
+    with pytest.raises(ValueError, match="a process was killed, perhaps for want of memory"):
+        list(cluster.run_locally({**work, "last": (-1,)}, double, 2))
+
+
+def grow(megabytes):
+    """Keep memory for longer than a second, the time after which some pools of processes measure
+    it.
+    """
+    grow.kept = [*getattr(grow, "kept", ()), b"x" * (megabytes * 2**20)]
+    time.sleep(1.2)
+    return megabytes
+
+
+HEEDS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+
+def begun(code):
+    """Begin a program that imports this module, and that Ctrl-C ends even if this process runs in
+    the background.
+    """
+    program = (
+        f"{HEEDS_CTRL_C}\nfrom tests.utils import test_cluster\n"
+        f"from fusion_bench_nufilt.utils.cluster import run_locally\n{code}"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_processes_that_grow_go_on():
+    work = {str(number): (size,) for number, size in enumerate((1, 1, 400, 400, 1, 1))}
+    program = begun(f"print(sorted(dict(run_locally({work}, test_cluster.grow, 2))))")
+    try:
+        assert program.communicate(timeout=240)[0].strip() == str(list(work))
+    finally:
+        program.kill()
+
+
+def name_itself(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def has_ended(number, within=20):
+    end = time.monotonic() + within
+    while (
+        alive := psutil.pid_exists(number)
+        and psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    ):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    return not alive
+
+
+@pytest.mark.slow
+def test_processes_end_when_their_results_are_no_longer_wanted():
+    results = cluster.run_locally({"quick": (0,), "long": (600,)}, name_itself, 1)
+    _, process = next(results)
+    results.close()
+    assert has_ended(process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_program_that_began_them(number):
+    work = {"quick": (0,), "long": (600,)}
+    program = begun(
+        f"for _, pid in run_locally({work}, test_cluster.name_itself, 1): print(pid, flush=True)"
+    )
+    try:
+        process = int(program.stdout.readline())
+        program.send_signal(number)
+        program.wait(20)
+    finally:
+        program.kill()
+    assert has_ended(process)
+
+
+def visible_gpus():
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "expected"), [(2, "4"), (0, "4,7")])
+def test_a_process_sees_its_own_gpu_alone_and_without_gpus_leaves_things_as_they_are(
+    monkeypatch, count, expected
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert dict(cluster.run_locally({"a": ()}, visible_gpus, 1)) == {"a": expected}
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "expected"),
+    [
+        ("4,7", 2, ["4", "7", "4"]),
+        (None, 2, ["0", "1", "0"]),
+        ("GPU-a", 1, ["GPU-a"] * 3),
+        (None, 0, [None] * 3),
+    ],
+)
+def test_process_i_takes_gpu_i_modulo_their_number(monkeypatch, visible, count, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cluster.assign_gpus(3) == expected
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(False, [("a", 8)]), (True, [("b", 4), ("b", 4)])])
+def test_workers_are_on_nodes_with_cpus_or_one_for_each_gpu(gpus, expected):
+    node = {"Alive": True, "NodeManagerHostname": "a", "NodeID": "0123456789"}
+    nodes = [
+        {**node, "Resources": {"CPU": 8.0}},
+        {**node, "Resources": {"GPU": 2.0, "CPU": 9.0} if gpus else {}, "NodeManagerHostname": "b"},
+        {**node, "Resources": {"CPU": 8.0, "GPU": 1.0}, "Alive": False},
+    ]
+    with pytest.raises(ValueError, match=r"the Ray cluster has no [CG]PU"):
+        cluster.find_nodes(SimpleNamespace(nodes=list), gpus=gpus)
+    found = cluster.find_nodes(SimpleNamespace(nodes=lambda: nodes), gpus=gpus)
+    assert [(node.name, node.cpus) for node in found] == [
+        (f"node {name} (01234567)", cpus) for name, cpus in expected
+    ]
+
+
+# --- a real cluster ---
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """Three nodes with a CPU each."""
+    ray = pytest.importorskip("ray", reason="needs the extra [ray]")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "RAY_worker_niceness", "0"
+        )  # else other processes starve the workers of a busy machine
+        three = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        for _ in range(2):
+            three.add_node(num_cpus=1)
+        yield cluster.connect(three.address)
+        ray.shutdown()
+        three.shutdown()
+
+
+def run(ray, work, nodes=None, make=lambda: double):
+    return cluster.run_on_cluster(ray, nodes or cluster.find_nodes(ray, gpus=False), work, make)
+
+
+def die_once(file):
+    if not file.exists():
+        file.touch()
+        os._exit(1)
+    return "done"
+
+
+@pytest.mark.slow
+def test_the_work_of_the_dead_is_given_to_others(ray, tmp_path, caplog):
+    work = {"a": (tmp_path / "a",), "b": (tmp_path / "b",)}
+    assert dict(run(ray, work, make=lambda: die_once)) == {"a": "done", "b": "done"}
+    assert caplog.text.count("worker lost, others take its work: The actor died unexpectedly") == 2
+
+
+@pytest.mark.slow
+def test_work_that_kills_whoever_does_it_ends_the_run(ray):
+    nodes = cluster.find_nodes(ray, gpus=False)
+    with pytest.raises(ValueError, match="a layer: 3 workers died of it"):
+        list(run(ray, {"a layer": (-1,)}, nodes))
+    with pytest.raises(ValueError, match="no worker is alive; the same command goes on"):
+        list(run(ray, {"a layer": (-1,)}, nodes[:2]))
+
+
+def refuse(error):
+    raise error
+
+
+@pytest.mark.slow
+def test_what_the_work_refuses_is_one_line_with_the_name_of_the_node_and_a_mistake_is_itself(ray):
+    with pytest.raises(ValueError, match=r"^node .* \(\w{8}\): layer 'x' has NaN$"):
+        list(run(ray, {"a layer": (ValueError("layer 'x' has NaN"),)}, make=lambda: refuse))
+    with pytest.raises(KeyError):
+        list(run(ray, {"a layer": (KeyError("oops"),)}, make=lambda: refuse))
+    with pytest.raises(ValueError, match=r"^node .* \(\w{8}\): no such file$"):
+        list(run(ray, {"a layer": (1,)}, make=lambda: refuse(OSError("no such file"))))
+
+
+@pytest.mark.slow
+def test_a_node_with_other_versions_is_refused(ray, monkeypatch):
+    monkeypatch.setattr(cluster, "package_versions", lambda: {"torch": "0.1"})
+    with pytest.raises(
+        ValueError, match=r"^node .* it has torch .* where the driver has 0\.1: install the same"
+    ):
+        list(run(ray, {"a layer": (1,)}))
+
+
+@pytest.mark.slow
+def test_a_node_that_others_hold_is_left_out(ray, monkeypatch, caplog):
+    monkeypatch.setattr(cluster, "_START_SECONDS", 40)
+    held, *free = cluster.find_nodes(ray, gpus=False)
+    results = run(ray, {"one": (1,), "two": (2,)}, [held])
+    next(results)
+    assert dict(run(ray, {"one": (1,)}, [held, *free])) == {"one": 2}
+    assert (
+        f"{held.name}: worker lost, others take its work: its CPUs or GPUs were not free within 40 "
+        "s" in caplog.text
+    )
+    results.close()
+    monkeypatch.undo()
+    assert dict(run(ray, {"one": (1,)}, [held])) == {"one": 2}

@@ -1,0 +1,25 @@
+"""What differs from the inputs of before is named, and nothing else."""
+
+from fusion_bench_nufilt.utils.differences import differences, in_one_line
+
+
+def test_the_same_description_has_no_differences():
+    assert differences({"a": [1], "b": {"c": None}}, {"b": {"c": None}, "a": [1]}) == []
+
+
+def test_a_difference_is_named_by_its_keys_with_both_values():
+    stored = {"models": {"a": "hub/a", "b": "hub/b"}, "seed": 1}
+    found = differences(stored, {"models": {"a": "hub/c", "b": "hub/b"}, "seed": 1})
+    assert [each.name for each in found] == ["models.a"]
+    assert in_one_line(found) == 'models.a is "hub/a" there and "hub/c" here'
+
+
+def test_what_only_one_of_them_has_differs():
+    assert [each.name for each in differences({"a": 1}, {"b": {"c": 2}})] == ["a", "b"]
+
+
+def test_a_line_names_three_differences_and_cuts_long_values():
+    line = in_one_line(differences({"a": "x" * 200}, {"b": 1, "c": 2, "d": 3}))
+    assert line.count(";") == 2
+    assert "..." in line
+    assert "d is" not in line

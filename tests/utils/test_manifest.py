@@ -1,0 +1,203 @@
+"""A file is whole or not there."""
+
+import json
+import os
+import subprocess
+from contextlib import suppress
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CLIPVisionModel, T5ForConditionalGeneration
+
+from fusion_bench_nufilt.utils.files import atomic_file, atomic_folder, restore_folder, write_text
+from fusion_bench_nufilt.utils.manifest import (
+    load_checkpoint,
+    read_whole_checkpoint,
+    save_checkpoint,
+)
+from tests.tiny_models import Shared, clip, llava, t5
+
+
+def everything_in(folder):
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("make", "cls"), [(clip, CLIPVisionModel), (t5, T5ForConditionalGeneration)]
+)
+def test_from_pretrained_loads_what_was_saved(tmp_path, make, cls):
+    model = make()
+    save_checkpoint(model, tmp_path / "merged_model_0", {}, {})
+    assert not [name for name in everything_in(tmp_path) if name.endswith((".bin", ".pt", ".pth"))]
+    loaded = cls.from_pretrained(tmp_path / "merged_model_0").state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_head_with_a_weight_of_its_own_is_not_called_tied(tmp_path):
+    for tied in (True, False):
+        model = t5()
+        if not tied:
+            model.lm_head.weight = nn.Parameter(model.shared.weight + 1)
+        model.config.tie_word_embeddings = True  # as transformers 5 sets it for every T5
+        save_checkpoint(model, tmp_path / str(tied), {}, {})
+        assert (
+            json.loads((tmp_path / str(tied) / "config.json").read_text())["tie_word_embeddings"]
+            is tied
+        )
+
+
+def test_any_module_is_saved_as_safetensors_with_tied_weights_once(tmp_path):
+    save_checkpoint(Shared(), tmp_path / "step", {}, {})
+    assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
+    assert len(load_file(tmp_path / "step" / "model.safetensors")) == 2
+
+
+def fail(atomic, path, name):
+    with atomic(path) as temporary:
+        (temporary / name).write_text("half")
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("atomic", "path", "name"),
+    [(atomic_folder, "step", "report.json"), (atomic_file, "step/report.json", "")],
+)
+def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, atomic, path, name):
+    (tmp_path / "step").mkdir()
+    write_text(tmp_path / "step" / "report.json", "old")
+    with pytest.raises(KeyboardInterrupt):
+        fail(atomic, tmp_path / path, name)
+    assert everything_in(tmp_path) == ["report.json", "step"]
+    assert (tmp_path / "step" / "report.json").read_text() == "old"
+
+
+def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(full_disk):
+    text = (
+        rf"no room left on the disk for '{full_disk / 'step'}': "
+        ".*No space left on device.*Make room"
+    )
+    full_disk.mkdir()
+    with pytest.raises(OSError, match=text):
+        save_checkpoint(nn.Linear(200, 200), full_disk / "step", {}, {})
+    with pytest.raises(OSError, match=rf"no room left on the disk for '{full_disk}'"):
+        write_text(full_disk / "text", "x" * 10**6)
+    assert everything_in(full_disk) == []
+
+
+def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
+    (tmp_path / ".step-123.new").mkdir()
+    (tmp_path / ".step-123.new" / "half").touch()
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
+    assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
+
+
+def test_what_a_killed_process_left_of_a_file_gives_way_to_the_next_write(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    living, killed = (tmp_path / f".table.csv-{pid}" for pid in (os.getppid(), dead.pid))
+    living.touch()
+    killed.touch()
+    write_text(tmp_path / "table.csv", "a,b")
+    assert everything_in(tmp_path) == [living.name, "table.csv"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_the_umask_says_who_may_read_what_is_written(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_checkpoint(clip(), tmp_path / "step", {}, {"state": torch.ones(2)})
+        with atomic_file(tmp_path / "sums.safetensors") as temporary:
+            save_file({"sums": torch.ones(2)}, temporary)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 5
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("killed_at", range(8))
+def test_a_save_that_is_killed_at_any_moment_leaves_the_old_folder_or_the_new_one(
+    tmp_path, monkeypatch, killed_at
+):
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {"step": 1}, {})
+    moments = []
+
+    def unless_dead(function):
+        def call(*args, **kwargs):
+            moments.append(function)
+            if len(moments) > killed_at:  # a dead process does nothing any more
+                raise KilledError
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "replace", "rmdir", "unlink"):
+            patch.setattr(os, name, unless_dead(getattr(os, name)))
+        with suppress(KilledError):
+            save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {"step": 2}, {})
+    assert len(moments) > killed_at or killed_at == 7
+    restore_folder(tmp_path / "step")
+    assert read_whole_checkpoint(tmp_path / "step")["step"] in (1, 2)
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {"step": 3}, {})
+    assert everything_in(tmp_path) == ["model.safetensors", "nufilt.json", "step"]
+
+
+def test_a_second_save_takes_the_place_of_the_first(tmp_path):
+    for value in (0.0, 1.0):
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.constant_(model.weight, value)
+        save_checkpoint(model, tmp_path / "step", {}, {})
+    assert load_file(tmp_path / "step" / "model.safetensors")["weight"].min() == 1.0
+
+
+@pytest.mark.parametrize("make", [clip, t5, llava, Shared])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_like_it_gets_every_bit_back(tmp_path, make, dtype):
+    model, other = make().to(dtype), make().to(dtype)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    save_checkpoint(model, tmp_path / "step", {}, {})
+    load_checkpoint(other, tmp_path / "step")
+    assert all(
+        torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items()
+    )
+
+
+def test_the_manifest_says_what_it_was_told(tmp_path):
+    about = {"step": 3, "tasks": ["a", "b", "c"], "merge_seconds": []}
+    save_checkpoint(clip(), tmp_path / "step", about, {})
+    manifest = read_whole_checkpoint(tmp_path / "step")
+    assert (manifest["step"], manifest["tasks"]) == (3, ["a", "b", "c"])
+    assert set(manifest["files"]) == {"model.safetensors", "config.json"}
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.unlink(),
+        lambda file: (file.parent / "nufilt.json").write_text("{"),
+        lambda file: (file.parent / "nufilt.json").unlink(),
+    ],
+    ids=["bit", "end", "file", "manifest", "no manifest"],
+)
+def test_a_damaged_checkpoint_is_known_and_named(tmp_path, damage):
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
+    damage(tmp_path / "step" / "model.safetensors")
+    with pytest.raises(ValueError, match="step"):
+        read_whole_checkpoint(tmp_path / "step")
