@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.continual.evaluation import names_of
+from fusion_bench_nufilt.continual.evaluation import task_aliases
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.nufilt.weights import widened
 from fusion_bench_nufilt.utils.differences import differences, in_one_line
@@ -50,7 +50,11 @@ def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
 def _test_loader(taskpool: Any, task: str) -> Any:
     pool, is_v01 = type(taskpool).__name__, isinstance(taskpool, V01TaskPool)
     known = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
-    own = task if task in known else next((name for name in known if task in names_of(name)), None)
+    own = (
+        task
+        if task in known
+        else next((name for name in known if task in task_aliases(name)), None)
+    )
     if own is None:
         raise ValueError(
             f"the task pool {pool} has no data of task '{task}', only of {', '.join(known)}"

@@ -27,12 +27,12 @@ from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.models import TargetConfig
 from fusion_bench_nufilt.models.adapters import LoraAdapter
 from fusion_bench_nufilt.models.source import some
-from fusion_bench_nufilt.utils.files import checked, parse_json, read_yaml, shown
+from fusion_bench_nufilt.utils.files import escape_markup, parse_json, read_yaml, validate
 from fusion_bench_nufilt.utils.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.utils.schemas import Count, Input
 
-from .going_on import find_model, inherited, todays_settings
 from .options import SIZES
+from .settings_to_continue import find_model, inherited, todays_settings
 from .terminal import bars_on, interruptible, warn
 
 _SETTINGS = [
@@ -63,7 +63,7 @@ def run(
     if not as_json:
         table = Table(show_header=False, box=None, title="Plan", title_justify="left")
         for key, value in _rows(plan, folder, taken):
-            table.add_row(key, shown(value))
+            table.add_row(key, escape_markup(value))
         (Console() if dry_run else console).print(table, soft_wrap=False)
         warn(console, plan.warnings)
     if dry_run:
@@ -81,7 +81,7 @@ def run(
 
 
 def _end(console: Console, plan: Plan, folder: Path, result: str) -> None:
-    console.print(f"[bold]{shown(str(folder))}[/bold]: step {plan.last_step}, {result}")
+    console.print(f"[bold]{escape_markup(str(folder))}[/bold]: step {plan.last_step}, {result}")
 
 
 def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
@@ -230,7 +230,7 @@ def gather(
             role: model for role, model in gathered["inputs"].items() if roles[role] not in said
         }
     gathered.update(said)
-    checked(gathered, _Recipe)
+    validate(gathered, _Recipe)
     if strange := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
         raise ValueError(unknown("option", strange[0], [*MODELS, *settings]))
     if isinstance(gathered.get("tasks"), str):
@@ -255,11 +255,11 @@ def read_recipe(file: Path) -> dict[str, Any]:
             parse_json(file.read_bytes(), object) if file.suffix == ".json" else read_yaml(file)
         )
         if isinstance(content, dict) and "inputs" in content:
-            content = _recipe_of(checked(content, _Made), file.absolute().parent)
+            content = _recipe_of(validate(content, _Made), file.absolute().parent)
         elif isinstance(content, dict) and "merge_method" in content:
             raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")
-        settings = checked(content, _Recipe).pop("settings", None) or {}
-        return dict(checked({**content, **settings}, _Recipe))
+        settings = validate(content, _Recipe).pop("settings", None) or {}
+        return dict(validate({**content, **settings}, _Recipe))
     except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.utils.files import printable, shown
+from fusion_bench_nufilt.utils.files import escape_markup, printable
 
 
 class _Log(RichHandler):
@@ -51,17 +51,17 @@ def terminal(quiet: bool = False) -> Iterator[Console]:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
         console.quiet = False
-        console.print(f"[red]error:[/red] {shown(str(error))}")
+        console.print(f"[red]error:[/red] {escape_markup(str(error))}")
         raise typer.Exit(1) from None
 
 
 def warn(console: Console, warnings: Iterable[str]) -> None:
     for warning in warnings:
-        console.print(f"[yellow]warning:[/yellow] {shown(warning)}")
+        console.print(f"[yellow]warning:[/yellow] {escape_markup(warning)}")
 
 
 def name_files(console: Console, folder: Path, files: Iterable[str]) -> None:
-    console.print(f"[bold]{shown(str(folder))}[/bold]: {', '.join(files)}")
+    console.print(f"[bold]{escape_markup(str(folder))}[/bold]: {', '.join(files)}")
 
 
 def raise_failures(failures: Sequence[str]) -> None:
@@ -93,7 +93,7 @@ def interruptible(console: Console, kept: str) -> Iterator[None]:
     def say(what: str) -> None:
         with tqdm.external_write_mode(console.file):
             console.print(
-                f"{what}: finished work is kept in {shown(kept)}; the same command goes on"
+                f"{what}: finished work is kept in {escape_markup(kept)}; the same command goes on"
             )
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fusion_bench_nufilt.continual.evaluation import Evaluator, Part, Report, score
+from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, SubsetIndices, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.continual.models import (
     MERGED,
@@ -53,8 +53,10 @@ class WatchingEvaluator(Evaluator):
 
     peak: int | None  # bytes since the last `watch`; None if unknown
 
-    def __init__(self, taskpool: object, device: torch.device, part: Part | None = None) -> None:
-        super().__init__(taskpool, part)
+    def __init__(
+        self, taskpool: object, device: torch.device, subset: SubsetIndices | None = None
+    ) -> None:
+        super().__init__(taskpool, subset)
         self._device = device
         self.watch()
 
@@ -156,8 +158,8 @@ class Experiment:
     def evaluator(self) -> WatchingEvaluator:
         config = taskpool_config(self._config)
         taskpool = make("taskpool", config, self.fabric, load_taskpool_from_config)
-        part = None if self._validation is None else partial(part_of_test_data, self._validation)
-        return WatchingEvaluator(taskpool, self.fabric.device, part)
+        subset = None if self._validation is None else partial(part_of_test_data, self._validation)
+        return WatchingEvaluator(taskpool, self.fabric.device, subset)
 
     def make_method(self, config: dict[str, Any]) -> Any:
         method = make("method", DictConfig(config), self.fabric, load_algorithm_from_config)

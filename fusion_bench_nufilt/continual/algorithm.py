@@ -21,7 +21,7 @@ from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
 from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
-from fusion_bench_nufilt.pages.write import leave_results
+from fusion_bench_nufilt.pages.write import try_write_report
 from fusion_bench_nufilt.utils.files import write_text
 from fusion_bench_nufilt.utils.manifest import package_versions
 from fusion_bench_nufilt.utils.options import (
@@ -238,7 +238,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if self.scores is not None:
             self._finish(self.scores, merged)
         elif self.folder is not None and (self.folder.path / "layers.csv").is_file():
-            leave_results(self.folder.path)
+            try_write_report(self.folder.path)
         if self._program is not None:
             print("\n".join(self._summary(merged)))
         return merged
@@ -404,7 +404,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "versions": package_versions(),
         }
         self.matrix.save(self.folder.path, about)
-        leave_results(self.folder.path)
+        try_write_report(self.folder.path)
         log_picture(
             self.fabric.loggers,
             "accuracy_matrix",

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 Report = dict[str, Any]
 Results = dict[str, dict[str, float]]  # metrics by task
-Part = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
-Scorer = Callable[[nn.Module, Sequence[str], Part | None], Results]
+SubsetIndices = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
+Scorer = Callable[[nn.Module, Sequence[str], SubsetIndices | None], Results]
 
 
 class TasksByName(ABC):
@@ -65,18 +65,19 @@ class Evaluator:
 
     Args:
         taskpool: the task pool.
-        part: which items of each task are scored, by default all.
+        subset: which items of each task are scored, by default all.
 
     Raises:
         ValueError: a data set of the task pool can't be loaded, or the pool can't select items.
     """
 
-    def __init__(self, taskpool: Any, part: Part | None = None) -> None:
+    def __init__(self, taskpool: Any, subset: SubsetIndices | None = None) -> None:
         check_test_sets(taskpool)
-        self.taskpool, self._part = taskpool, part
+        self.taskpool = taskpool
+        self._subset = subset
         self._score, self._names = _scorer(taskpool)
         self._warned: set[str] = set()
-        if part is not None and not (
+        if subset is not None and not (
             _is_clip(taskpool) or isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
         ):
             raise ValueError(
@@ -115,7 +116,7 @@ class Evaluator:
             "all_params": total,
             "trainable_percentage": trainable / total,
         }
-        results = self._scores(model, self._with_further(tasks) if others else tasks, self._part)
+        results = self._scores(model, self._with_further(tasks) if others else tasks, self._subset)
         for task in tasks:
             if task not in results and task not in self._warned:
                 self._warned.add(task)
@@ -137,17 +138,19 @@ class Evaluator:
         """Tell whether the task pool is known to have a task; some pools do not say what they
         have.
         """
-        return any(task in names_of(name) for name in self._names)
+        return any(task in task_aliases(name) for name in self._names)
 
-    def _scores(self, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+    def _scores(
+        self, model: nn.Module, tasks: Sequence[str], subset: SubsetIndices | None
+    ) -> Results:
         device = next(model.parameters()).device
         try:
-            return self._score(model, tasks, part)
+            return self._score(model, tasks, subset)
         finally:
             model.to(device)  # the task pool may have moved it
 
     def _with_further(self, tasks: Sequence[str]) -> list[str]:
-        return [*tasks, *(name for name in self._names if not set(names_of(name)) & set(tasks))]
+        return [*tasks, *(name for name in self._names if not set(task_aliases(name)) & set(tasks))]
 
 
 def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
@@ -169,7 +172,7 @@ def score(result: dict[str, float | None]) -> float:
     return math.nan if value is None else float(value)
 
 
-def names_of(task: str) -> tuple[str, str]:
+def task_aliases(task: str) -> tuple[str, str]:
     """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks
     cola.
     """
@@ -199,7 +202,11 @@ def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
 
 
 def _score_clip(
-    pool: Any, heads: dict[str, Any], model: nn.Module, tasks: Sequence[str], part: Part | None
+    pool: Any,
+    heads: dict[str, Any],
+    model: nn.Module,
+    tasks: Sequence[str],
+    subset: SubsetIndices | None,
 ) -> Results:
     """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of
     every task.
@@ -220,8 +227,8 @@ def _score_clip(
             heads[task] = classifier.zeroshot_weights
         pool.on_task_evaluation_begin(classifier, task)
         images = pool.test_dataloaders[task]
-        if part is not None:
-            some = Subset(images.dataset, part(len(images.dataset)))
+        if subset is not None:
+            some = Subset(images.dataset, subset(len(images.dataset)))
             images = DataLoader(some, images.batch_size, collate_fn=images.collate_fn)
             images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
         results[task] = pool._evaluate(
@@ -236,36 +243,38 @@ def _score_v01(
     load: Callable[[str], Any],
     model: nn.Module,
     tasks: Sequence[str],
-    part: Part | None,
+    subset: SubsetIndices | None,
 ) -> Results:
     """Score with FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
     if (fabric := getattr(pool, "fabric", None)) is not None:
         model = fabric.setup(model)
-    own = {name: task for task in pool.task_names for name in names_of(task)}
+    own = {name: task for task in pool.task_names for name in task_aliases(task)}
     found = {task: load(own[task]) for task in tasks if task in own}
-    if part is not None:
+    if subset is not None:
         found = {name: copy(task) for name, task in found.items() if hasattr(task, "test_dataset")}
         for task in found.values():
-            task.test_dataset = task.test_dataset.select(part(len(task.test_dataset)))
+            task.test_dataset = task.test_dataset.select(subset(len(task.test_dataset)))
     return {name: task.evaluate(model) for name, task in found.items()}
 
 
 def _score_by_name(
-    pool: TasksByName, model: nn.Module, tasks: Sequence[str], part: Part | None
+    pool: TasksByName, model: nn.Module, tasks: Sequence[str], subset: SubsetIndices | None
 ) -> Results:
     """Score with an evaluation harness; the only part of a task that it can score is the first
     item.
     """
-    return pool.evaluate(model, tasks) if part is None else pool.evaluate(model, tasks, limit=1)
+    return pool.evaluate(model, tasks) if subset is None else pool.evaluate(model, tasks, limit=1)
 
 
-def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str], part: Part | None) -> Results:
+def _score_whole(
+    pool: Any, model: nn.Module, tasks: Sequence[str], subset: SubsetIndices | None
+) -> Results:
     """Score with any other pool, which reports as it likes; of the parts, FusionBench's pools can
     score one batch.
     """
-    if part is not None and not type(pool).__module__.startswith("fusion_bench."):
+    if subset is not None and not type(pool).__module__.startswith("fusion_bench."):
         return {}
-    if part is None:
+    if subset is None:
         report = pool.evaluate(model)
     else:
         with _one_batch(pool):

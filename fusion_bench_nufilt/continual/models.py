@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.models.targets import exclude_hint
 from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
 from fusion_bench_nufilt.utils.schemas import Manifest
 
@@ -93,7 +93,7 @@ def refuse_drawn(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
     """
     if keys:
         why = f"one of {len(keys)} weights to be merged that transformers drew at random"
-        hint = leave_out(keys[0].rpartition(".")[0]) if can_exclude else ""
+        hint = exclude_hint(keys[0].rpartition(".")[0]) if can_exclude else ""
         raise ValueError(
             f"model '{name}': its checkpoint lacks '{keys[0]}', {why}: is it damaged?{hint}"
         )

@@ -18,7 +18,7 @@ from fusion_bench_nufilt.models.coverage import coverage
 from fusion_bench_nufilt.models.model import FullModel
 from fusion_bench_nufilt.models.module import module_source
 from fusion_bench_nufilt.models.source import Source, some
-from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.models.targets import exclude_hint
 from fusion_bench_nufilt.models.ties import differing
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
@@ -219,7 +219,7 @@ def check_task(
     if not isinstance(task, LoraAdapter) and lost:
         first, hint = (
             lost[0],
-            leave_out(next(layer.name for layer in selection.layers if layer.param == lost[0])),
+            exclude_hint(next(layer.name for layer in selection.layers if layer.param == lost[0])),
         )
         raise ValueError(
             f"model '{name}' lacks layer '{first}' {base[first]} of the base, one of "

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import some
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
-from fusion_bench_nufilt.utils.files import CARD, naming_full_disk
+from fusion_bench_nufilt.utils.files import CARD, disk_full_errors
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     read_manifest,
@@ -73,7 +73,7 @@ def merge_folders(
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
     with (
-        naming_full_disk(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
+        disk_full_errors(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
         closing(Output(out, plan.description, headers, partial(_unchanged, plan))) as output,
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))

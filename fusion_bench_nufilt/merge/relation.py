@@ -11,7 +11,7 @@ from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.model import FullModel
 from fusion_bench_nufilt.models.names import block_of
-from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.models.targets import exclude_hint
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.manifest import read_manifest
 
@@ -109,7 +109,8 @@ def _compare(plan: Plan, model: FullModel, products: Mapping[Layer, Tensor]) -> 
             "has nothing to do with the pretrained model's: one of them was drawn at random",
         )
         raise ValueError(
-            f"model '{name}', layer '{layer.name}' {layer.view.shape} {why}{leave_out(layer.name)}"
+            f"model '{name}', layer '{layer.name}' {layer.view.shape} {why}"
+            f"{exclude_hint(layer.name)}"
         )
     cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
     if _names_base(plan, model):  # that of another base is refused elsewhere

@@ -13,7 +13,7 @@ from torch import nn
 from fusion_bench_nufilt.models import Heads, TargetConfig, select_layers
 from fusion_bench_nufilt.models.names import last_block_numbers, layer_name, without_numbers
 from fusion_bench_nufilt.models.shared import shared_names, untie, without_values
-from fusion_bench_nufilt.models.targets import leave_out
+from fusion_bench_nufilt.models.targets import exclude_hint
 from fusion_bench_nufilt.models.views import View, views
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
@@ -276,7 +276,7 @@ class Architecture:
                 f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
             )
             raise ValueError(
-                f"model '{name}' lacks {what}: {_NOT_TOGETHER}{leave_out(chosen[lost[0]])}"
+                f"model '{name}' lacks {what}: {_NOT_TOGETHER}{exclude_hint(chosen[lost[0]])}"
             )
         if unused := self._unused(base):
             what = (

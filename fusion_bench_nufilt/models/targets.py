@@ -65,7 +65,7 @@ class TargetConfig:
         return self.other_params == "mean" or (self.other_params == "first" and step == 1)
 
 
-def leave_out(layer: str) -> str:
+def exclude_hint(layer: str) -> str:
     """Return the end of a message about a layer that only some of the models have."""
     return f"; exclude_modules=[{layer}] leaves it out"
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
-from fusion_bench_nufilt.utils.files import printable, shown
+from fusion_bench_nufilt.utils.files import escape_markup, printable
 
 from .metrics import AccuracyMatrix, percent
 
@@ -47,7 +47,7 @@ class Table:
         rich = RichTable(title=self.title)
         rich.add_column(self.texts.columns[0])
         for name in self.texts.columns[1:]:
-            rich.add_column(shown(name), justify="right", no_wrap=True)
+            rich.add_column(escape_markup(name), justify="right", no_wrap=True)
         for number, row in enumerate(self.rows("[bold]{}[/]", "[underline]{}[/]", escape), 1):
             rich.add_row(*row, end_section=number == self.references < len(self.texts))
         return rich
@@ -100,19 +100,21 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
     """Print the accuracy matrix and its headline metrics in per cent; rows are steps and columns
     tasks, as merged.
     """
-    table = RichTable(title=title, caption=shown(matrix.summary()))
+    table = RichTable(title=title, caption=escape_markup(matrix.summary()))
     table.add_column("after step")
     for number, task in enumerate(matrix.tasks, 1):
         # Twenty names do not fit side by side; the rows say which number is which.
         table.add_column(
-            shown(task) if len(matrix.tasks) <= 8 else str(number), justify="right", no_wrap=True
+            escape_markup(task) if len(matrix.tasks) <= 8 else str(number),
+            justify="right",
+            no_wrap=True,
         )
     for step, task in enumerate(matrix.tasks, 1):
         if np.isnan(matrix.values[step - 1]).all():
             continue
         row = map(percent, matrix.values[step - 1])
         table.add_row(
-            f"{step} {shown(task)}", *row, style="bold" if step == len(matrix.tasks) else ""
+            f"{step} {escape_markup(task)}", *row, style="bold" if step == len(matrix.tasks) else ""
         )
     print_table(table)
 

@@ -108,7 +108,7 @@ def write_results(folder: Path) -> list[str]:
     return [*written, PAGE]
 
 
-def leave_results(folder: Path) -> list[str]:
+def try_write_report(folder: Path) -> list[str]:
     """Do the same as a by-product of finished work, where any error but an OSError is only a
     warning.
     """

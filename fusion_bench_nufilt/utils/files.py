@@ -66,7 +66,7 @@ class FullDiskError(OSError, ValueError):
 
 
 @contextmanager
-def naming_full_disk(folder: Path, size: str = "") -> Iterator[None]:
+def disk_full_errors(folder: Path, size: str = "") -> Iterator[None]:
     """Turn the error of a full disk into one that names the folder, and the ``size`` of what it
     should hold.
     """
@@ -94,7 +94,7 @@ def atomic_file(target: Path) -> Iterator[Path]:
             leftover.unlink(missing_ok=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        with naming_full_disk(target.parent):
+        with disk_full_errors(target.parent):
             yield temporary
             _give_usual_mode(temporary)
             sync(temporary)
@@ -129,7 +129,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}-{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
-        with naming_full_disk(target):
+        with disk_full_errors(target):
             yield temporary
             for file in temporary.rglob("*"):
                 if file.is_file():
@@ -185,7 +185,7 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
-def shown(text: str) -> str:
+def escape_markup(text: str) -> str:
     """Escape markup and control characters in lines for a console, which may hold names from
     elsewhere.
     """
@@ -222,7 +222,7 @@ def read_yaml(file: Path) -> Any:
 
 
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
-    """Return the content of a JSON file, as :func:`checked` does, or None if there is no such file.
+    """Return the content of a JSON file, as :func:`validate` does, or None if there is no file.
 
     A ValueError names the file and the field, and gives the advice.
     """
@@ -246,7 +246,7 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
         raise ValueError("it is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"it is no JSON: {error}") from error
-    return checked(content, kind)
+    return validate(content, kind)
 
 
 @cache  # making one takes milliseconds
@@ -254,7 +254,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def checked(content: Any, kind: type[_T]) -> _T:
+def validate(content: Any, kind: type[_T]) -> _T:
     """Return content from JSON or YAML unchanged if it is of a type, such as a ``TypedDict``, or as
     a dataclass.
 

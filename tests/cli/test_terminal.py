@@ -11,13 +11,13 @@ import pytest
 import typer
 from rich.console import Console
 
-from fusion_bench_nufilt.cli.terminal import bars_on, interruptible, shown, terminal
+from fusion_bench_nufilt.cli.terminal import bars_on, escape_markup, interruptible, terminal
 from tests.conftest import REPO
 
 
 def test_names_can_neither_control_the_terminal_nor_be_markup():
     console = Console(file=io.StringIO(), width=200)
-    console.print(shown("a\x1b[31m[bold]b\x07\u202ec\nd"))
+    console.print(escape_markup("a\x1b[31m[bold]b\x07\u202ec\nd"))
     assert console.file.getvalue() == "a\\x1b[31m[bold]b\\x07\\u202ec\nd\n"
 
 

@@ -292,7 +292,7 @@ def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
 def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(tmp_path):
     sizes = {}
     for validation in (True, False):
-        part = partial(part_of_test_data, validation)
+        subset = partial(part_of_test_data, validation)
         experiment = Experiment(compose_run(["modelpool=nufilt_demo"]), validation)
         taskpool = experiment.evaluator.taskpool
 
@@ -300,11 +300,11 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
             classifier,
             images,
             evaluate=taskpool._evaluate,
-            part=part,
+            subset=subset,
             validation=validation,
             **options,
         ):
-            assert list(images.dataset.indices) == part(len(images.dataset.dataset))
+            assert list(images.dataset.indices) == subset(len(images.dataset.dataset))
             sizes[validation] = set(images.dataset.indices)
             return evaluate(classifier, images, **options)
 
@@ -324,7 +324,7 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     with pytest.raises(
         ValueError, match="a part of the test data needs a CLIP or Flan-T5 pool, got DummyTaskPool"
     ):
-        WatchingEvaluator(DummyTaskPool(), torch.device("cpu"), part)
+        WatchingEvaluator(DummyTaskPool(), torch.device("cpu"), subset)
 
 
 @pytest.mark.slow

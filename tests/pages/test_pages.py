@@ -15,7 +15,7 @@ import pytest
 from fusion_bench_nufilt.pages.charts import heat_maps
 from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.theme import cells
-from fusion_bench_nufilt.pages.write import leave_results, write_results
+from fusion_bench_nufilt.pages.write import try_write_report, write_results
 from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder, unscored_folder
 
 
@@ -214,9 +214,9 @@ def test_a_damaged_file_is_one_line_that_names_file_and_field(tmp_path, name, co
 
 def test_what_can_not_be_made_is_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        assert leave_results(tmp_path) == []
+        assert try_write_report(tmp_path) == []
     assert "there are no tables, pictures and page" in caplog.text
-    assert leave_results(run_folder(tmp_path)) == [
+    assert try_write_report(run_folder(tmp_path)) == [
         "accuracy_matrix.csv",
         "accuracy_matrix.png",
         "index.html",

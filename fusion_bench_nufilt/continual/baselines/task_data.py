@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
-from fusion_bench_nufilt.continual.evaluation import names_of
+from fusion_bench_nufilt.continual.evaluation import task_aliases
 from fusion_bench_nufilt.utils.options import option
 
 
@@ -137,7 +137,7 @@ def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> Ta
     """
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task, modelpool)
-    own = next((name for name in pool.task_names if task in names_of(name)), None)
+    own = next((name for name in pool.task_names if task in task_aliases(name)), None)
     if own is None:
         raise ValueError(
             f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}"
