@@ -19,7 +19,8 @@ class TsvStream(OrderFree):
     ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and ``right`` ``(d_i, k)``, has at most the size of
     two models; its columns beyond T (k // T) are zero, and so are those that a task of lower rank
     lacks. Of more than k tasks, each has its strongest direction to offer, and the k strongest of
-    these are kept. Directions are rounded to float16 once, as they arrive.
+    these are kept. Directions are rounded to float16 once, as they arrive. ``columns`` is how
+    many of them each task has.
     """
 
     name = "tsv_stream"
@@ -35,36 +36,41 @@ class TsvStream(OrderFree):
 
     def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         k = min(d_o, d_i)
-        return {"left": (d_o, k), "values": (k,), "right": (d_i, k)}
+        return {"left": (d_o, k), "values": (k,), "right": (d_i, k), "columns": ()}
 
-    def share(self, k: int, tasks: int) -> int:
+    def num_directions(self, k: int, tasks: int) -> int:
         """Return how many of k directions each of the tasks keeps."""
         return max(1, min(k // max(1, tasks), int(k * self.options.keep)))
 
     def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
         """Return those directions of a new task, the last of several, that it keeps."""
-        share = self.share(k, tasks)
+        count = self.num_directions(k, tasks)
         if self.options.keep < 1:
-            U, s, V = (each[..., :share] for each in task.leading(self.share(k, 1)))
+            U, s, V = (each[..., :count] for each in task.leading(self.num_directions(k, 1)))
         else:
-            U, s, V = task.directions(share)
+            U, s, V = task.directions(count)
         kept = s > self.options.faintest * s[:1]
         return Directions(U * kept, s * kept, V * kept)
 
     def gather(self, state: State, task: TaskVector) -> State:
         tasks = int(state["count"])
         k = len(state["values"])
-        share = self.share(k, tasks)
-        share_before = self.share(k, tasks - 1)
-        columns = {}
+        count = self.num_directions(k, tasks)
+        # Not what the options say now: an earlier merge may have had another ``keep``.
+        count_before = max(1, int(state["columns"]))
+        starts = range(0, min(k, (tasks - 1) * count_before), count_before)
+        columns: dict[str, Tensor] = {}
         for name, new in self.directions_of(task, k, tasks)._asdict().items():
-            starts = range(0, min(k, (tasks - 1) * share_before), share_before)
-            earlier = [state[name][..., start : start + share] for start in starts]
-            columns[name] = torch.cat([*earlier, new.to(state[name].dtype)], dim=-1)
+            kept_columns = []
+            for start in starts:
+                earlier = state[name][..., start : start + min(count, count_before)]
+                kept_columns.append(pad(earlier, (0, count - earlier.shape[-1])))
+            kept_columns.append(new.to(state[name].dtype))
+            columns[name] = torch.cat(kept_columns, dim=-1)
         strongest = columns["values"].argsort(descending=True, stable=True)[:k].sort().values
         if columns["values"].shape[-1] > k:
             columns = {name: each[..., strongest] for name, each in columns.items()}
-        kept = dict(state)
+        kept = {**state, "columns": torch.full_like(state["columns"], count)}
         for name, each in columns.items():
             kept[name] = pad(each, (0, k - each.shape[-1]))
         return kept

@@ -257,6 +257,17 @@ def test_a_task_past_the_directions_comes_in_as_it_grows():
         assert distance(update(TsvStream, [*taus, size * largest * one_more]), before) < 1e-9
 
 
+@pytest.mark.parametrize("keeps", [(1.0, 0.25), (0.25, 1.0)])
+def test_another_keep_from_the_middle_on_cuts_the_earlier_tasks_where_they_are(keeps):
+    """The columns of a state are as wide as they were when it was made."""
+    taus = task_vectors((48, 40), count=3, rank=3)
+    first, later = (TsvStream(TsvConfig(keep=keep), ["layer"]) for keep in keeps)
+    state = state_of(first, taus[:2])
+    state = later.add("layer", state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
+    expected = later.update(state_of(later, taus), later.scale)
+    assert distance(later.update(state, later.scale), expected) < 1e-6
+
+
 def test_a_share_above_one_is_refused():
     with pytest.raises(ValueError, match=r"keep must be at most 1, got 1\.5"):
         TsvConfig(keep=1.5)
