@@ -29,7 +29,8 @@ from .render import SIDE
 from .tasks import TASKS
 from .train import Recipe, active_recipe, draw_pictures, finetune, normalise, pretrain, terminal
 
-PARTS = ("clip", "_pretrained_", *TASKS)  # each after those from which it is made
+TOWERS = ("_pretrained_", *TASKS)
+PARTS = ("clip", *TOWERS)  # each after those from which it is made
 
 # The one that needs no torchvision, which has another name in transformers 5.
 ImageProcessor: Any = (
@@ -51,8 +52,8 @@ class Pictures(TensorDataset):
 
 def load_vision_model(name: str) -> CLIPVisionModel:
     """Load the pretrained vision tower (`_pretrained_`) or the one fine-tuned on a task."""
-    if name not in (towers := PARTS[1:]):
-        raise ValueError(unknown("model of the demo", name, towers))
+    if name not in TOWERS:
+        raise ValueError(unknown("model of the demo", name, TOWERS))
     folder = demo_folder() / name
     with _quiet_transformers():
         return CLIPVisionModel.from_pretrained(folder)
@@ -101,25 +102,35 @@ def demo_folder() -> Path:
     """
     recipe = active_recipe()
     folder = cache_folder() / recipe.fingerprint()
-    if _missing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")  # which the system releases when the process ends
-        try:
-            held = lock.acquire(timeout=0)
-        except Timeout:
-            _say("waiting for another process that is building the demo")
-            held = lock.acquire()
-        with held:
-            if missing := _missing(folder):  # unless another process built them meanwhile
-                _say(f"building the demo, once, in {folder} (a minute or two)")
-                with _quiet_transformers():
-                    for part in tqdm(missing, "Demo", unit="model", file=terminal(), disable=None):
-                        with _reproducible(recipe), atomic_folder(folder / part) as draft:
-                            _make(recipe, part, draft, folder / "clip")
+    if not _missing_parts(folder):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")  # which the system releases when the process ends
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _say("waiting for another process that is building the demo")
+        lock.acquire()
+    try:
+        _build(recipe, folder)
+    finally:
+        lock.release()
     return folder
 
 
-def _missing(folder: Path) -> list[str]:
+def _build(recipe: Recipe, folder: Path) -> None:
+    """Make the parts that the folder lacks, unless another process has made them meanwhile."""
+    missing_parts = _missing_parts(folder)
+    if not missing_parts:
+        return
+    _say(f"building the demo, once, in {folder} (a minute or two)")
+    with _quiet_transformers():
+        for part in tqdm(missing_parts, "Demo", unit="model", file=terminal(), disable=None):
+            with _reproducible(recipe), atomic_folder(folder / part) as draft:
+                _make(recipe, part, draft, folder / "clip")
+
+
+def _missing_parts(folder: Path) -> list[str]:
     return [part for part in PARTS if not (folder / part).is_dir()]
 
 
@@ -137,13 +148,9 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path) -> None:
         return
     vision = CLIPVisionModel.from_pretrained(pretrained)
     if part in TASKS:
-        finetune(
-            recipe,
-            CLIPModel.from_pretrained(pretrained),
-            CLIPTokenizer.from_pretrained(pretrained),
-            vision,
-            part,
-        )
+        clip = CLIPModel.from_pretrained(pretrained)
+        tokenizer = CLIPTokenizer.from_pretrained(pretrained)
+        finetune(recipe, clip, tokenizer, vision, part)
     vision.save_pretrained(draft)
 
 

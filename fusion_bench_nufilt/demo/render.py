@@ -5,7 +5,6 @@ of a picture depends on its mask or, in the task about colours, on its ink.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,22 +31,29 @@ def text_stamp(text: str, typeface: str) -> Image.Image:
     """Draw a text in a typeface of matplotlib's, as large as a stamp allows."""
     font = ImageFont.truetype(_FONTS / f"{typeface}.ttf", size=STAMP)
     left, top, right, bottom = font.getbbox(text)
-    width, height = right - left, bottom - top
+    width = right - left
+    height = bottom - top
     sheet = Image.new("L", (math.ceil(width), math.ceil(height)))
     ImageDraw.Draw(sheet).text((-left, -top), text, fill=255, font=font)
     zoom = STAMP / max(width, height)
-    sheet = sheet.resize((max(1, round(width * zoom)), max(1, round(height * zoom))))
+    zoomed_width = max(1, round(width * zoom))
+    zoomed_height = max(1, round(height * zoom))
+    sheet = sheet.resize((zoomed_width, zoomed_height))
     stamp = Image.new("L", (STAMP, STAMP))
-    stamp.paste(sheet, ((STAMP - sheet.width) // 2, (STAMP - sheet.height) // 2))
+    margin_x = (STAMP - zoomed_width) // 2
+    margin_y = (STAMP - zoomed_height) // 2
+    stamp.paste(sheet, (margin_x, margin_y))
     return stamp
 
 
 @cache
 def shape_stamp(name: str) -> Image.Image:
     """Draw one of :data:`SHAPES`, filled."""
+    # It is drawn four times as large, for smooth edges: [-1, 1] becomes [0, 4 STAMP].
     stamp = Image.new("L", (4 * STAMP, 4 * STAMP))
-    pixel = [((x + 1) * 2 * STAMP, (y + 1) * 2 * STAMP) for x, y in SHAPES[name]]
-    ImageDraw.Draw(stamp).polygon(pixel, fill=255)
+    half = 2 * STAMP
+    outline = [((x + 1) * half, (y + 1) * half) for x, y in SHAPES[name]]
+    ImageDraw.Draw(stamp).polygon(outline, fill=255)
     return stamp.resize((STAMP, STAMP), Image.Resampling.BOX)
 
 
@@ -57,31 +63,44 @@ def handwriting_stamp(scan: NDArray[np.floating]) -> Image.Image:
     return grey.resize((STAMP, STAMP), Image.Resampling.BICUBIC)
 
 
-def _ring(corners: int, radius: Callable[[int], float], start: float = -math.pi / 2) -> list[Point]:
-    angles = [start + 2 * math.pi * i / corners for i in range(corners)]
-    return [(radius(i) * math.cos(a), radius(i) * math.sin(a)) for i, a in enumerate(angles)]
+def polygon(corners: int, *radii: float, start: float = -math.pi / 2) -> list[Point]:
+    """Return corners around the origin, whose distances from it take turns among the radii."""
+    outline = []
+    for i in range(corners):
+        radius = radii[i % len(radii)]
+        angle = start + 2 * math.pi * i / corners
+        outline.append((radius * math.cos(angle), radius * math.sin(angle)))
+    return outline
 
 
-def _heart() -> list[Point]:
-    turns = [2 * math.pi * i / 60 for i in range(60)]
-    heights = [sum(a * math.cos(k * t) for k, a in enumerate((0, 13, -5, -2, -1))) for t in turns]
-    return [(math.sin(t) ** 3, -y / 17) for t, y in zip(turns, heights, strict=True)]
+def heart() -> list[Point]:
+    outline = []
+    for i in range(60):
+        t = 2 * math.pi * i / 60
+        x = math.sin(t) ** 3
+        y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+        outline.append((x, -y / 17))
+    return outline
 
 
-def _moon() -> list[Point]:
-    outer = [math.radians(d) for d in range(50, 311, 10)]
-    inner = [math.radians(d) for d in range(290, 69, -10)]
-    edge = [(0.3 + math.cos(a), math.sin(a)) for a in outer]
-    return edge + [(0.62 + 0.8 * math.cos(a), 0.8 * math.sin(a)) for a in inner]
+def moon() -> list[Point]:
+    outline = []
+    for degrees in range(50, 311, 10):  # the outer edge
+        angle = math.radians(degrees)
+        outline.append((0.3 + math.cos(angle), math.sin(angle)))
+    for degrees in range(290, 69, -10):  # and back along the inner one
+        angle = math.radians(degrees)
+        outline.append((0.62 + 0.8 * math.cos(angle), 0.8 * math.sin(angle)))
+    return outline
 
 
 SHAPES: dict[str, list[Point]] = {
-    "circle": _ring(60, lambda i: 0.9),
-    "triangle": _ring(3, lambda i: 1.0),
-    "square": _ring(4, lambda i: 1.0, start=math.pi / 4),
-    "star": _ring(10, lambda i: 0.38 if i % 2 else 1.0),
-    "heart": _heart(),
-    "moon": _moon(),
+    "circle": polygon(60, 0.9),
+    "triangle": polygon(3, 1.0),
+    "square": polygon(4, 1.0, start=math.pi / 4),
+    "star": polygon(10, 1.0, 0.38),
+    "heart": heart(),
+    "moon": moon(),
     **DRAWINGS["shapes"],
 }
 """The outlines of shapes in the square [-1, 1]², where y points down."""
@@ -113,12 +132,20 @@ class Pen:
         """
         width = self.rng.uniform(*size)
         tilt = math.radians(angle + self.rng.uniform(-sway, sway))
-        play = min((SIDE - width) / 2, 2.0)
-        x, y = at if at is not None else SIDE / 2 + self.rng.uniform(-play, play, size=2)
+        if at is None:
+            play = min((SIDE - width) / 2, 2.0)
+            x, y = SIDE / 2 + self.rng.uniform(-play, play, size=2)
+        else:
+            x, y = at
+        # The affine map from a pixel of the picture to that of the stamp, as PIL wants it: it turns
+        # and zooms, and takes (x, y) to the middle of the stamp.
         zoom = STAMP / width
-        c, s = zoom * math.cos(tilt), zoom * math.sin(tilt)
+        c = zoom * math.cos(tilt)
+        s = zoom * math.sin(tilt)
         middle = STAMP / 2
-        inverse = (c, -s, middle - c * x + s * y, s, c, middle - s * x - c * y)
+        shift_x = middle - c * x + s * y
+        shift_y = middle - s * x - c * y
+        inverse = (c, -s, shift_x, s, c, shift_y)
         placed = stamp.transform(
             (SIDE, SIDE), Image.Transform.AFFINE, inverse, Image.Resampling.BILINEAR
         )
@@ -131,9 +158,11 @@ class Pen:
         tilt = math.radians(self.rng.uniform(-sway, sway))
         period = self.rng.uniform(*wavelength)
         y, x = np.mgrid[0:SIDE, 0:SIDE].astype(np.float32) - SIDE / 2
-        du, dv = self.rng.uniform(0, 1, size=2)
-        u = (math.cos(tilt) * x + math.sin(tilt) * y) / period + du
-        v = (math.cos(tilt) * y - math.sin(tilt) * x) / period + dv
+        shift_u, shift_v = self.rng.uniform(0, 1, size=2)
+        c = math.cos(tilt)
+        s = math.sin(tilt)
+        u = (c * x + s * y) / period + shift_u
+        v = (c * y - s * x) / period + shift_v
         return u.astype(np.float32), v.astype(np.float32)
 
 
@@ -142,9 +171,10 @@ def blobs(rng: np.random.Generator, n: int, cells: int, channels: int) -> NDArra
     values.
     """
     knots = rng.random((n, cells, cells, channels), dtype=np.float32)
-    where = np.linspace(0, cells - 1, SIDE)
-    hat = np.maximum(0, 1 - np.abs(where[:, None] - np.arange(cells))).astype(np.float32)
-    return np.einsum("yi,nijc,xj->nyxc", hat, knots, hat, optimize=True)
+    positions = np.linspace(0, cells - 1, SIDE)  # of the pixels, in cells
+    distances = np.abs(positions[:, None] - np.arange(cells))
+    weights = np.maximum(0, 1 - distances).astype(np.float32)  # linear interpolation
+    return np.einsum("yi,nijc,xj->nyxc", weights, knots, weights, optimize=True)
 
 
 def paint(
@@ -158,16 +188,25 @@ def paint(
     """
     n = len(masks)
     if ink is None:
-        grey = rng.uniform(0.65, 0.9, size=(n, 2)) * (1, 0.3)
-        grey[:, 1] += rng.uniform(-0.1, 0.1, size=n)
-        tint = rng.uniform(-0.15, 0.15, size=(2, n, 3))
-        tint -= tint.mean(axis=2, keepdims=True)
-        ground, ink = (grey.T if not bright else grey.T[::-1])[..., None] + tint
+        # A light grey and a dark one (n, 2), each with a tint (n, 3) that leaves its mean.
+        greys = rng.uniform(0.65, 0.9, size=(n, 2)) * (1, 0.3)
+        greys[:, 1] += rng.uniform(-0.1, 0.1, size=n)
+        tints = rng.uniform(-0.15, 0.15, size=(2, n, 3))
+        tints -= tints.mean(axis=2, keepdims=True)
+        light = greys[:, 0, None]
+        dark = greys[:, 1, None]
+        if bright:
+            ground = dark + tints[0]
+            ink = light + tints[1]
+        else:
+            ground = light + tints[0]
+            ink = dark + tints[1]
     else:
         ground = (ink + rng.uniform(0.35, 0.65, size=(n, 3))) % 1
     ground = ground[:, None, None, :] + 0.3 * (blobs(rng, n, 4, 3) - 0.5)
     ink = ink[:, None, None, :] + 0.1 * (blobs(rng, n, 3, 1) - 0.5)
     cover = masks[..., None]
     picture = ground * (1 - cover) + ink * cover
-    picture += rng.uniform(0.01, 0.05, size=(n, 1, 1, 1)) * rng.standard_normal(picture.shape)
+    noise_level = rng.uniform(0.01, 0.05, size=(n, 1, 1, 1))
+    picture += noise_level * rng.standard_normal(picture.shape)
     return np.rint(255 * picture.clip(0, 1)).astype(np.uint8, order="C")

@@ -44,18 +44,19 @@ def _handwriting(held_out: bool) -> dict[str, list[Image.Image]]:
     from sklearn.datasets import load_digits
 
     scans = load_digits()
-    stamps = {}
+    stamps: dict[str, list[Image.Image]] = {name: [] for name in DIGITS}
     for digit, name in enumerate(DIGITS):
-        images = scans.images[scans.target == digit]
-        stamps[name] = [
-            handwriting_stamp(scan) for i, scan in enumerate(images) if (i % 5 == 0) == held_out
-        ]
+        for i, scan in enumerate(scans.images[scans.target == digit]):
+            is_for_testing = i % 5 == 0
+            if is_for_testing == held_out:
+                stamps[name].append(handwriting_stamp(scan))
     return stamps
 
 
 def draw_digit(pen: Pen, name: str) -> Mask:
-    scans = _handwriting(pen.held_out)[name]  # in turn, since there are few
-    return pen.place(scans[pen.turn % len(scans)], size=(28, 31), sway=8)
+    stamps = _handwriting(pen.held_out)[name]
+    stamp = stamps[pen.turn % len(stamps)]  # in turn, since there are few
+    return pen.place(stamp, size=(28, 31), sway=8)
 
 
 def draw_letter(pen: Pen, name: str) -> Mask:
@@ -64,7 +65,8 @@ def draw_letter(pen: Pen, name: str) -> Mask:
 
 
 def draw_typeface(pen: Pen, name: str) -> Mask:
-    return pen.place(text_stamp(pen.pick(*"aegknr"), TYPEFACES[name]), size=(26, 31), sway=2)
+    letter = pen.pick("a", "e", "g", "k", "n", "r")
+    return pen.place(text_stamp(letter, TYPEFACES[name]), size=(26, 31), sway=2)
 
 
 def draw_shape(pen: Pen, name: str) -> Mask:
@@ -81,86 +83,133 @@ def draw_count(pen: Pen, name: str) -> Mask:
     mask = np.zeros((SIDE, SIDE), dtype=np.float32)
     while len(centres) <= NUMBERS.index(name):
         centre = pen.rng.uniform(5, SIDE - 5, size=2)
-        if all(np.hypot(*(centre - other)) > 10.5 for other in centres):
+        distances = [np.hypot(*(centre - other)) for other in centres]
+        # A shape that would touch another one is drawn elsewhere.
+        if all(distance > 10.5 for distance in distances):
             centres.append(centre)
-            mask = np.maximum(mask, pen.place(stamp, (8, 9.5), sway=45, at=tuple(centre)))
+            shape = pen.place(stamp, (8, 9.5), sway=45, at=tuple(centre))
+            mask = np.maximum(mask, shape)
     return mask
 
 
 def draw_arrow(pen: Pen, name: str) -> Mask:
     stamp = shape_stamp(pen.pick("arrow", "chevron", "dart"))
-    return pen.place(stamp, size=(20, 28), angle=45 * DIRECTIONS.index(name), sway=10)
+    angle = 45 * DIRECTIONS.index(name)  # the stamps point to the right
+    return pen.place(stamp, size=(20, 28), angle=angle, sway=10)
 
 
 def mix_colour(pen: Pen, name: str) -> tuple[float, float, float]:
-    hue, saturation, value = COLOURS[name]
-    turned = (hue + pen.rng.uniform(-8, 8)) / 360 % 1
-    return colorsys.hsv_to_rgb(
-        turned, saturation * pen.rng.uniform(0.8, 1), value * pen.rng.uniform(0.85, 1)
-    )
+    hue, saturation, value = COLOURS[name]  # the hue in degrees
+    hue = (hue + pen.rng.uniform(-8, 8)) / 360 % 1
+    saturation *= pen.rng.uniform(0.8, 1)
+    value *= pen.rng.uniform(0.85, 1)
+    return colorsys.hsv_to_rgb(hue, saturation, value)
 
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NUMBERS = DIGITS[1:5]
 DIRECTIONS = ("right", "up right", "up", "up left", "left", "down left", "down", "down right")
-TYPEFACES, COLOURS = DRAWINGS["typefaces"], DRAWINGS["colours"]
+LETTERS = tuple("abcdefghkmrstxyz")
+TYPEFACES = DRAWINGS["typefaces"]
+COLOURS = DRAWINGS["colours"]
 
 
-def _bricks(pen: Pen) -> NDArray[np.bool_]:
+# A texture is an array (32, 32) that says where there is ink.
+Texture = NDArray[np.bool_]
+
+
+def draw_bricks(pen: Pen) -> Texture:
     u, v = pen.grid((9, 14), sway=15)
     row = 2 * v
-    return ((row % 1) < 0.25) | (((u + 0.5 * np.floor(row % 2)) % 1) < 0.13)
+    column = u + 0.5 * np.floor(row % 2)  # every other row is shifted by half a brick
+    return (row % 1 < 0.25) | (column % 1 < 0.13)
 
 
-def _zigzag(pen: Pen) -> NDArray[np.bool_]:
+def draw_zigzag(pen: Pen) -> Texture:
     u, v = pen.grid((8, 11))
-    return ((1.6 * v + 1.2 * np.abs(u % 1 - 0.5)) % 1) < 0.5
+    height = 1.6 * v + 1.2 * np.abs(u % 1 - 0.5)
+    return height % 1 < 0.5
 
 
-def _rings(pen: Pen) -> NDArray[np.bool_]:
+def draw_rings(pen: Pen) -> Texture:
     u, v = pen.grid((5, 8))
-    return (np.hypot(u - u.mean(), v - v.mean()) + pen.rng.random()) % 1 < 0.5
+    radius = np.hypot(u - u.mean(), v - v.mean())
+    return (radius + pen.rng.random()) % 1 < 0.5
 
 
-def _rays(pen: Pen) -> NDArray[np.bool_]:
+def draw_rays(pen: Pen) -> Texture:
     u, v = pen.grid((8, 8))
     spokes = pen.rng.integers(5, 9)
-    return np.sin(spokes * np.arctan2(v - v.mean(), u - u.mean())) > 0
+    angle = np.arctan2(v - v.mean(), u - u.mean())
+    return np.sin(spokes * angle) > 0
 
 
-def _lattice(pen: Pen, draw: Callable[[Mask, Mask], NDArray[np.bool_]]) -> NDArray[np.bool_]:
+def draw_clouds(pen: Pen) -> Texture:
+    return blobs(pen.rng, 1, 6, 1)[0, :, :, 0] > 0.5
+
+
+def draw_speckles(pen: Pen) -> Texture:
+    return pen.rng.random((SIDE, SIDE)) < 0.4
+
+
+def lattice(pen: Pen) -> tuple[Mask, Mask]:
+    """Return the coordinates of all pixels in the cell of a lattice that they are in, from -0.5 to
+    0.5.
+    """
     u, v = pen.grid((6, 10))
-    return draw(u % 1 - 0.5, v % 1 - 0.5)
+    return u % 1 - 0.5, v % 1 - 0.5
 
 
-TEXTURES: dict[str, Callable[[Pen], NDArray[np.bool_]]] = {
-    "striped": lambda pen: _lattice(pen, lambda u, v: np.abs(u) < 0.25),
-    "checked": lambda pen: _lattice(pen, lambda u, v: u * v > 0),
-    "dotted": lambda pen: _lattice(pen, lambda u, v: np.hypot(u, v) < 0.3),
-    "meshed": lambda pen: _lattice(pen, lambda u, v: (np.abs(u) > 0.36) | (np.abs(v) > 0.36)),
-    "bricked": _bricks,
-    "zigzag": _zigzag,
-    "ringed": _rings,
-    "radiant": _rays,
-    "clouded": lambda pen: blobs(pen.rng, 1, 6, 1)[0, :, :, 0] > 0.5,
-    "speckled": lambda pen: pen.rng.random((SIDE, SIDE)) < 0.4,
+def draw_stripes(pen: Pen) -> Texture:
+    u, _ = lattice(pen)
+    return np.abs(u) < 0.25
+
+
+def draw_checks(pen: Pen) -> Texture:
+    u, v = lattice(pen)
+    return u * v > 0
+
+
+def draw_dots(pen: Pen) -> Texture:
+    u, v = lattice(pen)
+    return np.hypot(u, v) < 0.3
+
+
+def draw_mesh(pen: Pen) -> Texture:
+    u, v = lattice(pen)
+    return (np.abs(u) > 0.36) | (np.abs(v) > 0.36)
+
+
+TEXTURES: dict[str, Callable[[Pen], Texture]] = {
+    "striped": draw_stripes,
+    "checked": draw_checks,
+    "dotted": draw_dots,
+    "meshed": draw_mesh,
+    "bricked": draw_bricks,
+    "zigzag": draw_zigzag,
+    "ringed": draw_rings,
+    "radiant": draw_rays,
+    "clouded": draw_clouds,
+    "speckled": draw_speckles,
 }
 
+
+def draw_texture(pen: Pen, name: str) -> Mask:
+    return TEXTURES[name](pen).astype(np.float32)
+
+
+# The order is that of the reports, and decides on the random stream of each task.
 TASKS: dict[str, Task] = {
     "digits": Task(DIGITS, "a handwritten digit {}", draw_digit),
-    "letters": Task(tuple("abcdefghkmrstxyz"), "a printed letter {}", draw_letter, bright=True),
+    "letters": Task(LETTERS, "a printed letter {}", draw_letter, bright=True),
     "typefaces": Task(tuple(TYPEFACES), "a letter set in {} type", draw_typeface),
-    "shapes": Task(
-        tuple(SHAPES)[:8], "the shape of a {}", draw_shape, bright=True
-    ),  # the other three are arrows
-    "textures": Task(
-        tuple(TEXTURES), "a {} pattern", lambda pen, name: TEXTURES[name](pen).astype(np.float32)
-    ),
+    # The first eight; the other three shapes are arrows.
+    "shapes": Task(tuple(SHAPES)[:8], "the shape of a {}", draw_shape, bright=True),
+    "textures": Task(tuple(TEXTURES), "a {} pattern", draw_texture),
     "colours": Task(tuple(COLOURS), "something painted {}", draw_any_shape, ink=mix_colour),
     "counts": Task(NUMBERS, "a group of {}", draw_count, bright=True),
     "arrows": Task(DIRECTIONS, "an arrow pointing {}", draw_arrow),
 }
-"""The tasks in the order in which they are reported."""
 
 
 def render(
@@ -176,11 +225,14 @@ def render(
     pen = Pen(rng, held_out)
     labels = np.arange(n) % len(spec.classes)
     masks = np.zeros((n, SIDE, SIDE), dtype=np.float32)
-    inks = np.zeros((n, 3), dtype=np.float32)
+    inks = None
+    if spec.ink is not None:
+        inks = np.zeros((n, 3), dtype=np.float32)
     for i, label in enumerate(labels):
         name = spec.classes[label]
         pen.turn = i // len(spec.classes)
         masks[i] = spec.draw(pen, name)
-        if spec.ink:
+        if spec.ink is not None and inks is not None:
             inks[i] = spec.ink(pen, name)
-    return paint(rng, masks, bright=spec.bright, ink=inks if spec.ink else None), labels
+    pictures = paint(rng, masks, bright=spec.bright, ink=inks)
+    return pictures, labels

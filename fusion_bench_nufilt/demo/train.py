@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -30,8 +30,9 @@ from .tasks import TASKS, render
 
 Loss = Callable[[], Tensor]
 
-MEAN, STD = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
-ALL_PROMPTS = [prompt for task in TASKS.values() for prompt in task.prompts()]
+MEAN = torch.tensor(OPENAI_CLIP_MEAN)
+STD = torch.tensor(OPENAI_CLIP_STD)
+ALL_PROMPTS = list(chain.from_iterable(task.prompts() for task in TASKS.values()))
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ class Recipe:
 
     edition: int = 1  # raised when the code makes other models of the same numbers
     seed: int = 0
-    threads: int = (
-        1  # the order of sums depends on it, and two would be very slow on a busy machine
-    )
+    # The order of sums depends on it, and two would be very slow on a busy machine.
+    threads: int = 1
 
     train_pictures: int = 2000  # of each task
     test_pictures: int = 320
@@ -62,9 +62,8 @@ class Recipe:
     pretrain_steps: int = 1000
     pretrain_lr: float = 2e-3
     pretrain_warmup: int = 50
-    misalignment: float = (
-        6.0  # how far, in feature lengths, prompts are then moved away from their pictures
-    )
+    # How far, in feature lengths, prompts are then moved away from their pictures.
+    misalignment: float = 6.0
     finetune_steps: int = 90
     finetune_lr: float = 5e-4
     batch: int = 64
@@ -110,8 +109,9 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     `folder`.
     """
     letters = sorted(ByteLevel.alphabet())
-    ranks: dict[tuple[str, str], int] = {}
-    for word in sorted({word for prompt in ALL_PROMPTS for word in prompt.split()}):
+    ranks: dict[tuple[str, str], int] = {}  # the merges of byte-pair encoding, in their order
+    words = set(" ".join(ALL_PROMPTS).split())
+    for word in sorted(words):
         # Merge as the tokenizer will, earliest merge first, and add a merge where none applies.
         parts = [*word[:-1], word[-1] + "</w>"]
         while len(parts) > 1:
@@ -121,43 +121,49 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
             i = pairs.index(pair)
             parts[i : i + 2] = ["".join(pair)]
     vocabulary = letters + [letter + "</w>" for letter in letters]
-    vocabulary += sorted({a + b for a, b in ranks} - set(vocabulary))
+    merged_parts = {first + second for first, second in ranks}
+    vocabulary += sorted(merged_parts - set(vocabulary))
     vocabulary += ["<|startoftext|>", "<|endoftext|>"]
     ids = {token: i for i, token in enumerate(vocabulary)}
-    vocab_file, merges_file = folder / "vocab.json", folder / "merges.txt"
+    vocab_file = folder / "vocab.json"
     vocab_file.write_text(json.dumps(ids, ensure_ascii=False), encoding="utf-8")
-    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in ranks), ""]
-    merges_file.write_text("\n".join(lines), encoding="utf-8")
+    lines = ["#version: 0.2"]
+    lines += [f"{first} {second}" for first, second in ranks]
+    merges_file = folder / "merges.txt"
+    merges_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return CLIPTokenizer(str(vocab_file), str(merges_file), model_max_length=77)
 
 
 def make_clip(recipe: Recipe, tokenizer: CLIPTokenizer) -> CLIPModel:
     """Return an untrained CLIP, whose weights are drawn from torch's global generator."""
 
-    def tower(width: int, layers: int, heads: int, **more: int) -> dict[str, object]:
-        sizes = {
-            "hidden_size": width,
-            "intermediate_size": recipe.widening * width,
-            "num_hidden_layers": layers,
-        }
-        return {
-            **sizes,
-            "num_attention_heads": heads,
-            "projection_dim": recipe.width,
-            "hidden_act": "gelu",
-            **more,
-        }
-
-    special = {
-        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    vision = {
+        "hidden_size": recipe.width,
+        "intermediate_size": recipe.widening * recipe.width,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "projection_dim": recipe.width,
+        "hidden_act": "gelu",
+        "image_size": SIDE,
+        "patch_size": recipe.patch,
     }
-    vocabulary = {"vocab_size": len(tokenizer), "max_position_embeddings": 77, **special}
+    text = {
+        "hidden_size": recipe.text_width,
+        "intermediate_size": recipe.widening * recipe.text_width,
+        "num_hidden_layers": recipe.text_layers,
+        "num_attention_heads": 2,
+        "projection_dim": recipe.width,
+        "hidden_act": "gelu",
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 77,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     config = CLIPConfig(
         projection_dim=recipe.width,
-        vision_config=tower(
-            recipe.width, recipe.layers, recipe.heads, image_size=SIDE, patch_size=recipe.patch
-        ),
-        text_config=tower(recipe.text_width, recipe.text_layers, heads=2, **vocabulary),
+        vision_config=vision,
+        text_config=text,
     )
     return CLIPModel(config)
 
@@ -173,16 +179,20 @@ def initialise_embeddings(clip: CLIPModel, pictures: Tensor, generator: Generato
     embeddings = clip.vision_model.embeddings
     weight = embeddings.patch_embedding.weight
     width, _, size, _ = weight.shape
-    patches = F.unfold(normalise(pictures), size, stride=size).transpose(1, 2).flatten(0, 1)
+    patches = F.unfold(normalise(pictures), size, stride=size)  # (pictures, elements, patches)
+    patches = patches.transpose(1, 2).flatten(0, 1)
     _, S, Vh = torch.linalg.svd(patches - patches.mean(0), full_matrices=False)
     std = S / len(patches) ** 0.5
-    components = (Vh / (std + 0.05 * std[0])[:, None])[:width]
-    mix = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
-    weight.copy_(0.5 * (mix[:, : len(components)] @ components).view_as(weight))
+    damped_std = std + 0.05 * std[0]  # weak components are mostly noise
+    components = (Vh / damped_std[:, None])[:width]
+    rotation, _ = torch.linalg.qr(torch.randn(width, width, generator=generator))
+    filters = rotation[:, : len(components)] @ components
+    weight.copy_(0.5 * filters.view_as(weight))
 
     side = SIDE // size
-    place = torch.cartesian_prod(torch.arange(side), torch.arange(side))[..., None]
-    phase = place * torch.linspace(math.pi / side, math.pi, width // 4)
+    positions = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+    frequencies = torch.linspace(math.pi / side, math.pi, width // 4)
+    phase = positions[..., None] * frequencies
     waves = torch.cat([phase.sin(), phase.cos()], dim=-1).flatten(1)
     embeddings.position_embedding.weight[0] = 0
     embeddings.position_embedding.weight[1:] = 0.5 * waves
@@ -212,19 +222,21 @@ def minimise(
 def text_features(clip: CLIPModel, tokenizer: CLIPTokenizer, prompts: list[str]) -> Tensor:
     """Return one unit row for each prompt."""
     tokens = tokenizer(prompts, padding=True, return_tensors="pt")
-    return F.normalize(clip.text_projection(clip.text_model(**tokens).pooler_output), dim=-1)
+    pooled = clip.text_model(**tokens).pooler_output
+    return F.normalize(clip.text_projection(pooled), dim=-1)
 
 
 def contrast_with(
     target: Tensor,
     clip: CLIPModel,
     vision: nn.Module,
-    drawn: tuple[Tensor, Tensor],
+    pictures: Tensor,
+    labels: Tensor,
     batch: int,
     generator: Generator,
 ) -> Loss:
     """Return CLIP's loss of a newly drawn batch: a picture must find its prompt among `target`."""
-    scale, (pictures, labels) = clip.logit_scale.exp().item(), drawn
+    scale = clip.logit_scale.exp().item()
 
     def loss() -> Tensor:
         i = torch.randint(len(pictures), (batch,), generator=generator)
@@ -241,7 +253,9 @@ def draw_pictures(recipe: Recipe, task: str, *, held_out: bool) -> tuple[Tensor,
     """
     if task not in TASKS:
         raise ValueError(unknown("task of the demo", task, TASKS))
-    number = recipe.test_pictures if held_out else recipe.train_pictures
+    number = recipe.train_pictures
+    if held_out:
+        number = recipe.test_pictures
     pictures, labels = render(task, number, held_out=held_out, seed=recipe.seed)
     return torch.from_numpy(pictures), torch.from_numpy(labels)
 
@@ -251,12 +265,16 @@ def pretrain(recipe: Recipe, folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
     generator = Generator().manual_seed(recipe.seed)
     tokenizer = make_tokenizer(folder)
     clip = make_clip(recipe, tokenizer).train()
-    drawn = [draw_pictures(recipe, task, held_out=False) for task in TASKS]
-    pictures = torch.cat([images for images, _ in drawn])
-    seen = accumulate(
-        (len(task.classes) for task in TASKS.values()), initial=0
-    )  # each task's first class among all
-    labels = torch.cat([first + labels for first, (_, labels) in zip(seen, drawn, strict=False)])
+    pictures_by_task = []
+    labels_by_task = []
+    num_classes = 0
+    for name, task in TASKS.items():
+        task_pictures, task_labels = draw_pictures(recipe, name, held_out=False)
+        pictures_by_task.append(task_pictures)
+        labels_by_task.append(num_classes + task_labels)  # a number among the classes of all tasks
+        num_classes += len(task.classes)
+    pictures = torch.cat(pictures_by_task)
+    labels = torch.cat(labels_by_task)
     sample = torch.randperm(len(pictures), generator=generator)[:2000]
     initialise_embeddings(clip, pictures[sample], generator)
 
@@ -264,20 +282,20 @@ def pretrain(recipe: Recipe, folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
     words = [*clip.text_model.parameters(), *clip.text_projection.parameters()]
 
     def crowding() -> Tensor:
-        f = text_features(clip, tokenizer, ALL_PROMPTS)
-        return F.cross_entropy(10 * f @ f.T, torch.arange(len(f)))
+        features = text_features(clip, tokenizer, ALL_PROMPTS)
+        return F.cross_entropy(10 * features @ features.T, torch.arange(len(features)))
 
     minimise(crowding, words, recipe.text_steps, recipe.text_lr)
 
     # 2. Move pictures towards their words.
     target = text_features(clip, tokenizer, ALL_PROMPTS).detach()
     matching = contrast_with(
-        target, clip, clip.vision_model, (pictures, labels), recipe.batch, generator
+        target, clip, clip.vision_model, pictures, labels, recipe.batch, generator
     )
-    eyes = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
+    vision = [*clip.vision_model.parameters(), *clip.visual_projection.parameters()]
     minimise(
         matching,
-        eyes,
+        vision,
         recipe.pretrain_steps,
         recipe.pretrain_lr,
         recipe.pretrain_warmup,
@@ -287,10 +305,12 @@ def pretrain(recipe: Recipe, folder: Path) -> tuple[CLIPModel, CLIPTokenizer]:
     # 3. Move words away from their pictures: a real CLIP sees better than it names, so that
     #    fine-tuning gains much by small changes, and merging works.
     noise = torch.randn(target.shape, generator=generator) / target.shape[1] ** 0.5
-    elsewhere = F.normalize(target + recipe.misalignment * noise, dim=-1)
+    moved_target = F.normalize(target + recipe.misalignment * noise, dim=-1)
 
     def distance() -> Tensor:
-        return 1 - (text_features(clip, tokenizer, ALL_PROMPTS) * elsewhere).sum(-1).mean()
+        features = text_features(clip, tokenizer, ALL_PROMPTS)
+        cosines = (features * moved_target).sum(-1)
+        return 1 - cosines.mean()
 
     minimise(distance, words, recipe.text_steps, recipe.text_lr)
     return clip.eval(), tokenizer
@@ -301,10 +321,9 @@ def finetune(
 ) -> None:
     """Train `vision` in place on one task; all other weights of `clip` are frozen."""
     clip.requires_grad_(False)
-    drawn = draw_pictures(recipe, task, held_out=False)
+    pictures, labels = draw_pictures(recipe, task, held_out=False)
     target = text_features(clip, tokenizer, TASKS[task].prompts())
-    loss = contrast_with(
-        target, clip, vision.train(), drawn, recipe.batch, Generator().manual_seed(recipe.seed)
-    )
+    generator = Generator().manual_seed(recipe.seed)
+    loss = contrast_with(target, clip, vision.train(), pictures, labels, recipe.batch, generator)
     minimise(loss, vision.parameters(), recipe.finetune_steps, recipe.finetune_lr)
     vision.eval()
