@@ -217,14 +217,17 @@ def check_task(
         yield from _check_base_of(task, selection.base)
     lost = [param for param in base if param in chosen and param not in task.params]
     if not isinstance(task, LoraAdapter) and lost:
-        first, hint = (
-            lost[0],
-            exclude_hint(next(layer.name for layer in selection.layers if layer.param == lost[0])),
-        )
-        raise ValueError(
-            f"model '{name}' lacks layer '{first}' {base[first]} of the base, one of "
-            f"{len(lost)}{hint}"
-        )
+        first = lost[0]
+        lacks = f"model '{name}' lacks layer '{first}' {base[first]} of the base"
+        in_block = re.search(r"[^.]+\.\d+\..*", first)
+        for param in sorted(task.params.keys() - base.keys()) if in_block else ():
+            if f".{param}".endswith(f".{in_block[0]}"):
+                raise ValueError(
+                    f"{lacks} and has '{param}', which the base lacks: its tensors are named "
+                    "otherwise, rename them as the base's are"
+                )
+        hint = exclude_hint(next(layer.name for layer in selection.layers if layer.param == first))
+        raise ValueError(f"{lacks}, one of {len(lost)}{hint}")
     if lost and len(lost) == len(chosen):
         raise ValueError(
             f"adapter '{name}' changes none of the {len(lost)} layers to merge: it is of "

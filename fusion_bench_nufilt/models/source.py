@@ -79,6 +79,11 @@ class Source(ABC):
         """
         for name in names:
             parts = name.split(".")
+            if "base_layer" in parts:
+                raise ValueError(
+                    f"model '{self.name}' was saved from a model of peft, with an adapter beside "
+                    f"its weights: '{name}'. Give what merge_and_unload() returns"
+                )
             found = [part for part in parts if part in _WRAPPERS]
             found += [part for part in parts[:1] if part == "module"]
             if found:

@@ -7,7 +7,9 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import check_module, kept_from_base
@@ -116,6 +118,48 @@ def test_the_wrapper_that_a_model_was_saved_from_is_named_with_what_takes_it_out
     assert (program, option) == ("python", "-c")
     exec(code, {})
     assert same(tensors(merge(tmp_path, tasks)), expected)
+
+
+OTHER_NAMES = {
+    "a prefix more": lambda key: key.replace("model.", "model.language_model.language_model."),
+    "a prefix less": lambda key: key.removeprefix("model."),
+}
+
+
+@pytest.mark.parametrize("names", OTHER_NAMES)
+def test_layers_under_other_names_are_to_be_renamed_and_not_to_be_left_out(tmp_path, names):
+    prefix = "language." if names == "a prefix less" else ""
+    save_stream(tmp_path, llama(), tasks=1)
+    for name in ("base", "task1"):
+        rename(tmp_path / name, lambda key: prefix + key)
+        (tmp_path / name / "config.json").unlink()
+    expected = tensors(merge(tmp_path, ["task1"], "expected"))
+    rename(tmp_path / "task1", lambda key: OTHER_NAMES[names](key.removeprefix(prefix)))
+    with pytest.raises(
+        ValueError, match=r"lacks layer '.*' .* and has '.*', .* rename them as the base's are$"
+    ):
+        plan(tmp_path, ["task1"])
+    back = {OTHER_NAMES[names](key.removeprefix(prefix)): key for key in expected}
+    rename(tmp_path / "task1", back.get)
+    assert same(tensors(merge(tmp_path, ["task1"])), expected)
+
+
+@pytest.mark.parametrize("role", ["base", "task1"])
+def test_a_model_that_holds_an_adapter_of_peft_is_to_be_saved_after_its_merge(tmp_path, role):
+    save_stream(tmp_path, llama(), tasks=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / role)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    state = {key.removeprefix(PREFIX): value for key, value in adapted.state_dict().items()}
+    del state["lm_head.weight"]
+    for file in (tmp_path / role).glob("*.safetensors*"):
+        file.unlink()
+    save_file(state, tmp_path / role / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{role}' was saved from a model of peft, .*_unload") as e:
+        plan(tmp_path, ["task1"])
+    assert "leaves it out" not in str(e.value)
+    adapted.merge_and_unload().save_pretrained(tmp_path / role)
+    merge(tmp_path, ["task1"])
 
 
 def test_a_base_and_tasks_that_are_all_named_alike_are_merged_as_they_are(stream):
