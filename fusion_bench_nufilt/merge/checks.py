@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -219,13 +219,12 @@ def check_task(
     if not isinstance(task, LoraAdapter) and lost:
         first = lost[0]
         lacks = f"model '{name}' lacks layer '{first}' {base[first]} of the base"
-        in_block = re.search(r"[^.]+\.\d+\..*", first)
-        for param in sorted(task.params.keys() - base.keys()) if in_block else ():
-            if f".{param}".endswith(f".{in_block[0]}"):
-                raise ValueError(
-                    f"{lacks} and has '{param}', which the base lacks: its tensors are named "
-                    "otherwise, rename them as the base's are"
-                )
+        renamed = _with_same_ending(first, task.params.keys() - base.keys())
+        if renamed:
+            raise ValueError(
+                f"{lacks} and has '{renamed[0]}', which the base lacks: its tensors are named "
+                "otherwise, rename them as the base's are"
+            )
         hint = exclude_hint(next(layer.name for layer in selection.layers if layer.param == first))
         raise ValueError(f"{lacks}, one of {len(lost)}{hint}")
     if lost and len(lost) == len(chosen):
@@ -256,6 +255,15 @@ def check_task(
         outside += [name for name in task.left_out if name not in outside]
         if outside:
             yield f"adapter '{name}' also changes {some(outside)}: ignored"
+
+
+def _with_same_ending(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names that are the same as this one from its block on, as in ``layers.0.mlp``."""
+    in_block = re.search(r"[^.]+\.\d+\..*", name)
+    if in_block is None:
+        return []
+    ending = f".{in_block[0]}"
+    return sorted(other for other in others if f".{other}".endswith(ending))
 
 
 def _check_base_of(adapter: LoraAdapter, base: Source) -> Iterator[str]:
@@ -328,7 +336,15 @@ def _check_shapes(
         expected = architecture.shape(param) if parts else selection.pretrained.params.get(param)
         if expected is None:
             if param in task.pairs:
-                raise ValueError(f"adapter '{name}' is for another base: '{base}' has no '{param}'")
+                lacks = f"'{base}' has no '{param}'"
+                renamed = _with_same_ending(param, selection.pretrained.params)
+                if renamed:
+                    raise ValueError(
+                        f"adapter '{name}' was trained on another class of the model: {lacks}, but "
+                        f"'{renamed[0]}'; with that class, "
+                        f"{with_peft(task.checkpoint, architecture)}"
+                    )
+                raise ValueError(f"adapter '{name}' is for another base: {lacks}")
         elif shape != expected:
             outside = chosen.isdisjoint([param, *parts])
             if not outside or selection.targets.on_shape_mismatch == "error":

@@ -12,6 +12,7 @@ from fusion_bench_nufilt.merge import merge_folders
 from tests.families import FAMILIES
 from tests.merge.helpers import merge, plan, tensors
 from tests.models.test_experts import fused, square
+from tests.released import released
 from tests.tiny_models import SMALL, llama
 
 WORDS = torch.arange(12).reshape(1, 12)
@@ -208,3 +209,18 @@ def test_experts_whose_up_and_down_projections_have_the_same_sides_are_merged_by
     )
     merge_with_peft(tmp_path, load(tmp_path / "base"))
     torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
+
+
+@fused
+def test_an_adapter_on_the_language_model_of_a_larger_one_is_merged_by_peft(tmp_path):
+    released("Qwen3.5").save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    expected = train_on(tmp_path, load(tmp_path / "base"), config)
+    message = refusal(tmp_path)
+    assert "trained on another class of the model: " in message
+    assert "no 'model.layers.0.mlp.down_proj.weight', but 'model.language_model.la" in message
+    assert message.endswith(f"; with that class, merge it into its base {WITH_PEFT}")
+    merge_with_peft(tmp_path, load(tmp_path / "base"))
+    out = merge(tmp_path, ["merged"], **ALONE, exclude_modules=".*visual.*")
+    torch.testing.assert_close(logits(out), expected)
+    assert tensors(out).keys() == tensors(tmp_path / "base").keys()
