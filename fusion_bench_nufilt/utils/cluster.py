@@ -21,12 +21,11 @@ from fusion_bench_nufilt.utils.manifest import package_versions
 
 log = logging.getLogger(__name__)
 
-Work = Mapping[
-    str, tuple[Any, ...]
-]  # the arguments for each piece of work, by its name in messages
-Results = Generator[
-    tuple[str, Any], None, None
-]  # the name of each piece, and what the function returned
+# The arguments for each piece of work, by its name in messages.
+Work = Mapping[str, tuple[Any, ...]]
+# The name of each piece, and what the function returned.
+Results = Generator[tuple[str, Any], None, None]
+# Makes the function that does the work, once for each worker.
 Make = Callable[..., Callable[..., Any]]
 
 _ANSWER_SECONDS = 20  # an address that does not answer in this time is refused
@@ -46,18 +45,19 @@ def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
     for gpu in assign_gpus(processes):
         gpus.put(gpu)
     driver, lifeline = spawn.Pipe(duplex=False)
-    settings = gpus, driver, max(1, torch.get_num_threads() // processes)
+    threads = max(1, torch.get_num_threads() // processes)
     pool = ProcessPoolExecutor(
-        processes, mp_context=spawn, initializer=_begin_process, initargs=settings
+        processes,
+        mp_context=spawn,
+        initializer=_begin_process,
+        initargs=(gpus, driver, threads),
     )
-    with (
-        pool,
-        lifeline,
-    ):  # which is closed first, so that no process goes on after an error or an interrupt
+    # The lifeline is closed first, so that no process goes on after an error or an interrupt.
+    with pool, lifeline:
         try:
-            names = {pool.submit(do, *piece): name for name, piece in work.items()}
-            for done in as_completed(names):
-                yield names[done], done.result()
+            names = {pool.submit(do, *arguments): name for name, arguments in work.items()}
+            for future in as_completed(names):
+                yield names[future], future.result()
         except BrokenProcessPool:
             raise ValueError(
                 "a process was killed, perhaps for want of memory: run on with fewer --jobs"
@@ -68,22 +68,27 @@ def assign_gpus(processes: int) -> list[str | None]:
     """Return the GPU of each process, number i modulo n for process i, as CUDA_VISIBLE_DEVICES
     names it.
     """
-    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-    names = visible.split(",") if visible else list(map(str, range(count)))
-    return [names[i % count] if count else None for i in range(processes)]
+    count = torch.cuda.device_count()
+    if count == 0:
+        return [None] * processes
+    names = [str(number) for number in range(count)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        names = visible.split(",")
+    return [names[i % count] for i in range(processes)]
 
 
 def _begin_process(gpus: Any, driver: Any, threads: int) -> None:
     """Prepare a new process, which ends once the other end of ``driver`` is closed."""
-    if (gpu := gpus.get()) is not None:
+    gpu = gpus.get()
+    if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
     torch.set_num_threads(threads)
-    signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # Ctrl-C reaches all processes of a terminal; the driver decides
+    # Ctrl-C reaches all processes of a terminal; the driver decides.
+    signal.signal(signal.SIGINT, lambda *_: None)
 
     def end_with_driver() -> None:
-        driver.poll(None)
+        driver.poll(None)  # it waits until the other end is closed, by whatever death
         os._exit(1)
 
     threading.Thread(target=end_with_driver, daemon=True).start()
@@ -110,18 +115,20 @@ def connect(address: str | None) -> Any:
         raise ValueError(
             f"engine 'ray' needs Ray ({error}): pip install 'fusion-bench-nufilt[ray]'"
         ) from None
-    if not ray.is_initialized():
-        try:
-            if (
-                place := re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", address or "")
-            ) is not None:
-                # Ray itself would try for minutes.
-                socket.create_connection((place[1], int(place[2])), _ANSWER_SECONDS).close()
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (OSError, OverflowError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"no Ray cluster at '{address}': {error}; start one with `ray start --head`"
-            ) from error
+    if ray.is_initialized():
+        return ray
+    try:
+        host_and_port = re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", address or "")
+        if host_and_port is not None:
+            # Ray itself would try for minutes.
+            host = host_and_port[1]
+            port = int(host_and_port[2])
+            socket.create_connection((host, port), _ANSWER_SECONDS).close()
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"no Ray cluster at '{address}': {error}; start one with `ray start --head`"
+        ) from error
     return ray
 
 
@@ -129,17 +136,23 @@ def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:
     """Return all nodes with CPUs, or all GPUs of all nodes; raise a ValueError if there are
     none.
     """
-    kind, found = "GPU" if gpus else "CPU", []
+    workers: list[Node] = []
     for node in ray.nodes():
-        if (number := int(node["Resources"].get(kind, 0))) and node["Alive"]:
-            # a machine may be more than one node
-            name = f"node {node['NodeManagerHostname']} ({node['NodeID'][:8]})"
-            count = number if gpus else 1
-            cpus = max(1, int(node["Resources"].get("CPU", 1)) // count)
-            found += count * [Node(name, node["NodeID"], cpus, gpus)]
-    if not found:
+        if not node["Alive"]:
+            continue
+        # A machine may be more than one node.
+        name = f"node {node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+        num_cpus = int(node["Resources"].get("CPU", 0))
+        num_gpus = int(node["Resources"].get("GPU", 0))
+        if gpus and num_gpus > 0:
+            cpus = max(1, num_cpus // num_gpus)
+            workers += num_gpus * [Node(name, node["NodeID"], cpus, gpu=True)]
+        elif not gpus and num_cpus > 0:
+            workers.append(Node(name, node["NodeID"], num_cpus, gpu=False))
+    if not workers:
+        kind = "GPU" if gpus else "CPU"
         raise ValueError(f"the Ray cluster has no {kind}")
-    return found
+    return workers
 
 
 class Worker:
@@ -151,12 +164,14 @@ class Worker:
 
         self._node = node
         with self._named_errors():
-            mine = package_versions()
-            if other := [name for name in versions if mine[name] != versions[name]]:
-                told = ", ".join(
-                    f"{name} {mine[name]} where the driver has {versions[name]}" for name in other
+            differing = []
+            for name, installed in package_versions().items():
+                if name in versions and installed != versions[name]:
+                    differing.append(f"{name} {installed} where the driver has {versions[name]}")
+            if differing:
+                raise ValueError(
+                    f"it has {', '.join(differing)}: install the same versions on all nodes"
                 )
-                raise ValueError(f"it has {told}: install the same versions on all nodes")
             torch.set_num_threads(node.cpus)
             self._do = make(*arguments)
         return str(ray.get_runtime_context().get_actor_id())
@@ -187,35 +202,37 @@ def run_on_cluster(
         ValueError: work failed on a node, or it has other versions of the packages (the message
             names the node); no worker is left.
     """
-    left, workers = dict(work), _start(ray, nodes, make, arguments)
+    unfinished = dict(work)
+    workers = _start(ray, nodes, make, arguments)
     try:
         for _ in range(_TRIES):
-            if left and not workers:
+            if unfinished and not workers:
                 raise ValueError(
                     "no worker is alive; the same command goes on where this run stopped"
                 )
-            pool = ray.util.ActorPool(
-                [actor for actor, node in workers.values() for _ in range(node.slots)]
-            )
-            for piece in left.items():
+            actors = []
+            for actor, node in workers.values():
+                actors += node.slots * [actor]  # the pool gives each entry one piece at a time
+            pool = ray.util.ActorPool(actors)
+            for piece in unfinished.items():
                 pool.submit(lambda actor, piece: actor.work.remote(*piece), piece)
             while pool.has_next():
                 try:
                     name, result = pool.get_next_unordered()
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause from error
-                except (
-                    ray.exceptions.RayError
-                ) as error:  # a worker died, or a node that held a result
-                    if lost := workers.pop(str(getattr(error, "actor_id", "")), None):
-                        _warn(lost[1], error)
+                except ray.exceptions.RayError as error:
+                    # A worker died, or a node that held a result.
+                    actor_id = str(getattr(error, "actor_id", ""))
+                    if actor_id in workers:
+                        _, node = workers.pop(actor_id)
+                        _warn(node, error)
                     continue
-                del left[name]
+                del unfinished[name]
                 yield name, result
-        if left:
-            raise ValueError(
-                f"{next(iter(left))}: {_TRIES} workers died of it, perhaps for want of memory"
-            )
+        if unfinished:
+            name = next(iter(unfinished))
+            raise ValueError(f"{name}: {_TRIES} workers died of it, perhaps for want of memory")
     finally:  # after an error or an interrupt, no worker goes on
         for actor, _ in workers.values():
             ray.kill(actor)
@@ -225,37 +242,40 @@ def _start(
     ray: Any, nodes: Sequence[Node], make: Make, arguments: Sequence[Any]
 ) -> dict[str, tuple[Any, Node]]:
     """Start a worker on each node; return those that become ready, and their nodes, by actor id."""
-    starting, ready = {}, {}
+    # Objects are sent to each node once, however many workers it has.
     shared = [ray.put(argument) for argument in arguments]
+    starting = {}
     for node in nodes:
-        there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        on_this_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             node.node_id, soft=False
         )
-        needs = {"num_gpus": 1} if node.gpu else {"num_cpus": node.cpus}
-        kind = ray.remote(Worker).options(
-            scheduling_strategy=there, max_concurrency=node.slots, **needs
+        resources = {"num_gpus": 1} if node.gpu else {"num_cpus": node.cpus}
+        actor = (
+            ray.remote(Worker)
+            .options(scheduling_strategy=on_this_node, max_concurrency=node.slots, **resources)
+            .remote()
         )
-        actor = kind.remote()
-        starting[actor.start.remote(node, package_versions(), make, *shared)] = actor, node
+        started = actor.start.remote(node, package_versions(), make, *shared)
+        starting[started] = (actor, node)
     _, late = ray.wait(list(starting), num_returns=len(starting), timeout=_START_SECONDS)
+    ready = {}
     for started, (actor, node) in starting.items():
         try:
-            ready[ray.get(started, timeout=0)] = actor, node
+            actor_id = ray.get(started, timeout=0)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except ray.exceptions.RayError as error:
-            _warn(
-                node,
-                f"its CPUs or GPUs were not free within {_START_SECONDS} s"
-                if started in late
-                else error,
-            )
+            if started in late:
+                _warn(node, f"its CPUs or GPUs were not free within {_START_SECONDS} s")
+            else:
+                _warn(node, error)
             ray.kill(actor)  # otherwise it would still take them once they are free
+        else:
+            ready[actor_id] = (actor, node)
     log.info("%d workers on the cluster", len(ready))
     return ready
 
 
-def _warn(node: Node, why: object) -> None:
-    log.warning(
-        "%s: worker lost, others take its work: %s", node.name, str(why).strip().partition("\n")[0]
-    )
+def _warn(node: Node, reason: object) -> None:
+    first_line = str(reason).strip().partition("\n")[0]
+    log.warning("%s: worker lost, others take its work: %s", node.name, first_line)

@@ -27,25 +27,30 @@ def differences(
     """Return what differs between the stored description of a result and that of the result that is
     wanted.
     """
-    found: list[Difference] = []
-    for key in {**stored, **wanted}:
-        name, old, new = f"{prefix}{key}", stored.get(key), wanted.get(key)
+    differing: list[Difference] = []
+    for key in {**stored, **wanted}:  # in their order, which a set would not keep
+        name = f"{prefix}{key}"
+        old = stored.get(key)
+        new = wanted.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{name}.")
+            differing += differences(old, new, f"{name}.")
         elif old != new:
-            found.append(Difference(name, old, new))
-    return found
+            differing.append(Difference(name, old, new))
+    return differing
 
 
-def without_times(found: list[Difference]) -> list[Difference]:
+def without_times(differing: list[Difference]) -> list[Difference]:
     """Return the differences but those of the time of a file, whose content may be the same."""
-    return [difference for difference in found if not difference.name.endswith(".time")]
+    return [difference for difference in differing if not difference.name.endswith(".time")]
 
 
-def in_one_line(found: list[Difference]) -> str:
-    return "; ".join(map(str, found[:3]))
+def in_one_line(differing: list[Difference]) -> str:
+    """Name the first three differences."""
+    return "; ".join(map(str, differing[:3]))
 
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) > 80:
+        return f"{text[:77]}..."
+    return text

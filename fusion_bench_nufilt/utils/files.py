@@ -54,10 +54,12 @@ def lock_folder(folder: Path) -> BaseFileLock:
 
 def refuse_foreign(folder: Path, mark: str) -> None:
     """Refuse a folder for results that has files, but not the one that marks earlier results."""
-    there = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
-    if there and mark not in there:
+    if not folder.is_dir():
+        return
+    names = {path.name for path in folder.iterdir()} - {LOCK}
+    if names and mark not in names:
         raise ValueError(
-            f"--out {folder}: it has '{min(there)}' and no {mark}; name a new or an empty folder"
+            f"--out {folder}: it has '{min(names)}' and no {mark}; name a new or an empty folder"
         )
 
 
@@ -73,14 +75,23 @@ def disk_full_errors(folder: Path, size: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        # A block inside this one may have named a folder already: the outer one says more.
         cause = error.__cause__ if isinstance(error, FullDiskError) else error
-        number = (
-            getattr(cause, "errno", None) or re.findall(r"os error (\d+)|$", str(cause))[0]
-        )  # safetensors'
-        if int(number or 0) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if _error_number(cause) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        what = f"no room left on the disk for '{folder}'{size}: {cause}"
-        raise FullDiskError(f"{what}. Make room and run the same command again") from cause
+        raise FullDiskError(
+            f"no room left on the disk for '{folder}'{size}: {cause}. Make room and run the same "
+            "command again"
+        ) from cause
+
+
+def _error_number(error: BaseException | None) -> int | None:
+    """Return the number of an operating system's error, which safetensors gives in its text."""
+    number: int | None = getattr(error, "errno", None)
+    match = re.search(r"os error (\d+)", str(error))
+    if number is None and match is not None:
+        return int(match[1])
+    return number
 
 
 @contextmanager
@@ -124,8 +135,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     restore_folder(target)
     # The caller holds a lock: processes that were killed left these.
-    for left in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*.new"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*.new"):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
@@ -161,7 +172,7 @@ def _aside(target: Path) -> Path:
 
 def _give_usual_mode(file: Path) -> None:
     """Let those read a file whom the user's umask lets; safetensors lets its owner alone."""
-    umask = os.umask(0o077)
+    umask = os.umask(0o077)  # it can only be read by setting it
     os.umask(umask)
     file.chmod(0o666 & ~umask)
 
@@ -171,7 +182,10 @@ def sync(path: Path) -> None:
     windows = os.name == "nt"  # Windows can't open folders, and flushes only files open for writing
     if windows and path.is_dir():
         return
-    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    flags = os.O_RDONLY
+    if windows:
+        flags = os.O_RDWR
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -182,14 +196,20 @@ def printable(name: str) -> str:
     """Escape the control characters of a name from elsewhere, which could act on a terminal or a
     page.
     """
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
+    letters = []
+    for letter in name:
+        if not letter.isprintable():
+            letter = repr(letter).strip("'")  # such as \x1b
+        letters.append(letter)
+    return "".join(letters)
 
 
 def escape_markup(text: str) -> str:
     """Escape markup and control characters in lines for a console, which may hold names from
     elsewhere.
     """
-    return escape("\n".join(map(printable, text.split("\n"))))
+    lines = [printable(line) for line in text.split("\n")]
+    return escape("\n".join(lines))
 
 
 def file_name(name: str) -> str:
@@ -197,11 +217,10 @@ def file_name(name: str) -> str:
     nor too long.
     """
     safe = re.sub(r"[^\w.=,+-]+|^\.", "_", name)
-    return (
-        safe
-        if len(safe.encode()) <= 200
-        else f"{safe[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-    )
+    if len(safe.encode()) <= 200:
+        return safe
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"{safe[:40]}-{digest[:16]}"
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -218,7 +237,9 @@ def read_yaml(file: Path) -> Any:
     is wrong with it.
     """
     content = yaml.load(file.read_text(encoding="utf-8"), Loader=_YamlLoader)
-    return {} if content is None else content
+    if content is None:
+        return {}
+    return content
 
 
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
@@ -266,20 +287,25 @@ def validate(content: Any, kind: type[_T]) -> _T:
         if not is_dataclass(kind):
             adapter.validate_python(content, strict=True)
             return cast("_T", content)
-        return adapter.validate_json(
-            json.dumps(content), strict=True
-        )  # strict Python would want a dataclass already
+        # Strict validation of Python objects would want an instance of the dataclass already.
+        return adapter.validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        got = repr(first["input"])
-        what = (
-            f"{first['msg'][0].lower()}{first['msg'][1:]}, got "
-            f"{got if len(got) <= 60 else f'{got[:57]}...'}"
-        )
-        if first["type"] == "value_error":  # a dataclass itself says what it got
-            what = str(first["ctx"]["error"])
-        raise ValueError(
-            f"field '{'.'.join(map(str, first['loc']))}': {what}" if first["loc"] else what
-        ) from error
+        raise ValueError(_message(error)) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def _message(error: ValidationError) -> str:
+    """Return what pydantic found first, in a line: the field, what is wrong, and what it got."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":  # a dataclass itself says what it got
+        message = str(first["ctx"]["error"])
+    else:
+        value = repr(first["input"])
+        if len(value) > 60:
+            value = f"{value[:57]}..."
+        message = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {value}"
+    if first["loc"]:
+        field = ".".join(map(str, first["loc"]))
+        message = f"field '{field}': {message}"
+    return message

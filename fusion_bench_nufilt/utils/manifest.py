@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from importlib.metadata import version
-from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -50,27 +49,29 @@ def add_head(
     is taken.
     """
     name = _unused(task, heads)
-    stem = _unused(
-        re.sub(r"[^\w.-]+", "_", name),
-        {PurePosixPath(head["file"]).stem for head in heads.values()},
-    )
+    stems = {PurePosixPath(head["file"]).stem for head in heads.values()}
+    stem = _unused(re.sub(r"[^\w.-]+", "_", name), stems)
     kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
     heads[name] = Head(file=f"heads/{stem}.safetensors", modules=modules, config=kept)
     return name
 
 
 def _unused(name: str, others: Collection[str]) -> str:
-    numbered = (f"{name}-{number}" for number in count(2))
-    return next(each for each in chain([name], numbered) if each not in others)
+    """Return the name, with the first free number from 2 if it is among the others."""
+    candidate = name
+    number = 2
+    while candidate in others:
+        candidate = f"{name}-{number}"
+        number += 1
+    return candidate
 
 
 def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dict[str, bytes]:
     """Return the files of all heads of a result, or of one task's, by path; refuse one that is not
     what was saved.
     """
-    files = [
-        head["file"] for name, head in manifest.get("heads", {}).items() if task in (None, name)
-    ]
+    heads = manifest.get("heads", {})
+    files = [head["file"] for name, head in heads.items() if task in (None, name)]
     verify_files(folder, manifest, "fetch it again", files)
     return {file: (folder / file).read_bytes() for file in files}
 
@@ -96,11 +97,9 @@ def save_checkpoint(
         else:
             save_model(model, str(temporary / "model.safetensors"))
         if state:
-            (temporary / STATE_FILE).parent.mkdir()
-            save_file(
-                {name: value.cpu().contiguous() for name, value in state.items()},
-                temporary / STATE_FILE,
-            )
+            file = temporary / STATE_FILE
+            file.parent.mkdir()
+            save_file({name: value.cpu().contiguous() for name, value in state.items()}, file)
         write_files(temporary, files or {})
         write_manifest(temporary, about)
 
@@ -111,16 +110,16 @@ def _name_untied_head(model: Any, config: Path) -> None:
     transformers 5 writes that the head of every T5 is tied, and transformers 4 would replace it by
     the embeddings.
     """
-    heads = [
-        getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")
-    ]
-    weights = [getattr(head, "weight", None) for head in heads]
-    if all(weight is not None for weight in weights) and weights[0] is not weights[1]:
-        content = json.loads(config.read_text())
-        if content.get("tie_word_embeddings"):
-            write_text(
-                config, json.dumps({**content, "tie_word_embeddings": False}, indent=2) + "\n"
-            )
+    if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
+        return
+    embeddings = getattr(model.get_input_embeddings(), "weight", None)
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if embeddings is None or head is None or embeddings is head:
+        return
+    content = json.loads(config.read_text())
+    if content.get("tie_word_embeddings"):
+        content["tie_word_embeddings"] = False
+        write_text(config, json.dumps(content, indent=2) + "\n")
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -162,19 +161,25 @@ def verify_files(
     By default, the files are all that the manifest lists except the model card, which people edit.
     A manifest of an earlier version, which lists none, passes.
     """
-    if (files := manifest.get("files")) is None:
+    files = manifest.get("files")
+    if files is None:
         return
-    wanted = sorted(files.keys() - {CARD} if names is None else names)
-    for name in wanted:
+    if names is None:
+        names = files.keys() - {CARD}
+    names = sorted(names)
+    for name in names:
         path = PurePosixPath(name)
+        # A manifest from elsewhere must not make this read a file outside the folder.
         if path.is_absolute() or ".." in path.parts or not (folder / path).is_file():
             raise ValueError(f"'{folder}' lacks {name}; {advice}")
         if name not in files or (folder / path).stat().st_size != files[name]["size"]:
             raise ValueError(
                 f"'{folder}': {name} is not what was saved (its size differs); {advice}"
             )
-    for name, found in _fingerprints(folder, wanted if digests else []).items():
-        if found != files[name]:
+    if not digests:
+        return
+    for name, fingerprint in _fingerprints(folder, names).items():
+        if fingerprint != files[name]:
             raise ValueError(
                 f"'{folder}': {name} is not what was saved (its sha256 differs); {advice}"
             )
@@ -187,14 +192,18 @@ def load_checkpoint(model: nn.Module, folder: Path) -> None:
         # The widest dtype that occurs, so that each weight is read exactly; a model may have
         # several dtypes.
         dtype = reduce(torch.promote_types, {parameter.dtype for parameter in model.parameters()})
-        model.load_state_dict(from_pretrained(folder, dtype=dtype).state_dict())
+        saved = from_pretrained(folder, dtype=dtype)
+        model.load_state_dict(saved.state_dict())
     else:
         load_model(model, folder / "model.safetensors")
 
 
 def load_state(folder: Path) -> dict[str, Tensor]:
+    """Return the state that was saved beside a merged model; {} if its method keeps none."""
     file = folder / STATE_FILE
-    return load_file(file) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return load_file(file)
 
 
 def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
@@ -211,11 +220,13 @@ def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of names, dtypes, shapes and bits of a model's parameters and buffers, in
     any order.
     """
-    state = model.state_dict() if isinstance(model, nn.Module) else model
-    tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
-    return combined_digest(
-        (name, [str(value.dtype), tuple(value.shape), digest(value)]) for name, value in tensors
-    )
+    if isinstance(model, nn.Module):
+        model = model.state_dict()
+    digests = {}
+    for name, value in model.items():
+        if isinstance(value, Tensor):  # a module may have further state
+            digests[name] = [str(value.dtype), tuple(value.shape), digest(value)]
+    return combined_digest(digests.items())
 
 
 def combined_digest(parts: Iterable[tuple[str, object]]) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, field
 from inspect import Parameter, Signature
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -39,7 +40,7 @@ Door = Literal["fusion_bench", "nufilt compare", "nufilt merge", "Python"]
 
 
 def typed(door: Door, options: Mapping[str, object], method: str = "NAME") -> str:
-    """Return options in the form in which they are typed at a door."""
+    """Return options as they are typed at a door; ``method`` is the name of their method."""
     if door == "fusion_bench":
         return " ".join(f"method.{name}={value}" for name, value in options.items())
     if door == "nufilt compare":
@@ -51,12 +52,8 @@ def typed(door: Door, options: Mapping[str, object], method: str = "NAME") -> st
 
 def with_scope(kinds: Iterable[type], *scopes: Scope) -> list[str]:
     """Return the names of those options of dataclasses that have one of the scopes."""
-    return [
-        each.name
-        for kind in kinds
-        for each in dataclasses.fields(kind)
-        if each.metadata["scope"] in scopes
-    ]
+    fields = chain.from_iterable(map(dataclasses.fields, kinds))
+    return [field.name for field in fields if field.metadata["scope"] in scopes]
 
 
 def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
@@ -66,16 +63,17 @@ def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
     Everything that reads signatures (FusionBench's ``auto_register_config``, an editor) then sees
     every option by name.
     """
-    options = [
-        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for kind in kinds
-        for each in dataclasses.fields(kind)
-    ]
+    options = []
+    for option in chain.from_iterable(map(dataclasses.fields, kinds)):
+        parameter = Parameter(
+            option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type
+        )
+        options.append(parameter)
 
     def decorate(cls: _Class) -> _Class:
         constructor: Any = vars(cls)["__init__"]
-        *named, kwargs = inspect.signature(constructor).parameters.values()
-        constructor.__signature__ = Signature([*named, *options, kwargs])
+        *parameters, kwargs = inspect.signature(constructor).parameters.values()
+        constructor.__signature__ = Signature([*parameters, *options, kwargs])
         return cls
 
     return decorate
@@ -87,65 +85,88 @@ def split_options(
     """Return an instance of each dataclass, made from the options that are its fields, and all
     other options.
     """
-    left, made = dict(options), []
+    others = dict(options)
+    instances = []
     for kind in kinds:
-        made.append(
-            kind(**{f.name: left.pop(f.name) for f in dataclasses.fields(kind) if f.name in left})
-        )
-    return made, left
+        values = {}
+        for option in dataclasses.fields(kind):
+            if option.name in others:
+                values[option.name] = others.pop(option.name)
+        instances.append(kind(**values))
+    return instances, others
 
 
 def options_of(kind: type[_Options], algorithm: object) -> _Options:
     """Return the options of a kind that an algorithm now has as attributes; raise a ValueError if
     one is invalid.
     """
-    return kind(**{each.name: getattr(algorithm, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return kind(**{field.name: getattr(algorithm, field.name) for field in fields})
 
 
-def unknown(what: str, name: str, known: Iterable[str], known_are: str = "") -> str:
-    """Return the message about an unknown name, with the one that was meant, or else ``known_are``:
-    by default, all.
+def unknown(kind: str, name: str, names: Iterable[str], listing: str = "") -> str:
+    """Return the message about a name that there is not, of the kind "method" or so.
+
+    It suggests the most similar one of the ``names`` that there are. If none is similar, it says
+    ``listing``, by default all names.
     """
-    known = sorted(set(known))
-    close = difflib.get_close_matches(str(name), known, n=1)
-    rest = f"did you mean '{close[0]}'?" if close else known_are or f"there are {', '.join(known)}"
-    return f"there is no {what} '{name}'; {rest}"
+    names = sorted(set(names))
+    similar_names = difflib.get_close_matches(str(name), names, n=1)
+    if similar_names:
+        advice = f"did you mean '{similar_names[0]}'?"
+    elif listing:
+        advice = listing
+    else:
+        advice = f"there are {', '.join(names)}"
+    return f"there is no {kind} '{name}'; {advice}"
+
+
+def _alternatives(option: Field[Any]) -> tuple[Any, ...]:
+    """Return the types of a union such as ``str | None``, or the type itself."""
+    if get_origin(option.type) in (Union, UnionType):
+        return get_args(option.type)
+    return (option.type,)
 
 
 def choices(option: Field[Any]) -> tuple[Any, ...]:
     """Return the values that a type such as ``Literal["adam", "closed_form"]`` allows; () for any
     other type.
     """
-    kinds = (
-        get_args(option.type) if get_origin(option.type) in (Union, UnionType) else (option.type,)
-    )
-    if not all(kind is bool or get_origin(kind) is Literal for kind in kinds):
-        return ()
-    return tuple(
-        value for kind in kinds for value in ((True, False) if kind is bool else get_args(kind))
-    )
+    values: list[Any] = []
+    for kind in _alternatives(option):
+        if kind is bool:
+            values += [True, False]
+        elif get_origin(kind) is Literal:
+            values += get_args(kind)
+        else:
+            return ()
+    return tuple(values)
 
 
 def check_choices(options: Any) -> None:
     """Raise a ValueError that names an option if its value is none of its choices, or should be a
     string and is not.
     """
-    for each in dataclasses.fields(options):
-        value, allowed, kinds = (
-            getattr(options, each.name),
-            choices(each),
-            get_args(each.type) or (each.type,),
-        )
-        if str in kinds and {str, NoneType} >= {*kinds} and not isinstance(value, kinds):
-            raise ValueError(f"{each.name} must be a word, got {value!r}")
-        if allowed and not any(
-            value is choice or (value == choice and type(value) is str) for choice in allowed
-        ):
-            words = ", ".join(
-                str(choice).lower() if choice in (True, False) else repr(choice)
-                for choice in allowed
-            )
-            raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
+    for option in dataclasses.fields(options):
+        value = getattr(options, option.name)
+        kinds = _alternatives(option)
+        if set(kinds) in ({str}, {str, NoneType}) and not isinstance(value, kinds):
+            raise ValueError(f"{option.name} must be a word, got {value!r}")
+        allowed = choices(option)
+        if allowed and not _is_one_of(value, allowed):
+            words = ", ".join(map(_in_yaml, allowed))
+            raise ValueError(f"{option.name} must be one of {words}, got {value!r}")
+
+
+def _is_one_of(value: Any, choices: Iterable[Any]) -> bool:
+    """Tell whether a value is one of the choices; 1 is not True, although it equals it."""
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+def _in_yaml(choice: Any) -> str:
+    if isinstance(choice, bool):
+        return str(choice).lower()
+    return repr(choice)
 
 
 def check_whole(
@@ -156,10 +177,16 @@ def check_whole(
     """
     for name in names:
         value = getattr(options, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            bound = f" and <= {most}" if isinstance(value, int) and value > most else ""
-            what = f">= {least}{bound}{otherwise and f', {otherwise}'}"
-            raise ValueError(f"{name} must be a whole number {what}, got {value!r}")
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if is_whole and least <= value <= most:
+            continue
+        limits = f">= {least}"
+        # The upper bound is named only where it is exceeded: it is far beyond what makes sense.
+        if is_whole and value > most:
+            limits += f" and <= {most}"
+        if otherwise:
+            limits += f", {otherwise}"
+        raise ValueError(f"{name} must be a whole number {limits}, got {value!r}")
 
 
 def check_positive(options: Any, *names: str) -> None:
@@ -180,4 +207,4 @@ def is_number(value: object) -> bool:
     """Tell whether a value is a finite number; True and False are not."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) <= sys.float_info.max  # an int may exceed it
+    return abs(value) <= sys.float_info.max  # neither NaN nor infinite; an int may exceed it, too

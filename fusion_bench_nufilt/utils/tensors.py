@@ -48,15 +48,16 @@ class TensorInfo:
         """Return these entries of the first dimension, which are contiguous, as a tensor of its
         own.
         """
-        size = self.nbytes // self.shape[0]
-        start, shape = self.start + first * size, (last - first, *self.shape[1:])
-        return replace(self, shape=shape, start=start, stop=start + (last - first) * size)
+        row_bytes = self.nbytes // self.shape[0]
+        shape = (last - first, *self.shape[1:])
+        start = self.start + first * row_bytes
+        stop = self.start + last * row_bytes
+        return replace(self, shape=shape, start=start, stop=stop)
 
     def of(self, dtype: str) -> "TensorInfo":
         """Return the same tensor in another floating dtype, without a place in a file."""
-        return TensorInfo(
-            self.file, dtype, self.shape, 0, math.prod(self.shape) * FLOATS[dtype].itemsize
-        )
+        nbytes = math.prod(self.shape) * FLOATS[dtype].itemsize
+        return TensorInfo(self.file, dtype, self.shape, 0, nbytes)
 
 
 class TensorFile:
@@ -72,8 +73,9 @@ class TensorFile:
                 # of it.
                 with safe_open(path, framework="np"):
                     pass
-                self.header = file.read(8)
-                self.header += file.read(int.from_bytes(self.header, "little"))
+                # The file begins with the length of its header, then the header, in JSON.
+                length = file.read(8)
+                self.header = length + file.read(int.from_bytes(length, "little"))
         except SafetensorError as error:
             raise ValueError(
                 f"'{path}' is truncated or corrupt: {error}; fetch it again"
@@ -105,23 +107,25 @@ class TensorFile:
             yield self._bytes(start, min(start + CHUNK_BYTES, info.stop))
 
     def elements(self, info: TensorInfo, start: int, stop: int) -> Tensor:
-        size = FLOATS[info.dtype].itemsize
-        return self._bytes(info.start + start * size, info.start + stop * size).view(
-            FLOATS[info.dtype]
-        )
+        """Read some elements of a tensor, without their shape."""
+        dtype = FLOATS[info.dtype]
+        first_byte = info.start + start * dtype.itemsize
+        last_byte = info.start + stop * dtype.itemsize
+        return self._bytes(first_byte, last_byte).view(dtype)
 
     def _bytes(self, start: int, stop: int) -> Tensor:
         buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        view, done = buffer.numpy().data, 0
+        unread = buffer.numpy().data
         with open(self.path, "rb", buffering=0) as file:
             file.seek(start)
-            while done < len(view):  # one call reads 2 GB at most
-                if not (count := file.readinto(view[done:])):
+            while len(unread) > 0:  # one call reads 2 GB at most
+                count = file.readinto(unread)
+                if not count:
                     raise ValueError(
                         f"'{self.path}' ended before its header says: was it changed during the "
                         "run?"
                     )
-                done += count
+                unread = unread[count:]
         return buffer
 
 
@@ -131,40 +135,49 @@ def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
     """
     content = json.loads(header[8:])
     content.pop("__metadata__", None)
-    return {
-        key: TensorInfo(
+    tensors = {}
+    for key, entry in content.items():
+        start, stop = entry["data_offsets"]  # counted from the end of the header
+        tensors[key] = TensorInfo(
             file,
-            value["dtype"],
-            tuple(value["shape"]),
-            *(len(header) + i for i in value["data_offsets"]),
+            entry["dtype"],
+            tuple(entry["shape"]),
+            len(header) + start,
+            len(header) + stop,
         )
-        for key, value in content.items()
-    }
+    return tensors
 
 
 def end_of_file(header: bytes) -> int:
-    return max((info.stop for info in read_header("", header).values()), default=len(header))
+    """Return the size of the file that begins with a header."""
+    stops = [info.stop for info in read_header("", header).values()]
+    return max(stops, default=len(header))
 
 
 def describe(tensor: Tensor) -> TensorInfo:
     """Return the description of a tensor, without a place in a file; it may be of a dtype that no
     file here has.
     """
-    name = next(
-        (name for name, dtype in _DTYPES.items() if dtype == tensor.dtype), str(tensor.dtype)
-    )
-    return TensorInfo("", name, tuple(tensor.shape), 0, tensor.nbytes)
+    dtype_name = str(tensor.dtype)
+    for name, dtype in _DTYPES.items():
+        if dtype == tensor.dtype:
+            dtype_name = name
+    return TensorInfo("", dtype_name, tuple(tensor.shape), 0, tensor.nbytes)
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     """Return the header of a file with these tensors, the widest dtypes first, so that all are
     aligned.
     """
+
+    def itemsize(key: str) -> int:
+        info = tensors[key]
+        return -(-info.nbytes // max(1, math.prod(info.shape)))  # rounded up
+
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for key, info in sorted(
-        tensors.items(), key=lambda item: -item[1].nbytes // max(1, math.prod(item[1].shape))
-    ):
+    for key in sorted(tensors, key=itemsize, reverse=True):
+        info = tensors[key]
         stop = start + info.nbytes
         content[key] = {
             "dtype": info.dtype,
@@ -173,7 +186,7 @@ def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
         }
         start = stop
     text = json.dumps(content).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
@@ -191,7 +204,8 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of ``data`` at an offset; threads may write side by side."""
     while data:
         count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+        data = data[count:]
+        offset += count
 
 
 def digest(tensor: Tensor) -> str:
