@@ -70,8 +70,12 @@ def heat_maps(
 
 
 def score_maps(rows: Rows, steps: Sequence[str], tasks: Sequence[str]) -> ChartType:
-    """Draw matrices of scores in per cent, with a row for each step and a column for each task."""
-    return heat_maps(rows, steps, tasks, ("after", "task"), "score (%)", domain=(0, 100))
+    """Draw matrices of scores in per cent, with a row for each step after which any task was scored
+    and a column for each task.
+    """
+    scored = {row["row"] for row in rows}
+    shown = [step for step in steps if step in scored]
+    return heat_maps(rows, shown, tasks, ("after", "task"), "score (%)", domain=(0, 100))
 
 
 def lines(
@@ -143,7 +147,7 @@ def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tu
     whole = [place for place in x if isinstance(place, int)]
     axis = alt.Axis()
     if len(whole) == len(x) <= 20:
-        axis = alt.Axis(values=whole, format="d", labelOverlap=True)
+        axis = alt.Axis(values=whole, format="d", labelOverlap=True, labelSeparation=4)
     default = alt.Scale(zero=False, nice=False, padding=8)
     return "Q", {"title": title, "scale": scale or default, "axis": axis}
 
@@ -204,14 +208,16 @@ def dots(rows: Rows) -> ChartType:
     base = alt.Chart().encode(
         y=alt.Y("name:N", **by_name(names, None)), tooltip=tooltip(name="", panel="metric", text="")
     )
-    deviations = base.transform_filter("isValid(datum.low)").mark_rule(size=1.5, color=COLOURS[-1])
     means = base.mark_point(color=COLOURS[0], size=70)
-    words = base.mark_text(align="left", fontSize=11, color=COLOURS[-1])
+    words = base.mark_text(align="left", dx=12, fontSize=11, color=COLOURS[-1])
     layers = [
-        deviations.encode(x=alt.X("low:Q", **value_axis), x2="high:Q"),
         means.encode(x=alt.X("value:Q", **value_axis)),
-        words.encode(x=alt.value(width + 12), text="text:N"),
+        words.encode(x=alt.XValue("width"), text="text:N"),  # on a phone, panels are narrower
     ]
+    if any(clean(row.get("low")) is not None for row in rows):
+        several = base.transform_filter("isValid(datum.low)")
+        deviations = several.mark_rule(size=1.5, color=COLOURS[-1])
+        layers.insert(0, deviations.encode(x=alt.X("low:Q", **value_axis), x2="high:Q"))
     if any(row.get("paper") is not None for row in rows):
         printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
         scale = alt.Scale(domain=["paper"], range=[COLOURS[1]])

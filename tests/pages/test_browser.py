@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from fusion_bench_nufilt.pages.write import write_results
+from tests.compare.helpers import comparison, finished
 from tests.pages.helpers import FOLDERS, LAYERS, TASKS
 from tests.pages.test_charts import luminance
 
@@ -72,6 +73,30 @@ def test_every_chart_is_drawn_without_an_error_and_fits(browser, pages, kind, wi
     assert "\u2212" not in "".join(browser.execute_script(words))  # tables have the other minus
     assert browser.get_log("browser") == []
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("seeds", [[42], [42, 43]])
+def test_no_word_of_a_chart_is_cut(browser, tmp_path, seeds, width):
+    runs = {}
+    for name in ("nufilt/adapter_only", "simple_average", "a_method_with_a_very_long_name"):
+        runs[name] = [finished(seed, -0.1) for seed in seeds]
+    comparison(runs, preset="ablation").save(tmp_path)
+    show(browser, tmp_path / "index.html", width)
+    script = """
+        const right = (element) => element.getBoundingClientRect().right;
+        const left = (element) => element.getBoundingClientRect().left;
+        const cut = [];
+        for (const chart of document.querySelectorAll(".chart")) {
+          const page = chart.parentElement;
+          for (const word of chart.querySelectorAll("svg text")) {
+            if (word.textContent && (left(word) < left(page) - 1 || right(word) > right(page) + 1))
+              cut.push(word.textContent);
+          }
+        }
+        return cut;
+    """
+    assert browser.execute_script(script) == []
 
 
 @pytest.mark.parametrize("mode", ["light", "dark"])

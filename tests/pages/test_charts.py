@@ -149,6 +149,45 @@ def test_a_constant_is_labelled_with_its_value():
     assert ">0.2</text>" in svg
 
 
+def tick_labels(chart):
+    """The texts that are seen at each axis of a drawn chart."""
+    svg = vl_convert.vegalite_to_svg(chart_definition(chart))
+    axes = re.findall(r'class="mark-text role-axis-label"(.*?)</g>', svg)
+    return [re.findall(r'opacity="1">([^<>]+)</text>', axis) for axis in axes]
+
+
+@pytest.mark.parametrize("end", [0.87501, 0.8751, 87.6])
+def test_no_two_places_of_an_axis_have_the_same_label(end):
+    _, labels = tick_labels(charts.lines(curves({"one": [0.875, end]}), "step", "share"))
+    assert len(labels) > 2
+    assert len(set(labels)) == len(labels)
+
+
+def test_the_labels_of_twenty_steps_stand_apart():
+    steps = range(1, 21)
+    rows = curves({"one": [1.0] * 20}, x=steps)
+    labels, _ = tick_labels(charts.lines(rows, "step", "loss", size=(260, 180)))
+    assert labels == [str(step) for step in steps if step % 2]
+    wide, _ = tick_labels(charts.lines(rows, "step", "loss", size=(460, 320)))
+    assert wide == [str(step) for step in steps]
+
+
+def test_a_step_after_which_nothing_was_scored_is_no_row():
+    scores = cells([[NAN, NAN], [50.0, 60.0]], ["first", "last"], ["t", "u"], "m")
+    chart = charts.score_maps(scores, ["first", "last"], ["t", "u"])
+    assert encodings(chart, "y")[0]["scale"]["domain"] == ["last"]
+
+
+def test_the_words_of_dots_stand_at_the_edge_of_a_panel_of_any_width():
+    assert {"value": "width"} in encodings(KINDS["dots"], "x")
+
+
+def test_dots_without_a_deviation_have_no_rules():
+    assert marks(KINDS["dots"]) == ["point", "text"]
+    row = {"panel": "ACC (%)", "name": "m", "value": 50.0, "text": "50.0 ± 1.0"}
+    assert marks(charts.dots([row | {"low": 49.0, "high": 51.0}])) == ["rule", "point", "text"]
+
+
 def test_sets_of_rows_are_panels_in_their_order_and_only_those_that_have_rows():
     maps = [row for name in ("b", "a", "c") for row in cells([[1.0]], ["r"], ["t"], name)]
     chart = charts.heat_maps(maps, ["r"], ["t"], TITLES, "value", across=2).to_dict()

@@ -17,6 +17,7 @@ from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.theme import cells
 from fusion_bench_nufilt.pages.write import try_write_report, write_results
 from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder, unscored_folder
+from tests.pages.sizes import comparison_of
 
 
 def page_of(folder):
@@ -97,6 +98,13 @@ def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_w
     assert not re.search(r"""(src|href)=["'](?!data:)""", body(page))
     assert "://" not in body(page)
     assert len(page.read_bytes()) < 1_200_000
+
+
+def test_a_page_explains_the_metrics_that_it_shows(tmp_path):
+    comparison_of(2, 3, evaluate="last").save(tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    assert "<b>ACC</b>: the mean score" in page
+    assert "<b>BWT</b>" not in page
 
 
 def test_names_are_words_and_never_markup(tmp_path):

@@ -29,6 +29,20 @@ function shrink(spec, width, available) {
   return wide.length > 0;
 }
 
+// Shorter names and legends below, for a narrow page.
+function fitLabels(spec, available) {
+  Object.assign(spec.config.legend, { orient: "bottom", labelLimit: 250 });
+  Object.assign(spec.config.title, { frame: "bounds", limit: available - 20 });
+  spec.config.axisDiscrete.labelLimit = 100;
+  for (const part of partsOf(spec)) {
+    // A panel's name ends with the panel, and begins above the labels beside it.
+    if (part.facet) Object.assign(part.facet.header, { labelAnchor: "end", labelLimit: available - 20 });
+    for (const { encoding } of part.layer ?? []) {
+      for (const { legend } of Object.values(encoding ?? {})) if (legend) legend.columns = 1;
+    }
+  }
+}
+
 async function draw(holder, spec, available) {
   for (let attempt = 0; attempt < 4; attempt++) {
     // The interpreter of expressions does without eval, which the page forbids.
@@ -44,11 +58,7 @@ for (const holder of document.querySelectorAll(".chart")) {
   spec.config.background = "transparent";
   for (const [part, colour] of Object.entries(colours)) spec.config[part] = { ...spec.config[part], ...colour };
   const available = holder.parentElement.clientWidth;
-  if (narrow) {
-    Object.assign(spec.config.legend, { orient: "bottom", columns: 1, labelLimit: 250 });
-    spec.config.axisDiscrete.labelLimit = 100;
-    Object.assign(spec.config.title, { frame: "bounds", limit: available - 20 });
-  }
+  if (narrow) fitLabels(spec, available);
   draw(holder, spec, available);
 }
 
