@@ -10,8 +10,8 @@ from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.model import FullModel
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.nufilt.weights import widened
 from fusion_bench_nufilt.utils.devices import map_layers
+from fusion_bench_nufilt.utils.tensors import widened
 
 from .subspaces import TaskVector, task_vector
 from .summary import Analysis

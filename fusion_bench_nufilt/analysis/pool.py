@@ -17,10 +17,10 @@ from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.views import View
 from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
-from fusion_bench_nufilt.nufilt.weights import widened
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import file_name
+from fusion_bench_nufilt.utils.tensors import widened
 
 from .record import (
     Loader,

@@ -50,7 +50,7 @@ def takes_options(
             shown = "depends on the method" if depends else True
             info = typer.Option(
                 help=each.metadata["help"],
-                rich_help_panel=None if name in common else each.metadata["panel"],
+                rich_help_panel=None if name in common else each.metadata.get("panel", "Method"),
                 show_default=shown,
             )
             annotation: Any = Annotated[kind, info]

@@ -7,8 +7,7 @@ from torch import Tensor
 from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
-from fusion_bench_nufilt.nufilt.weights import is_finite
-from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, digest, raw
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, digest, is_finite, raw
 
 from .beside import state_layout, state_tensors
 from .engine import MergedLayer

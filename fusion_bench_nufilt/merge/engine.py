@@ -14,10 +14,9 @@ from torch import Tensor
 from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.nufilt.weights import is_finite
 from fusion_bench_nufilt.utils.devices import DevicePool, map_layers
 from fusion_bench_nufilt.utils.failures import NoRoomError, room_for
-from fusion_bench_nufilt.utils.tensors import FLOATS
+from fusion_bench_nufilt.utils.tensors import FLOATS, is_finite
 
 from .beside import state_tensors
 from .forecast import batches, layer_budget, layer_memory, solving_memory

@@ -19,8 +19,8 @@ from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.model import FullModel
 from fusion_bench_nufilt.models.ties import tie_weights
-from fusion_bench_nufilt.nufilt.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.utils.options import split_options
+from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
 
 from .others import running_mean
 from .settings import Settings

@@ -13,8 +13,14 @@ from torch import Tensor
 from fusion_bench_nufilt.models.fp8 import Quantised
 from fusion_bench_nufilt.models.mxfp4 import Packed
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
-from fusion_bench_nufilt.nufilt.weights import is_finite, wide_dtype
-from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, FLOATS, TensorInfo, raw
+from fusion_bench_nufilt.utils.tensors import (
+    CHUNK_BYTES,
+    FLOATS,
+    TensorInfo,
+    is_finite,
+    raw,
+    wide_dtype,
+)
 
 from .beside import mean_key, means_to_keep
 from .output import Output, Record

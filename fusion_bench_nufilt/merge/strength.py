@@ -15,8 +15,8 @@ from fusion_bench_nufilt.models.fp8 import Quantised
 from fusion_bench_nufilt.models.model import FullModel
 from fusion_bench_nufilt.models.mxfp4 import Packed
 from fusion_bench_nufilt.models.source import Source
-from fusion_bench_nufilt.nufilt.weights import LowRank, widened
-from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
+from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, widened
 
 from .plan import Plan
 

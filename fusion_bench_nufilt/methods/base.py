@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.models.names import last_block_numbers
-from fusion_bench_nufilt.nufilt.weights import Layers, LowRank, TaskLayers, check_layers, widened
-from fusion_bench_nufilt.utils.devices import Devices, check_devices, clock, map_on_devices
+from fusion_bench_nufilt.nufilt.fusion import Layers, TaskLayers, check_layers
+from fusion_bench_nufilt.nufilt.step import LowRank, clock
+from fusion_bench_nufilt.utils.devices import Devices, check_devices, map_on_devices
 from fusion_bench_nufilt.utils.failures import solve_alone
 from fusion_bench_nufilt.utils.options import Door
+from fusion_bench_nufilt.utils.tensors import widened
 
 _R = TypeVar("_R")
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.config import FusionConfig
-from fusion_bench_nufilt.nufilt.fusion import fuse_each
+from fusion_bench_nufilt.nufilt.fusion import Layers, TaskLayers, fuse_each
 from fusion_bench_nufilt.nufilt.step import working_bytes
-from fusion_bench_nufilt.nufilt.weights import Layers, TaskLayers
 from fusion_bench_nufilt.utils.devices import Devices, stack_size
 from fusion_bench_nufilt.utils.options import Door, typed
 

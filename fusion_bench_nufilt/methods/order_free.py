@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion_bench_nufilt.models.names import block_of
+from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis
-from fusion_bench_nufilt.nufilt.weights import LowRank, wide_dtype, widened
+from fusion_bench_nufilt.utils.tensors import wide_dtype, widened
 
 from .base import LayerMethod, State
 from .options import FAINTEST, ORDER_FREE_DEFAULTS, RampConfig, ScaleConfig

@@ -23,8 +23,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
-from fusion_bench_nufilt.nufilt.weights import LowRank
 
 from .task_vector import EIGHT, TaskVector
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis, top_eigenvectors
-from fusion_bench_nufilt.nufilt.weights import LowRank, wide_dtype, widened
+from fusion_bench_nufilt.utils.tensors import wide_dtype, widened
 
 LEADING = 16  # the directions that are taken out
 EIGHT = 8  # tasks for which there is room among the directions of a layer

@@ -18,10 +18,9 @@ from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.nufilt.weights import is_finite
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, printable, read_json
 from fusion_bench_nufilt.utils.schemas import Input, InputFile
-from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
+from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest, is_finite
 
 from .fp8 import Quantisation, Quantised, join_scales, other_quantisation
 from .mxfp4 import Packed, join_blocks

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.nufilt.weights import is_finite, wide_dtype
-from fusion_bench_nufilt.utils.tensors import digest
+from fusion_bench_nufilt.utils.tensors import digest, is_finite, wide_dtype
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.nufilt.weights import is_finite
-from fusion_bench_nufilt.utils.tensors import describe
+from fusion_bench_nufilt.utils.tensors import describe, is_finite
 
 from .source import Parts, Source, part
 

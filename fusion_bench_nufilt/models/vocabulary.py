@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.weights import is_finite, wide_dtype
 from fusion_bench_nufilt.utils.files import parse_json
-from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, raw
+from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, is_finite, raw, wide_dtype
 
 from .model import FullModel
 from .source import some

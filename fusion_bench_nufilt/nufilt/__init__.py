@@ -8,8 +8,8 @@ from fusion_bench_nufilt.utils.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .config import FusionConfig
-    from .fusion import LayerReport, fuse_each, fuse_layers
-    from .weights import LowRank, check_layers
+    from .fusion import LayerReport, check_layers, fuse_each, fuse_layers
+    from .step import LowRank
 
 __all__ = ["FusionConfig", "LayerReport", "LowRank", "check_layers", "fuse_each", "fuse_layers"]
 
@@ -18,8 +18,8 @@ __getattr__ = lazy_exports(
     {
         "FusionConfig": "config",
         "LayerReport": "fusion",
-        "LowRank": "weights",
-        "check_layers": "weights",
+        "LowRank": "step",
+        "check_layers": "fusion",
         "fuse_each": "fusion",
         "fuse_layers": "fusion",
     },

@@ -1,15 +1,8 @@
 """Hyper-parameters of a merging step."""
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
-from fusion_bench_nufilt.utils.options import (
-    check_choices,
-    check_positive,
-    check_whole,
-    is_number,
-    option,
-)
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 
 class Ranks(NamedTuple):
@@ -18,6 +11,11 @@ class Ranks(NamedTuple):
     null: int  # r_p
     lora: int  # r_l
     task: int  # r_v
+
+
+def option(default: Any, help: str, symbol: str = "") -> Any:
+    """Return a field with its help, for command lines, and its symbol in the paper."""
+    return field(default=default, metadata={"help": help, "symbol": symbol})
 
 
 @dataclass(frozen=True)
@@ -79,21 +77,30 @@ class FusionConfig:
 
     def __post_init__(self) -> None:
         for key in ("null_rank", "lora_rank", "task_rank"):
-            if not (is_number(value := getattr(self, key)) and 0 < value < 1):
-                most = (
-                    2**16 if key == "lora_rank" else 2**31
-                )  # unlike the others, it is not clipped to the layer
-                check_whole(
-                    self,
-                    key,
-                    most=most,
-                    otherwise="or a share of the layer's width between 0 and 1",
-                )
-        check_whole(self, "max_steps")
-        check_positive(self, "lr", "ridge")
-        if not (is_number(self.init_std) and self.init_std >= 0):
+            rank = getattr(self, key)
+            is_share = _is_number(rank) and 0 < rank < 1
+            if not is_share:
+                # The others are clipped to the layer.
+                most = 2**16 if key == "lora_rank" else 2**31
+                _check_whole(key, rank, most, ", or a share of the layer's width between 0 and 1")
+        _check_whole("max_steps", self.max_steps, 2**31)
+        for key in ("lr", "ridge"):
+            value = getattr(self, key)
+            if not (_is_number(value) and value > 0):
+                raise ValueError(f"{key} must be a number > 0, got {value!r}")
+        if not (_is_number(self.init_std) and self.init_std >= 0):
             raise ValueError(f"init_std must be a number >= 0, got {self.init_std!r}")
-        check_choices(self)
+        # 1 equals True, and is none of these.
+        if not isinstance(self.null_space, bool) and self.null_space != "zero":
+            raise ValueError(
+                f"null_space must be one of true, false, 'zero', got {self.null_space!r}"
+            )
+        if self.first_task not in ("paper", "release"):
+            raise ValueError(
+                f"first_task must be one of 'paper', 'release', got {self.first_task!r}"
+            )
+        if self.solver not in ("adam", "closed_form"):
+            raise ValueError(f"solver must be one of 'adam', 'closed_form', got {self.solver!r}")
 
     @property
     def has_adapter(self) -> bool:
@@ -109,3 +116,21 @@ class FusionConfig:
             return int(rank) if rank >= 1 or rank == 0 else max(1, round(rank * d_i))
 
         return Ranks(number(self.null_rank), number(self.lora_rank), number(self.task_rank))
+
+
+def _is_number(value: object) -> bool:
+    """Tell whether a value is a finite number; True and False are not."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # an int may exceed it
+
+
+def _check_whole(key: str, value: Any, most: int, otherwise: str = "") -> None:
+    """Raise a ValueError if a value is not a whole number from 0 to ``most``; ``otherwise`` says
+    what else it may be.
+    """
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and 0 <= value <= most:
+        return
+    bound = f" and <= {most}" if is_whole and value > most else ""
+    raise ValueError(f"{key} must be a whole number >= 0{bound}{otherwise}, got {value!r}")

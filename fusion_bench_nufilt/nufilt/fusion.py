@@ -26,10 +26,13 @@ from fusion_bench_nufilt.utils.failures import (
     warn_once,
     why_it_failed,
 )
+from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
 
 from .config import FusionConfig
-from .step import fuse_stack, working_bytes
-from .weights import Layers, LowRank, TaskLayers, check_layers, wide_dtype
+from .step import LowRank, fuse_stack, working_bytes
+
+Layers = Mapping[str, Tensor]
+TaskLayers = Mapping[str, Tensor | LowRank]
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,38 @@ class _FusionStep:
             stored = weight.to(like.dtype).to(like.device)
             fused.append((name, stored, LayerReport(tuple(like.shape), seconds, **values)))
         return fused
+
+
+def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
+    """Raise a ValueError that names the model and the layer if it cannot be merged with the
+    reference's.
+
+    It is missing, unknown, not a matrix, of another shape, not floating point or not finite.
+    """
+    for name, weight in reference.items():
+        if name not in layers:
+            raise ValueError(
+                f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained "
+                "model"
+            )
+        other, what = layers[name], f"model '{model}', layer '{name}'"
+        matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
+        for matrix in matrices:
+            if matrix.ndim != 2 or not matrix.is_floating_point():
+                got = f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
+                raise ValueError(f"{what}: expected a floating-point matrix, {got}")
+        if other.shape != weight.shape:
+            shapes = (
+                f"shape {tuple(other.shape)} differs from the pretrained model's "
+                f"{tuple(weight.shape)}"
+            )
+            raise ValueError(f"{what}: {shapes}")
+        if not all(map(is_finite, matrices)):
+            raise ValueError(f"{what}: the weight has NaN or infinite values")
+    if extra := layers.keys() - reference.keys():
+        raise ValueError(
+            f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}"
+        )
 
 
 def _stack(weights: Sequence[Any], where: torch.device, dtype: torch.dtype) -> Any:

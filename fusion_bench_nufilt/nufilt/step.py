@@ -1,11 +1,11 @@
 """The mathematics of one merging step on a stack of layers of equal shape: filter, adapt, fuse."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from fusion_bench_nufilt.utils.devices import clock
 
 from .adapter import SOLVERS, Objective, loop_gram
 from .config import FusionConfig
@@ -15,7 +15,56 @@ from .subspace import (
     subspace_affinity,
     top_right_singular_vectors,
 )
-from .weights import LowRank
+
+
+@dataclass(frozen=True)
+class LowRank:
+    r"""The factors of a task's update: :math:`\tau = L R` and :math:`\theta_t = \theta_0 + L R`."""
+
+    left: Tensor  # L, (..., d_o, r)
+    right: Tensor  # R, (..., r, d_i)
+
+    def __post_init__(self) -> None:
+        left, right = tuple(self.left.shape), tuple(self.right.shape)
+        if min(len(left), len(right)) < 2 or left[-1] != right[-2]:
+            raise ValueError(f"factors of shapes {left} and {right} have no product")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(..., d_o, d_i)``."""
+        return (*self.left.shape[:-1], self.right.shape[-1])
+
+    @property
+    def rank(self) -> int:
+        """r, the length of the common side."""
+        return self.left.shape[-1]
+
+    def product(self) -> Tensor:
+        r"""Return :math:`\tau`."""
+        return self.left @ self.right
+
+    def norm(self) -> Tensor:
+        """Return the Frobenius norm of the update, ``(...)``, in float64."""
+        left, right = self.left.double(), self.right.double()
+        return ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1)).clamp_min(0).sqrt()
+
+    def to(self, device: torch.device) -> "LowRank":
+        return LowRank(self.left.to(device), self.right.to(device))
+
+    def double(self) -> "LowRank":
+        return LowRank(self.left.double(), self.right.double())
+
+    def in_basis(self) -> tuple[Tensor | None, Tensor]:
+        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K with
+        :math:`\tau = Q K`.
+
+        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a side of the
+        update, they are None and the update itself.
+        """
+        if self.rank >= min(self.shape[-2:]):
+            return None, self.product()
+        Q, triangle = torch.linalg.qr(self.left)
+        return Q, triangle @ self.right
 
 
 def fuse_stack(
@@ -73,6 +122,16 @@ def fuse_stack(
         measures["loss_after"] = losses[:, -1]
         weights.baddbmm_(tau @ B if Q is None else Q @ (tau @ B), A)
     return weights, measures
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds, once this thread's work on an accelerator is done.
+
+    The work is that of the thread's CUDA stream; those of other threads go on.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()
 
 
 def _norm2(X: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Where layers are solved: on which devices, in which threads, and in how much memory."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,16 +219,6 @@ def _follows(backend: str, rounding: str) -> bool:
     products_follow = _precision(backend, "matmul") != rounding
     _set_precision(backend, "all", rounding)
     return products_follow
-
-
-def clock(where: torch.device) -> float:
-    """Return the time in seconds, once this thread's work on an accelerator is done.
-
-    The work is that of the thread's CUDA stream; those of other threads go on.
-    """
-    if where.type == "cuda":
-        torch.cuda.current_stream(where).synchronize()
-    return time.perf_counter()
 
 
 def stack_size(layer_bytes: int, where: torch.device, batch_bytes: int) -> int:

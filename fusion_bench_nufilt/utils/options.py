@@ -53,7 +53,7 @@ def typed(door: Door, options: Mapping[str, object], method: str = "NAME") -> st
 def with_scope(kinds: Iterable[type], *scopes: Scope) -> list[str]:
     """Return the names of those options of dataclasses that have one of the scopes."""
     fields = chain.from_iterable(map(dataclasses.fields, kinds))
-    return [field.name for field in fields if field.metadata["scope"] in scopes]
+    return [field.name for field in fields if field.metadata.get("scope", "stream") in scopes]
 
 
 def takes_options(*kinds: type) -> Callable[[_Class], _Class]:

@@ -4,8 +4,11 @@ import json
 
 import psutil
 import pytest
+import torch
 
-from fusion_bench_nufilt.utils.tensors import TensorFile
+from fusion_bench_nufilt.utils.tensors import TensorFile, is_finite
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_a_file_larger_than_memory_is_opened_without_reserving_it(tmp_path):
@@ -22,3 +25,21 @@ def test_a_file_larger_than_memory_is_opened_without_reserving_it(tmp_path):
             pytest.skip("no sparse files on this disk")
     opened = TensorFile(tmp_path / "model.safetensors")
     assert opened.elements(opened.tensors["w"], size // 2 - 4, size // 2).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extreme", ["max", "min"])
+def test_finite_values_are_finite_even_if_their_sum_is_not(dtype, extreme):
+    """A causal mask, for instance, is filled with the least number of its dtype."""
+    values = torch.full((64, 64), getattr(torch.finfo(dtype), extreme), dtype=dtype)
+    assert is_finite(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "bad", [[float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]]
+)
+def test_a_single_nan_or_infinity_is_seen(dtype, bad):
+    values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
+    values[: len(bad)] = torch.tensor(bad)
+    assert not is_finite(values)

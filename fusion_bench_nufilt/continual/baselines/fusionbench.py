@@ -19,7 +19,6 @@ from torch import nn
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
-from fusion_bench_nufilt.nufilt.weights import wide_dtype
 from fusion_bench_nufilt.utils.manifest import load_state
 from fusion_bench_nufilt.utils.options import (
     check_choices,
@@ -30,6 +29,7 @@ from fusion_bench_nufilt.utils.options import (
     takes_options,
 )
 from fusion_bench_nufilt.utils.schemas import Manifest
+from fusion_bench_nufilt.utils.tensors import wide_dtype
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fusion_bench_nufilt.continual.models import PRETRAINED, load_model, load_stored, refuse_drawn
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.nufilt.weights import widened
+from fusion_bench_nufilt.utils.tensors import widened
 
 MergeFunc = Literal["sum", "mean", "max"]
 

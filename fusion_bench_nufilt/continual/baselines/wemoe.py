@@ -18,7 +18,6 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolCon
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
-from fusion_bench_nufilt.nufilt.weights import widened
 from fusion_bench_nufilt.utils.options import (
     check_choices,
     option,
@@ -26,6 +25,7 @@ from fusion_bench_nufilt.utils.options import (
     split_options,
     takes_options,
 )
+from fusion_bench_nufilt.utils.tensors import widened
 
 from .task_data import EntropyConfig, task_data
 

@@ -1,6 +1,4 @@
-"""A task given by its factors is the task given by its weight, and no value that is not finite gets
-by.
-"""
+"""A task given by its factors is the task given by its weight."""
 
 from dataclasses import astuple, replace
 
@@ -10,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.nufilt import FusionConfig, LowRank, fuse_layers
-from fusion_bench_nufilt.nufilt.weights import is_finite
 from tests.nufilt.matrices import random_layer
 from tests.nufilt.test_fusion import only
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=5)
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def low_rank(d_o, d_i, rank, seed):
@@ -104,21 +100,3 @@ def test_factors_that_do_not_fit_are_refused_with_their_shapes():
     ]:
         with pytest.raises(ValueError, match=f"model 'task', layer 'w': .*{message}"):
             fuse_layers({"w": theta_0}, {"w": theta}, {"w": factors}, CONFIG)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("extreme", ["max", "min"])
-def test_finite_values_are_finite_even_if_their_sum_is_not(dtype, extreme):
-    """A causal mask, for instance, is filled with the least number of its dtype."""
-    values = torch.full((64, 64), getattr(torch.finfo(dtype), extreme), dtype=dtype)
-    assert is_finite(values)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "bad", [[float("nan")], [float("inf")], [-float("inf")], [float("inf"), -float("inf")]]
-)
-def test_a_single_nan_or_infinity_is_seen(dtype, bad):
-    values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
-    values[: len(bad)] = torch.tensor(bad)
-    assert not is_finite(values)
