@@ -25,7 +25,6 @@ from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.models import TargetConfig
-from fusion_bench_nufilt.models.adapters import LoraAdapter
 from fusion_bench_nufilt.models.source import some
 from fusion_bench_nufilt.utils.files import escape_markup, parse_json, read_yaml, validate
 from fusion_bench_nufilt.utils.options import split_options, unknown, with_scope
@@ -152,8 +151,7 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
             ", ".join(f"{key} {value}" for key, value in taken.items() if value != usual.get(key)),
         )
     for number, task in enumerate(plan.tasks, plan.first_step):
-        kind = "LoRA adapter" if isinstance(task, LoraAdapter) else "model"
-        yield f"step {number}", f"{task.source.name} ({kind})"
+        yield f"step {number}", f"{task.source.name} ({task.kind})"
     yield "method", str(plan.method)
     layers, averaged = plan.layers, len(plan.averaged)
     yield (

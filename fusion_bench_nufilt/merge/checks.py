@@ -2,8 +2,7 @@
 
 import json
 import logging
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -12,17 +11,16 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.models import TargetConfig
-from fusion_bench_nufilt.models.adapters import COPY_HEAD, LoraAdapter, with_peft
+from fusion_bench_nufilt.models.adapter_config import COPY_HEAD
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.coverage import coverage
 from fusion_bench_nufilt.models.model import FullModel
 from fusion_bench_nufilt.models.module import module_source
-from fusion_bench_nufilt.models.source import Source, some
-from fusion_bench_nufilt.models.targets import exclude_hint
+from fusion_bench_nufilt.models.source import some
 from fusion_bench_nufilt.models.ties import differing
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
-from fusion_bench_nufilt.utils.files import CARD, MANIFEST, printable
+from fusion_bench_nufilt.utils.files import CARD, MANIFEST
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, verify_files
 from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.schemas import Input
@@ -207,31 +205,12 @@ def check_task(
 
     ``averaged`` has the other tensors that the task is to change.
     """
-    name, base, chosen = (
-        task.source.name,
-        selection.pretrained.params,
-        {layer.param for layer in selection.layers},
-    )
+    name = task.source.name
+    base = selection.pretrained.params
+    chosen = {layer.param for layer in selection.layers}
     yield from _check_shapes(selection, task, architecture, chosen)
-    if isinstance(task, LoraAdapter):
-        yield from _check_base_of(task, selection.base)
-    lost = [param for param in base if param in chosen and param not in task.params]
-    if not isinstance(task, LoraAdapter) and lost:
-        first = lost[0]
-        lacks = f"model '{name}' lacks layer '{first}' {base[first]} of the base"
-        renamed = _with_same_ending(first, task.params.keys() - base.keys())
-        if renamed:
-            raise ValueError(
-                f"{lacks} and has '{renamed[0]}', which the base lacks: its tensors are named "
-                "otherwise, rename them as the base's are"
-            )
-        hint = exclude_hint(next(layer.name for layer in selection.layers if layer.param == first))
-        raise ValueError(f"{lacks}, one of {len(lost)}{hint}")
-    if lost and len(lost) == len(chosen):
-        raise ValueError(
-            f"adapter '{name}' changes none of the {len(lost)} layers to merge: it is of "
-            f"{some(task.params)}"
-        )
+    yield from task.check_base(selection.base)
+    task.check_layers(selection.layers, selection.pretrained)
     changed = chosen | averaged
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
     extra = [param for param in task.params if param not in base]
@@ -240,53 +219,8 @@ def check_task(
         yield f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}"
     if absent := sorted(param for param in averaged if not task.has(param)):
         yield f"'{name}' is left out of the mean of {some(absent)}"
-    outside = [param for param in task.pairs if param not in chosen]
-    dora = [param for param in outside if param in task.magnitudes]
-    if dora and selection.targets.other_params != "pretrained":
-        could_be_layers = "name them in target_modules, or "
-        if any(param not in architecture.views for param in dora):
-            could_be_layers = ""
-        raise ValueError(
-            f"adapter '{name}' changes {some(dora)} by DoRA outside the merged layers: "
-            f"{could_be_layers}{with_peft(task.checkpoint, architecture)}"
-        )
-    if isinstance(task, LoraAdapter) and selection.targets.other_params == "pretrained":
-        outside = [param for param in task.params if param in base and param not in chosen]
-        outside += [name for name in task.left_out if name not in outside]
-        if outside:
-            yield f"adapter '{name}' also changes {some(outside)}: ignored"
-
-
-def _with_same_ending(name: str, others: Iterable[str]) -> list[str]:
-    """Return the names that are the same as this one from its block on, as in ``layers.0.mlp``."""
-    in_block = re.search(r"[^.]+\.\d+\..*", name)
-    if in_block is None:
-        return []
-    ending = f".{in_block[0]}"
-    return sorted(other for other in others if f".{other}".endswith(ending))
-
-
-def _check_base_of(adapter: LoraAdapter, base: Source) -> Iterator[str]:
-    """Warn if the base that an adapter names has another name than the one that is given."""
-    trained_on = adapter.checkpoint.adapter_config.get("base_model_name_or_path")
-    if not trained_on:
-        return
-    given = [base.name, base.label, base.config.get("_name_or_path")]
-    names = {_last_name(name) for name in given if isinstance(name, str)}
-    if _last_name(trained_on) not in names:
-        yield (
-            f"adapter '{adapter.source.name}' was trained on '{printable(trained_on)}', and the "
-            f"base given is '{base.name}': make sure that these are the same model"
-        )
-
-
-def _last_name(model: str) -> str:
-    """Return the name of a model without its owner or folders, its revision and the mark of a copy
-    of it that bitsandbytes quantised.
-    """
-    path = re.sub(r"models--([^/]+)/snapshots/[^/]+$", r"\1", model.replace("\\", "/").rstrip("/"))
-    name = path.rpartition("/")[2].rpartition("--")[2].partition("@")[0].lower()
-    return re.sub(r"(-unsloth)?-bnb-[48]bit$", "", name)
+    rule = selection.targets.other_params
+    yield from task.check_outside(chosen, selection.pretrained, rule, architecture)
 
 
 def check_modules(plan: Plan, task: FullModel) -> Iterator[str]:
@@ -294,7 +228,7 @@ def check_modules(plan: Plan, task: FullModel) -> Iterator[str]:
     otherwise: they are not merged.
     """
     base = plan.pretrained.checkpoint.module_files()
-    files = {} if isinstance(task, LoraAdapter) else task.checkpoint.module_files()
+    files = task.module_files()
     other = [name for name, content in files.items() if not _same_content(base.get(name), content)]
     if other:
         yield (
@@ -335,16 +269,7 @@ def _check_shapes(
         )  # of a tensor that was not split, since it has another shape
         expected = architecture.shape(param) if parts else selection.pretrained.params.get(param)
         if expected is None:
-            if param in task.pairs:
-                lacks = f"'{base}' has no '{param}'"
-                renamed = _with_same_ending(param, selection.pretrained.params)
-                if renamed:
-                    raise ValueError(
-                        f"adapter '{name}' was trained on another class of the model: {lacks}, but "
-                        f"'{renamed[0]}'; with that class, "
-                        f"{with_peft(task.checkpoint, architecture)}"
-                    )
-                raise ValueError(f"adapter '{name}' is for another base: {lacks}")
+            task.check_base_has(param, selection.pretrained, architecture)
         elif shape != expected:
             outside = chosen.isdisjoint([param, *parts])
             if not outside or selection.targets.on_shape_mismatch == "error":

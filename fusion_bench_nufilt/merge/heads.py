@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load, load_file, save
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_nufilt.models import Heads
-from fusion_bench_nufilt.models.adapters import PREFIX, LoraAdapter
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import labels
@@ -21,13 +20,6 @@ from fusion_bench_nufilt.utils.schemas import Head, Manifest
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
 from .plan import Plan
-
-# The classes that peft trains for a type of task; for any other type, the adapter names the class.
-_CLASSES = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-}
 
 
 def take_heads(
@@ -55,9 +47,8 @@ def take_heads(
 
 def find_head(heads: Heads, task: FullModel) -> None:
     """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
-    trained = task.config.get("modules_to_save") or () if isinstance(task, LoraAdapter) else None
     shapes = {param: task.params[param] for param in _floats(task)}
-    heads.add(task.source.name, shapes, task.source.config, trained)
+    heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
 
 
 def take_head(heads: Heads, task: FullModel) -> None:
@@ -76,29 +67,10 @@ def describe_heads(
     described = dict(before.get("heads", {}))
     for task in tasks:
         if task.head:
-            add_head(described, task.source.label, heads.modules_of(task.head), _config(task, base))
+            modules = heads.modules_of(task.head)
+            config = task.head_config(base.source.config)
+            add_head(described, task.source.label, modules, config)
     return described
-
-
-def _config(task: FullModel, base: FullModel) -> Mapping[str, Any]:
-    """Return the configuration of a task's model; an adapter has the base's, with the labels that
-    it trained.
-    """
-    config = task.source.config
-    if isinstance(task, LoraAdapter) and not config:
-        count = [task.source.tensors[key].shape for key in task.head.values()][-1][0]
-        kind = (task.config.get("auto_mapping") or {}).get("base_model_class")
-        config = {
-            **base.source.config,
-            "architectures": [kind or _CLASSES.get(str(task.config.get("task_type")))],
-        }
-        if len(labels(config) or ()) != count:
-            names = {str(number): f"LABEL_{number}" for number in range(count)}
-            config |= {
-                "id2label": names,
-                "label2id": {name: int(number) for number, name in names.items()},
-            }
-    return config
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:
@@ -118,13 +90,7 @@ def new_heads(plan: Plan) -> dict[str, bytes]:
         if name not in plan.before.get("heads", {})
     )
     tasks = (task for task in plan.tasks if task.head)
-    return {file: save(_head(task)) for file, task in zip(files, tasks, strict=True)}
-
-
-def _head(task: FullModel) -> dict[str, Tensor]:
-    """Return the tensors of a task's head by their names in the task's model."""
-    tensors = ((key, task.source.read(key)[0]) for key in task.head.values())
-    return {key.removeprefix(PREFIX): value.contiguous() for key, value in tensors}
+    return {file: save(task.head_tensors()) for file, task in zip(files, tasks, strict=True)}
 
 
 def load_task(folder: str | Path, task: str) -> nn.Module:

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.adapters import LoraAdapter
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.model import FullModel
 from fusion_bench_nufilt.models.names import block_of
 from fusion_bench_nufilt.models.targets import exclude_hint
-from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.manifest import read_manifest
 
 from .plan import Plan
@@ -31,12 +29,13 @@ def check_relation(plan: Plan) -> Iterator[str]:
     Of files, a sample of the layers is read, each layer once; of models in memory, all layers.
     """
     for task in plan.tasks:
-        if isinstance(task, LoraAdapter):
-            yield from _check_effect(plan, task)
+        changed = {layer.param for layer in plan.layers} | plan.averaged_of(task)
+        updated = _sample([layer for layer in plan.layers if task.is_update(layer.param)])
+        yield from task.check_effect(changed, [layer.param for layer in updated])
     models = [
         model
         for model in plan.models.values()
-        if type(model) is FullModel and model is not plan.pretrained and not model.source.remote
+        if model.is_complete and model is not plan.pretrained and not model.source.remote
     ]
     if not models or plan.base.remote:
         return
@@ -51,33 +50,6 @@ def check_relation(plan: Plan) -> Iterator[str]:
                 of_layers[layer] = _inner_products(x.double(), y.double())
     for model, of_layers in zip(models, products, strict=True):
         yield from _compare(plan, model, of_layers)
-
-
-def _check_effect(plan: Plan, adapter: LoraAdapter) -> Iterator[str]:
-    """Warn if an adapter adds nothing to any layer of a sample, and brings no tensors either."""
-    changed = {layer.param for layer in plan.layers} | plan.averaged_of(adapter)
-    if not changed.isdisjoint(adapter.keys) or adapter.magnitudes:
-        return
-    layers = _sample([layer for layer in plan.layers if layer.param in adapter.pairs])
-    zeros = {layer.param for layer in layers if _is_zero(adapter, layer.param)}
-    if not layers or len(zeros) < len(layers):
-        return
-    if all(adapter.pairs[param][2] == 0 for param in zeros):
-        why = "the lora_alpha in its adapter_config.json is 0"
-    else:
-        why = "its factors are zero, as before any training"
-    yield (
-        f"adapter '{adapter.source.name}' changes nothing in the {len(layers)} layers looked at: "
-        f"{why}"
-    )
-
-
-def _is_zero(adapter: LoraAdapter, param: str) -> bool:
-    """Tell whether an adapter's update of a layer is zero."""
-    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    update, _ = adapter.weight(param, nothing)
-    assert isinstance(update, LowRank)
-    return not (update.left.any() and update.right.any())
 
 
 def _sample(layers: Sequence[Layer]) -> list[Layer]:

@@ -2,54 +2,58 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fusion_bench_nufilt.models.targets import matches
-from fusion_bench_nufilt.utils.tensors import digest
+import torch
+from torch import Tensor
 
-from .architecture import Architecture
+from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.utils.files import printable
+from fusion_bench_nufilt.utils.tensors import digest, is_finite, wide_dtype
+
+from .adapter_config import PREFIX, SAVE_AGAIN, WITH_PEFT, check_config, with_peft
+from .architecture import Architecture, Layer
 from .checkpoint import Checkpoint, is_adapter
-from .experts import find_experts, find_saved_experts
-from .model import EMBEDDING_A, FullModel
-from .source import some
+from .experts import Expert, ExpertRows, find_experts, find_saved_experts
+from .heads import labels
+from .last_read import LastRead
+from .model import FullModel
+from .names import with_same_ending
+from .source import Source, some
+from .targets import matches
 
-PREFIX = "base_model.model."
-# Options of peft that change the base's own weights or add other terms than B A.
-_REFUSED = {
-    "lora_bias": "lora_bias",
-    "use_qalora": "QALoRA",
-    "kasa_config": "KaSA, which truncates the base",
-}
-# Options with which an adapter is no change of the base's weights, so that peft can't merge it.
-_NO_CHANGE_OF_WEIGHTS = {
-    "arrow_config": "Arrow, which mixes several adapters by the input",
-    "layer_replication": "layer_replication, which adds layers",
-    "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
-}
+# Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
+_EMBEDDING_A = ".lora_embedding_A"
 # peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
-_SAVED, _ORIGINAL = ".modules_to_save.", ".original_module."
-# Kinds of adapters that add to the input or choose among adapters, which peft can't merge either.
-_WITHOUT_WEIGHTS = (
-    "PROMPT_TUNING",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "PREFIX_TUNING",
-    "ADAPTION_PROMPT",
-    "CPT",
-    "POLY",
-    "XLORA",
-)
-_WITH_PEFT = "with peft (merge_and_unload), and give that folder"
-_SAVE_AGAIN = "save it again from the model that was trained"
-COPY_HEAD = (
-    "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
-)
+_SAVED = ".modules_to_save."
+_ORIGINAL = ".original_module."
 _TOKENS = ".token_adapter.trainable_tokens_delta"
+_MAGNITUDE = ".lora_magnitude_vector"
 # In a model, names have that of the adapter, without which peft saves it; in a file with another
 # name than 'default', peft passes over them and merges nothing.
 _NAMED = re.compile(r"\.lora_[AB]\.(\w+)\.weight$")
-_REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# The classes that peft trains for a type of task; for any other type, the adapter names the class.
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+
+
+@dataclass(frozen=True)
+class LoraUpdate:
+    """Where an adapter stores the factors of a layer's update: scaling times B A."""
+
+    key_a: str
+    key_b: str
+    scaling: float
+    expert: Expert | None = None  # its place in factors of several experts
+
+    @property
+    def of_embedding(self) -> bool:
+        return self.key_a.endswith(_EMBEDDING_A)
 
 
 class LoraAdapter(FullModel):
@@ -60,196 +64,120 @@ class LoraAdapter(FullModel):
     base.
     """
 
+    kind = "LoRA adapter"
+    is_complete = False
+
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.config: Mapping[str, Any] = checkpoint.adapter_config
-        name = checkpoint.name
-        kind = self.config.get("peft_type")
-        if kind in _WITHOUT_WEIGHTS:
-            raise ValueError(
-                f"adapter '{name}' is of type {kind}: only LORA can be merged, and it changes no "
-                "weights"
-            )
-        if kind != "LORA":
-            raise ValueError(
-                f"adapter '{name}' is of type {kind}: only LORA can be merged; "
-                f"{with_peft(checkpoint, architecture)}"
-            )
-        for option, what in _NO_CHANGE_OF_WEIGHTS.items():
-            if self.config.get(option):
-                raise ValueError(f"adapter '{name}' uses {what}: it can't be merged")
-        for key in checkpoint.tensors if self.config.get("lora_bias") else ():
-            module, of_b, _ = key.removeprefix(PREFIX).partition(".lora_B.bias")
-            if of_b and not architecture.rows(architecture.param(f"{module}.bias")):
-                raise ValueError(
-                    f"adapter '{name}' uses lora_bias, and '{module}' of the base has no bias: it "
-                    "can't be merged"
-                )
-        for option, what in _REFUSED.items():
-            if self.config.get(option):
-                raise ValueError(
-                    f"adapter '{name}' uses {what}: {with_peft(checkpoint, architecture)}"
-                )
-        if (start := str(self.config.get("init_lora_weights", True))).startswith(_REFUSED_INITS):
-            remedy = "save it with peft's path_initial_model_for_weight_conversion"
-            raise ValueError(
-                f"adapter '{name}' was initialised with {start}, which changes the base as well: "
-                f"{remedy}"
-            )
+        self.updates: dict[str, LoraUpdate] = {}  # by param, as all below
+        self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths
+        self.saved_experts: dict[str, ExpertRows] = {}  # places in whole stacks
+        self.trained_rows: dict[str, dict[int, int]] = {}  # the stored place of each trained row
+        # Whether a layer is stored transposed, as (d_i, d_o).
+        self._transposed = {param for param, view in architecture.views.items() if view.transposed}
+        self._factors: LastRead[tuple[Tensor, Tensor, str]] = LastRead()
+        check_config(checkpoint, architecture)
         super().__init__(checkpoint, architecture)
 
-    def has(self, param: str) -> bool:
-        return param not in self.ignored  # what an adapter does not change is the base's
+    # Which tensors there are
 
     def _find_tensors(self, architecture: Architecture) -> None:
-        unknown, tensors, wrapped = [], self.source.tensors, {}
+        tensors = self.source.tensors
         if not tensors:
-            raise ValueError(f"adapter '{self.source.name}' has no tensors: {_SAVE_AGAIN}")
+            raise ValueError(f"adapter '{self.source.name}' has no tensors: {SAVE_AGAIN}")
         self.source.check_not_empty(tensors)
+        unknown = []
+        modules_of_experts = {}  # by the key of A
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
             if _ORIGINAL in name or (_SAVED in name and key.replace(_SAVED, ".") in tensors):
                 continue  # of the base, and a second copy of what is trained
             name = name.replace(_SAVED, ".")
-            module, is_a, _ = name.partition(
-                EMBEDDING_A if EMBEDDING_A in name else ".lora_A.weight"
-            )
+            of_embedding = _EMBEDDING_A in name
+            module, is_a, _ = name.partition(_EMBEDDING_A if of_embedding else ".lora_A.weight")
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             if is_a and len(info.shape) == 2:
-                if architecture.stacks_of(outer := module.split(".base_layer")[0]):
-                    wrapped[key] = outer
+                outer = module.split(".base_layer")[0]
+                if architecture.stacks_of(outer):
+                    modules_of_experts[key] = outer
                 else:
                     self._add_pair(architecture.name(f"{module}.weight"), module, key)
             elif name.endswith(_TOKENS):
                 self._add_tokens(architecture, name.removesuffix(_TOKENS), key)
-            elif self.config.get("use_dora") and name.endswith(".lora_magnitude_vector"):
-                param = architecture.name(name.removesuffix(".lora_magnitude_vector") + ".weight")
+            elif self.config.get("use_dora") and name.endswith(_MAGNITUDE):
+                param = architecture.name(name.removesuffix(_MAGNITUDE) + ".weight")
                 self.magnitudes[param] = key
             elif ".base_layer." in name:
                 # the base's own weight, which peft saves along with an adapted embedding or head
                 continue
             elif ".lora_" not in name:
-                experts = find_saved_experts(self.checkpoint, architecture, key, name)
-                for param, rows in experts.items():
-                    self._check_new(param, name)
-                    self.saved_experts[param] = rows
-                    self.keys[param], self.params[param] = key, rows.shape
-                if experts:
-                    continue
-                param = architecture.name(name)
-                self.keys[param], self.params[param] = key, info.shape
+                self._add_saved(architecture, name, key)
             elif partner == key:
                 unknown.append(key)
             elif partner not in tensors:
                 raise ValueError(f"adapter '{self.source.name}' has '{key}' and no '{partner}'")
-        for key in unknown:
-            named = _NAMED.search(key)
-            if named:
-                adapter = named[1]
-                of_dora = rf"(?<=magnitude_vector)\.{adapter}\.weight$"
-                remedy = self.checkpoint.stripping(rf"{of_dora}|\.{adapter}(?=\.|$)")
-                raise ValueError(
-                    f"adapter '{self.source.name}' was saved from a model that calls it "
-                    f"'{adapter}': the name of '{key}' has '{adapter}.', without which peft saves "
-                    f"it. {remedy}"
-                )
-        self._add_experts(architecture, wrapped)
+        self._refuse_named(unknown)
+        self._add_experts(architecture, modules_of_experts)
         self._share(architecture)
-        promised = {
-            "use_dora": self.pairs.keys() <= self.magnitudes.keys(),
-            "trainable_token_indices": self._trained,
-        }
-        if lost := [
-            option for option, there in promised.items() if self.config.get(option) and not there
-        ]:
-            what = f"uses {some(lost)} and lacks tensors of it"
-            raise ValueError(f"adapter '{self.source.name}' {what}: {_SAVE_AGAIN}")
+        self._refuse_lost()
         if unknown:
             raise ValueError(
                 f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer; "
                 f"{with_peft(self.checkpoint, architecture)}"
             )
 
-    def _share(self, architecture: Architecture) -> None:
-        """Give all names of a weight what peft applies to all of them: a tensor that it saved by
-        itself, such as a resized embedding, and rows that were trained in the embedding.
-        """
-        trained = self.config.get("modules_to_save") or ()
-        for names in architecture.shared:
-            for name in [name for name in names if name in self.keys]:
-                alone = any(f".{name}".endswith(f".{module}.weight") for module in trained)
-                if alone or (name in self._trained and name != architecture.embedding):
-                    continue
-                for other in set(names) - self.keys.keys() - self.pairs.keys():
-                    self.keys[other], self.params[other] = self.keys[name], self.params[name]
-                    if name in self._trained:
-                        self._trained[other] = self._trained[name]
-                        self._rows[other] = self._rows[name]
-
-    def tell_apart(self, names: Sequence[str]) -> list[object]:
-        told: list[object] = []
-        for name in names:
-            digests: list[object] = []
-            if name in self.pairs:
-                key_a, key_b, scaling = self.pairs[name]
-                right, left = self.source.read(key_a)[0], self.source.read(key_b)[0]
-                if key_a.endswith(EMBEDDING_A):
-                    left, right = right.T, left.T
-                digests += [digest(left), digest(right), scaling]
-            if name in self.magnitudes:
-                digests.append(self.source.read(self.magnitudes[name])[1])
-            if name in self.keys:
-                digests += [self.source.read(self.keys[name])[1], *self._trained.get(name, ())]
-            told.append(tuple(digests))
-        return told
-
-    def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
-        """Note the rows of an embedding that the adapter trained, which replace the base's."""
-        param, numbers = (
-            architecture.name(f"{module}.weight"),
-            self.config.get("trainable_token_indices"),
-        )
-        if isinstance(numbers, dict):
-            numbers = next(
-                (numbers[name] for name in numbers if f".{module}".endswith(f".{name}")), None
-            )
-        count, rows = self.source.tensors[key].shape[0], architecture.rows(param)
-        what = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
-        if not numbers or len(numbers) != count:
-            raise ValueError(f"adapter '{self.source.name}' has {what}: {_SAVE_AGAIN}")
-        if max(numbers) >= rows:
+    def _refuse_named(self, unknown: Sequence[str]) -> None:
+        """Refuse tensors whose names have the adapter's own, and say how it is taken out."""
+        for key in unknown:
+            named = _NAMED.search(key)
+            if named is None:
+                continue
+            adapter = named[1]
+            of_dora = rf"(?<=magnitude_vector)\.{adapter}\.weight$"
+            remedy = self.checkpoint.stripping(rf"{of_dora}|\.{adapter}(?=\.|$)")
             raise ValueError(
-                f"adapter '{self.source.name}' has {what}: load its base, resize its embeddings "
-                f"as for the training (resize_token_embeddings), merge the adapter into that "
-                f"{_WITH_PEFT}"
+                f"adapter '{self.source.name}' was saved from a model that calls it "
+                f"'{adapter}': the name of '{key}' has '{adapter}.', without which peft saves "
+                f"it. {remedy}"
             )
-        self._check_new(param, f"{module}{_TOKENS}")
-        self._trained[param] = {number: place for place, number in enumerate(numbers)}
-        self.keys[param], self.params[param] = key, self.source.tensors[key].shape
-        self.show_rows(param, range(rows))
+
+    def _refuse_lost(self) -> None:
+        """Refuse an adapter without the tensors that options in its configuration promise."""
+        lost = []
+        if self.config.get("use_dora") and not self.updates.keys() <= self.magnitudes.keys():
+            lost.append("use_dora")
+        if self.config.get("trainable_token_indices") and not self.trained_rows:
+            lost.append("trainable_token_indices")
+        if lost:
+            raise ValueError(
+                f"adapter '{self.source.name}' uses {some(lost)} and lacks tensors of it: "
+                f"{SAVE_AGAIN}"
+            )
 
     def _add_pair(self, param: str, module: str, key_a: str) -> None:
-        """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update, and their
-        scaling.
-        """
-        name, tensors = self.source.name, self.source.tensors
-        key_b, transposed = (
-            re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a),
-            key_a.endswith(EMBEDDING_A),
-        )
+        """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update."""
+        name = self.source.name
+        tensors = self.source.tensors
+        key_b = re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a)
         if key_b not in tensors:
             raise ValueError(f"adapter '{name}' has '{key_a}' and no '{key_b}'")
         targets = self.config.get("target_parameters") or ()
-        parameter = any(f".{module}.weight".endswith(f".{target}") for target in targets)
-        scaling = self._scaling(f"{module}.weight" if parameter else module, key_a, key_b)
+        is_parameter = any(f".{module}.weight".endswith(f".{target}") for target in targets)
+        target = f"{module}.weight" if is_parameter else module
+        update = LoraUpdate(key_a, key_b, self._scaling(target, key_a, key_b))
         self._check_new(param, module)
-        (_, d_i), (d_o, _) = tensors[key_a].shape, tensors[key_b].shape
-        if self.config.get("fan_in_fan_out") and param not in self._transposed and not transposed:
-            none = f"'{param}' of the base is none"
+        transposed = param in self._transposed
+        if self.config.get("fan_in_fan_out") and not transposed and not update.of_embedding:
             raise ValueError(
-                f"adapter '{name}' is for transposed layers (fan_in_fan_out), and {none}"
+                f"adapter '{name}' is for transposed layers (fan_in_fan_out), and '{param}' of the "
+                "base is none"
             )
-        self.pairs[param] = key_a, key_b, scaling
-        self.params[param] = (d_i, d_o) if transposed or param in self._transposed else (d_o, d_i)
+        d_i = tensors[key_a].shape[1]
+        d_o = tensors[key_b].shape[0]
+        self.updates[param] = update
+        self.params[param] = (d_o, d_i)
+        if update.of_embedding or transposed:
+            self.params[param] = (d_i, d_o)
 
     def _add_experts(self, architecture: Architecture, modules: Mapping[str, str]) -> None:
         """Note the factors of fused experts, by the key of A with the module that has the
@@ -262,8 +190,73 @@ class LoraAdapter(FullModel):
             scaling = self._scaling(parameter, key_a, key_b, count)
             for param, expert in experts.items():
                 self._check_new(param, parameter)
-                self.pairs[param], self.experts[param] = (key_a, key_b, scaling), expert
+                self.updates[param] = LoraUpdate(key_a, key_b, scaling, expert)
                 self.params[param] = architecture.views[param].part_shape
+
+    def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
+        """Note a full tensor, which may be a stack of experts that are layers by themselves."""
+        experts = find_saved_experts(self.checkpoint, architecture, key, name)
+        for param, rows in experts.items():
+            self._check_new(param, name)
+            self.saved_experts[param] = rows
+            self.keys[param] = key
+            self.params[param] = rows.shape
+        if not experts:
+            self._add_tensor(architecture.name(name), key)
+
+    def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
+        """Note the rows of an embedding that the adapter trained, which replace the base's."""
+        name = self.source.name
+        param = architecture.name(f"{module}.weight")
+        numbers = self.config.get("trainable_token_indices")
+        if isinstance(numbers, dict):
+            of_module = [numbers[end] for end in numbers if f".{module}".endswith(f".{end}")]
+            numbers = of_module[0] if of_module else None
+        count = self.source.tensors[key].shape[0]
+        rows = architecture.rows(param)
+        claim = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
+        if not numbers or len(numbers) != count:
+            raise ValueError(f"adapter '{name}' has {claim}: {SAVE_AGAIN}")
+        if max(numbers) >= rows:
+            raise ValueError(
+                f"adapter '{name}' has {claim}: load its base, resize its embeddings "
+                f"as for the training (resize_token_embeddings), merge the adapter into that "
+                f"{WITH_PEFT}"
+            )
+        self._check_new(param, f"{module}{_TOKENS}")
+        self.trained_rows[param] = {number: place for place, number in enumerate(numbers)}
+        self._add_tensor(param, key)
+        self.match_rows(param, range(rows))
+
+    def _share(self, architecture: Architecture) -> None:
+        """Give all names of a weight what peft applies to all of them: a tensor that it saved by
+        itself, such as a resized embedding, and rows that were trained in the embedding.
+        """
+        for names in architecture.shared:
+            stored = [name for name in names if name in self.keys]
+            for name in stored:
+                if self._is_alone(name, architecture):
+                    continue
+                for other in set(names) - self.keys.keys() - self.updates.keys():
+                    self.keys[other] = self.keys[name]
+                    self.params[other] = self.params[name]
+                    if name in self.trained_rows:
+                        self.trained_rows[other] = self.trained_rows[name]
+                        self.matched_rows[other] = self.matched_rows[name]
+
+    def _is_alone(self, name: str, architecture: Architecture) -> bool:
+        """Tell whether peft applies a full tensor to one of the names of a weight alone."""
+        modules = self.config.get("modules_to_save") or ()
+        if any(f".{name}".endswith(f".{module}.weight") for module in modules):
+            return True
+        return name in self.trained_rows and name != architecture.embedding
+
+    def _check_new(self, param: str, name: str) -> None:
+        if param in self.updates or param in self.keys:
+            raise ValueError(
+                f"adapter '{self.source.name}' changes '{param}' twice, as '{name}' too: "
+                f"{SAVE_AGAIN}"
+            )
 
     def _scaling(self, name: str, key_a: str, key_b: str, experts: int = 1) -> float:
         """Return what the product of two factors is multiplied by; refuse factors that do not
@@ -272,47 +265,252 @@ class LoraAdapter(FullModel):
         ``name`` is that of the module or parameter to which the patterns in the config apply.
         """
         self.source.check_floats((key_a, key_b))
-        shape_a, shape_b = self.source.tensors[key_a].shape, self.source.tensors[key_b].shape
+        shape_a = self.source.tensors[key_a].shape
+        shape_b = self.source.tensors[key_b].shape
         rank = shape_a[0] // experts
         expected = self._pattern("rank_pattern", name, self.config.get("r", rank))
         if len(shape_b) != 2 or not shape_a[0] == shape_b[1] == expected * experts:
-            shapes = f"A is {shape_a}, B {shape_b}, and the rank in its config {expected}"
             raise ValueError(
-                f"adapter '{self.source.name}', '{name}': {shapes}: they do not belong together"
+                f"adapter '{self.source.name}', '{name}': A is {shape_a}, B {shape_b}, and the "
+                f"rank in its config {expected}: they do not belong together"
             )
         alpha = self._pattern("alpha_pattern", name, self.config.get("lora_alpha", 8))
-        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
-
-    def _check_new(self, param: str, name: str) -> None:
-        if param in {*self.pairs, *self.keys}:
-            twice = f"changes '{param}' twice, as '{name}' too: {_SAVE_AGAIN}"
-            raise ValueError(f"adapter '{self.source.name}' {twice}")
+        if self.config.get("use_rslora"):
+            return float(alpha / math.sqrt(rank))
+        return float(alpha / rank)
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
         """Return the value of the first expression that matches the end of a module's name, as peft
         does.
         """
-        of = f"adapter '{self.source.name}', {field}"
         values = self.config.get(field) or {}
-        return next(
-            (values[key] for key in values if matches(rf"(.*\.)?({key})", module, of=of)), default
+        for pattern, value in values.items():
+            option = f"adapter '{self.source.name}', {field}"
+            if matches(rf"(.*\.)?({pattern})", module, of=option):
+                return value
+        return default
+
+    def _forget(self, param: str) -> None:
+        super()._forget(param)
+        self.updates.pop(param, None)
+        self.magnitudes.pop(param, None)
+
+    def has(self, param: str) -> bool:
+        return param not in self.ignored  # what an adapter does not change is the base's
+
+    def is_update(self, param: str) -> bool:
+        return param in self.updates
+
+    def tell_apart(self, names: Sequence[str]) -> list[object]:
+        marks: list[object] = []
+        for name in names:
+            digests: list[object] = []
+            if name in self.updates:
+                update = self.updates[name]
+                right, _ = self.source.read(update.key_a)
+                left, _ = self.source.read(update.key_b)
+                if update.of_embedding:
+                    digests += [digest(right.T), digest(left.T), update.scaling]
+                else:
+                    digests += [digest(left), digest(right), update.scaling]
+            if name in self.magnitudes:
+                digests.append(self.source.read(self.magnitudes[name])[1])
+            if name in self.keys:
+                digests.append(self.source.read(self.keys[name])[1])
+                digests += self.trained_rows.get(name, ())
+            marks.append(tuple(digests))
+        return marks
+
+    # What they hold
+
+    def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
+        if param in self.saved_experts:
+            value = self.saved_experts[param].read(self.source)
+            self._check_finite(param, value)
+            return value.to(theta_0.device), digest(value)
+        if param in self.keys:
+            return super().weight(param, theta_0)
+        update, digests = self._update(param, theta_0.device)
+        if param not in self.magnitudes:
+            return update, digests
+        # DoRA: each row of theta_0 + B A is brought to the length that the adapter learned.
+        lengths, digest_of_lengths = self.source.read(self.magnitudes[param], theta_0.device)
+        wide = update.left.dtype
+        transposed = param in self._transposed
+        weight = theta_0.T if transposed else theta_0
+        weight = weight.to(wide) + update.product()
+        weight *= (lengths.to(wide) / torch.linalg.vector_norm(weight, dim=1))[:, None]
+        return (weight.T if transposed else weight), digests + digest_of_lengths
+
+    def _update(self, param: str, device: torch.device) -> tuple[LowRank, str]:
+        """Read the factors of a layer's update in float32 at least, with its scaling, and their
+        digests.
+        """
+        update = self.updates[param]
+
+        def read() -> tuple[Tensor, Tensor, str]:
+            a, digest_of_a = self.source.read(update.key_a, device)
+            b, digest_of_b = self.source.read(update.key_b, device)
+            return a, b, digest_of_a + digest_of_b
+
+        a, b, digests = self._factors.get((update.key_a, str(device)), read)
+        if update.expert is not None:
+            a, b = update.expert.cut(a, b)
+        wide = wide_dtype(a)
+        left = b.to(wide) * update.scaling
+        right = a.to(wide)
+        if not is_finite(left):
+            raise ValueError(
+                f"adapter '{self.source.name}', layer '{param}': B times its scaling of "
+                f"{update.scaling:g} is too large for {wide}"
+            )
+        if update.of_embedding:
+            return LowRank(right.T, left.T), digests
+        return LowRank(left, right), digests
+
+    def unit(self, param: str) -> int:
+        if param in self.saved_experts:
+            return math.prod(self.params[param])
+        return super().unit(param)
+
+    def elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        if param in self.saved_experts:
+            value = self.saved_experts[param].read(self.source)
+            return value.flatten()[start:stop].to(theta_0.device)
+        if param in self.keys or param not in self.updates:
+            return super().elements(param, start, stop, theta_0)
+        assert param not in self.magnitudes  # check_outside refuses DoRA
+        update, _ = self._update(param, theta_0.device)
+        if param in self._transposed:
+            update = LowRank(update.right.T, update.left.T)
+        width = update.shape[1]
+        first_row = start // width
+        end_row = -(-stop // width)
+        rows = LowRank(update.left[first_row:end_row], update.right).product().flatten()
+        offset = first_row * width
+        return theta_0.to(wide_dtype(theta_0)) + rows[start - offset : stop - offset]
+
+    def _stored_row(self, param: str, row: int) -> int:
+        if param in self.trained_rows:
+            return self.trained_rows[param].get(row, -1)
+        return row
+
+    def row(self, param: str, row: int, base: FullModel) -> Tensor:
+        if param in self.keys or param not in self.updates:
+            return super().row(param, row, base)
+        theta_0 = base.row(param, row, base)
+        return self.elements(param, row * len(theta_0), (row + 1) * len(theta_0), theta_0)
+
+    def name_of(self, key: str) -> str:
+        return key.removeprefix(PREFIX)
+
+    @property
+    def trained_modules(self) -> Collection[str]:
+        return self.config.get("modules_to_save") or ()
+
+    def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the base's configuration, with the labels that the adapter trained."""
+        if self.source.config:
+            return super().head_config(base)
+        last_key = list(self.head.values())[-1]
+        count = self.source.tensors[last_key].shape[0]
+        model_class = (self.config.get("auto_mapping") or {}).get("base_model_class")
+        model_class = model_class or _CLASSES.get(str(self.config.get("task_type")))
+        config = {**base, "architectures": [model_class]}
+        if len(labels(config) or ()) != count:
+            config["id2label"] = {str(number): f"LABEL_{number}" for number in range(count)}
+            config["label2id"] = {f"LABEL_{number}": number for number in range(count)}
+        return config
+
+    def module_files(self) -> dict[str, bytes]:
+        return {}  # an adapter's folder has none
+
+    # What is checked before a merge
+
+    def check_layers(self, layers: Sequence[Layer], base: FullModel) -> None:
+        if layers and all(layer.param not in self.params for layer in layers):
+            raise ValueError(
+                f"adapter '{self.source.name}' changes none of the {len(layers)} layers to merge: "
+                f"it is of {some(self.params)}"
+            )
+
+    def check_base_has(self, param: str, base: FullModel, architecture: Architecture) -> None:
+        if param not in self.updates:
+            return
+        adapter = f"adapter '{self.source.name}'"
+        lacks = f"'{base.source.name}' has no '{param}'"
+        renamed = with_same_ending(param, base.params)
+        if renamed:
+            raise ValueError(
+                f"{adapter} was trained on another class of the model: {lacks}, but "
+                f"'{renamed[0]}'; with that class, {with_peft(self.checkpoint, architecture)}"
+            )
+        raise ValueError(f"{adapter} is for another base: {lacks}")
+
+    def check_base(self, base: Source) -> Iterator[str]:
+        trained_on = self.checkpoint.adapter_config.get("base_model_name_or_path")
+        if not trained_on:
+            return
+        given = [base.name, base.label, base.config.get("_name_or_path")]
+        names = {_last_name(name) for name in given if isinstance(name, str)}
+        if _last_name(trained_on) not in names:
+            yield (
+                f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the "
+                f"base given is '{base.name}': make sure that these are the same model"
+            )
+
+    def check_outside(
+        self, layers: Collection[str], base: FullModel, rule: str, architecture: Architecture
+    ) -> Iterator[str]:
+        outside = [param for param in self.updates if param not in layers]
+        dora = [param for param in outside if param in self.magnitudes]
+        if dora and rule != "pretrained":
+            could_be_layers = "name them in target_modules, or "
+            if any(param not in architecture.views for param in dora):
+                could_be_layers = ""
+            raise ValueError(
+                f"adapter '{self.source.name}' changes {some(dora)} by DoRA outside the merged "
+                f"layers: {could_be_layers}{with_peft(self.checkpoint, architecture)}"
+            )
+        if rule == "pretrained":
+            ignored = [name for name in self.params if name in base.params and name not in layers]
+            ignored += [name for name in self.left_out if name not in ignored]
+            if ignored:
+                yield f"adapter '{self.source.name}' also changes {some(ignored)}: ignored"
+
+    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> Iterator[str]:
+        if self.magnitudes or not self.keys.keys().isdisjoint(changed):
+            return
+        for param in layers:
+            update, _ = self._update(param, torch.device("cpu"))
+            if update.left.any() and update.right.any():
+                return
+        if not layers:
+            return
+        reason = "its factors are zero, as before any training"
+        if all(self.updates[param].scaling == 0 for param in layers):
+            reason = "the lora_alpha in its adapter_config.json is 0"
+        yield (
+            f"adapter '{self.source.name}' changes nothing in the {len(layers)} layers looked at: "
+            f"{reason}"
         )
 
 
-def with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
-    """Return the end of a message about an adapter that only peft can merge.
-
-    Into a weight that several modules share, peft adds the updates of all of them.
+def _last_name(model: str) -> str:
+    """Return the name of a model without its owner or folders, its revision and the mark of a copy
+    of it that bitsandbytes quantised.
     """
-    for names in architecture.shared:
-        for module in [name.rpartition(".")[0] for name in names]:
-            if any(f".{module}." in f".{key}" for key in adapter.tensors):
-                return f"{COPY_HEAD}, merge it into that {_WITH_PEFT}"
-    return f"merge it into its base {_WITH_PEFT}"
+    path = re.sub(r"models--([^/]+)/snapshots/[^/]+$", r"\1", model.replace("\\", "/").rstrip("/"))
+    name = path.rpartition("/")[2].rpartition("--")[2].partition("@")[0].lower()
+    return re.sub(r"(-unsloth)?-bnb-[48]bit$", "", name)
 
 
 def open_task(name: str, architecture: Architecture, strength: float) -> FullModel:
     checkpoint = Checkpoint.open(name)
-    task = (LoraAdapter if is_adapter(checkpoint.folder) else FullModel)(checkpoint, architecture)
+    task: FullModel
+    if is_adapter(checkpoint.folder):
+        task = LoraAdapter(checkpoint, architecture)
+    else:
+        task = FullModel(checkpoint, architecture)
     task.strength = strength
     return task

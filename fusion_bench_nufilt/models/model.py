@@ -3,9 +3,9 @@ them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import chain, groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,45 +13,34 @@ from torch import Tensor
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.tensors import digest, is_finite, wide_dtype
 
-from .architecture import Architecture
+from .architecture import Architecture, Layer
 from .checkpoint import Checkpoint
-from .experts import Expert, ExpertRows
-from .last_read import LastRead
+from .names import with_same_ending
+from .rows import MatchedRows
 from .source import Source
-
-EMBEDDING_A = (
-    ".lora_embedding_A"  # (rank, tokens); it and B (d, rank) hold the transpose of the update
-)
+from .targets import exclude_hint
 
 
 class FullModel:
     """A model with all its weights, in files or in memory.
 
     By param, ``params`` has the shape of each tensor that the model changes or brings, ``keys`` the
-    key of each that it holds in full, and ``pairs`` the keys of the factors A and B of a layer's
-    update, with their scaling.
+    key of each that it holds in full, and ``matched_rows`` those of them that it presents with the
+    base's rows.
     """
+
+    kind = "model"
+    is_complete = True  # whether the model has a tensor for every one of the base
 
     def __init__(self, source: Source, architecture: Architecture) -> None:
         self.source = source
         self.params: dict[str, tuple[int, ...]] = {}
         self.keys: dict[str, str] = {}
-        self.pairs: dict[str, tuple[str, str, float]] = {}
+        self.matched_rows: dict[str, MatchedRows] = {}
         self.ignored: list[str] = []
         self.left_out: list[str] = []  # names of tied weights that are more than one here alone
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.strength = 1.0  # of its update in a merge
-        self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths, by param
-        self.experts: dict[str, Expert] = {}  # by param, its place in factors of several experts
-        self.saved_experts: dict[str, ExpertRows] = {}  # by param, its place in a whole stack
-        self._factors: LastRead[tuple[Tensor, Tensor, str]] = LastRead()
-        self._trained: dict[
-            str, dict[int, int]
-        ] = {}  # by param, the stored place of each row that an adapter trained
-        self._rows: dict[
-            str, list[int]
-        ] = {}  # by param, the stored row for each of the base's, or -1 for none
-        self._transposed = {param for param, view in architecture.views.items() if view.transposed}
         architecture.split(source)
         self._find_tensors(architecture)
 
@@ -59,30 +48,40 @@ class FullModel:
         for key in self.source.tensors:
             name = architecture.name(key)
             if name not in self.keys or architecture.module_name(key) == name:
-                self.keys[name], self.params[name] = key, self.source.tensors[key].shape
+                self._add_tensor(name, key)
         for names in architecture.shared:
             stored = [name for name in names if name in self.keys]
-            for name in names if stored else ():
-                self.keys.setdefault(name, self.keys[stored[0]])
-                self.params.setdefault(name, self.params[stored[0]])
+            if stored:
+                self._share_tensor(stored[0], names)
         embedding = architecture.embedding
         if self.source.config.get("tie_word_embeddings") is True and embedding in self.keys:
             # This model's head is its embedding, also where the base has a head of its own.
-            for name in architecture.head:
-                self.keys.setdefault(name, self.keys[embedding])
-                self.params.setdefault(name, self.params[embedding])
+            self._share_tensor(embedding, architecture.head)
+
+    def _add_tensor(self, name: str, key: str) -> None:
+        self.keys[name] = key
+        self.params[name] = self.source.tensors[key].shape
+
+    def _share_tensor(self, stored: str, names: Iterable[str]) -> None:
+        """Have the tensor of one name stand for those of others that are not stored."""
+        for name in names:
+            self.keys.setdefault(name, self.keys[stored])
+            self.params.setdefault(name, self.params[stored])
 
     def tell_apart(self, names: Sequence[str]) -> list[object]:
         """Return for each of some names that share a weight what tells its tensor from others."""
-        told: list[object] = []
+        marks: list[object] = []
         distinct: list[str] = []
         for name in names:
             key = self.keys.get(name)
             equal = [other for other in distinct if key and self.source.same(key, other)]
-            if key and not equal:
+            if equal:
+                marks.append(equal[0])
+                continue
+            marks.append(key)
+            if key:
                 distinct.append(key)
-            told.append(equal[0] if equal else key)
-        return told
+        return marks
 
     def tie(self, architecture: Architecture) -> None:
         """Have one tensor for each weight, which goes by its param from now on.
@@ -91,8 +90,13 @@ class FullModel:
         """
         for name in chain(*architecture.shared):
             if architecture.param_named(name) != name:
-                for known in (self.params, self.keys, self.pairs, self.magnitudes, self._rows):
-                    known.pop(name, None)
+                self._forget(name)
+
+    def _forget(self, param: str) -> None:
+        """Treat a tensor as one that the model does not have."""
+        self.params.pop(param, None)
+        self.keys.pop(param, None)
+        self.matched_rows.pop(param, None)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -104,11 +108,19 @@ class FullModel:
         """Return whether the model has a tensor of the base, changed or not."""
         return param in self.keys
 
+    def is_update(self, param: str) -> bool:
+        """Return whether the model has a tensor as an update of the base's, which must exist."""
+        return False
+
     def ignore(self, param: str) -> None:
         """Treat a tensor outside the merged layers as missing."""
         self.ignored.append(param)
-        for known in (self.params, self.keys, self.pairs):
-            known.pop(param, None)
+        self._forget(param)
+
+    @property
+    def trained_modules(self) -> Collection[str] | None:
+        """The modules that an adapter holds in full, and None for a whole model."""
+        return None
 
     def take_head(self, params: Iterable[str]) -> None:
         """Keep some tensors out of the merge, as the task's own head."""
@@ -116,42 +128,54 @@ class FullModel:
             self.params.pop(param)
             self.head[param] = self.keys.pop(param)
 
-    def show_rows(self, param: str, rows: Sequence[int]) -> None:
+    def head_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the task's head by their names in the task's model."""
+        tensors = {}
+        for key in self.head.values():
+            value, _ = self.source.read(key)
+            tensors[self.name_of(key)] = value.contiguous()
+        return tensors
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a stored tensor in the model that was saved."""
+        return key
+
+    def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the configuration of the model that the task's head belongs to, given the
+        base's.
+        """
+        config: Mapping[str, Any] = self.source.config
+        return config
+
+    def module_files(self) -> dict[str, bytes]:
+        """Return the files of the modules that sentence-transformers puts behind the model."""
+        return self.checkpoint.module_files()
+
+    def match_rows(self, param: str, rows: Sequence[int]) -> None:
         """Present a tensor with the base's rows: ``rows`` has the number of each here, or -1 to
         take the base's.
         """
-        self._rows[param] = [self._stored_row(param, row) for row in rows]
-        self.params[param] = (len(rows), *self.params[param][1:])
+        sides = self.params[param][1:]
+        stored = [self._stored_row(param, row) for row in rows]
+        key = self.keys[param]
+        self.matched_rows[param] = MatchedRows(self.source, key, math.prod(sides), stored)
+        self.params[param] = (len(rows), *sides)
 
     def _stored_row(self, param: str, row: int) -> int:
-        return self._trained[param].get(row, -1) if param in self._trained else row
+        """Return which stored row is a row of a tensor, or -1 if none is."""
+        return row
 
     def row(self, param: str, row: int, base: "FullModel") -> Tensor:
-        """Read a row of a tensor, flattened, by its number here; an adapter that lacks it returns
-        the base's.
+        """Read a row of a tensor, flattened, by its number here; one that is missing is the
+        base's.
         """
         width = math.prod(base.params[param][1:])
-        if param in self.keys and (stored := self._stored_row(param, row)) >= 0:
-            return self.source.elements(self.keys[param], stored * width, (stored + 1) * width)
-        theta_0 = base.source.elements(base.keys[param], row * width, (row + 1) * width)
-        return (
-            self.elements(param, row * width, (row + 1) * width, theta_0)
-            if param in self.pairs
-            else theta_0
-        )
-
-    def _shown(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of a tensor as :meth:`show_rows` presents it, given the base's."""
-        width, pieces = math.prod(self.params[param][1:]), []
-        rows = enumerate(self._rows[param][start // width : -(-stop // width)], start // width)
-        for shift, run in groupby(rows, lambda pair: pair[1] - pair[0] if pair[1] >= 0 else None):
-            numbers = [row for row, _ in run]
-            first, last = max(start, numbers[0] * width), min(stop, (numbers[-1] + 1) * width)
-            pieces.append(theta_0[first - start : last - start])
-            if shift is not None:
-                there = first + shift * width, last + shift * width
-                pieces[-1] = self.source.elements(self.keys[param], *there).to(theta_0.device)
-        return torch.cat(pieces)
+        if param in self.keys:
+            stored = self._stored_row(param, row)
+            if stored >= 0:
+                key = self.keys[param]
+                return self.source.elements(key, stored * width, (stored + 1) * width)
+        return base.source.elements(base.keys[param], row * width, (row + 1) * width)
 
     def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
         """Read a whole tensor, or the factors of a layer's update; return it and the digest of what
@@ -160,42 +184,19 @@ class FullModel:
         ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows
         that the model lacks.
         """
-        read = partial(self.source.read, where=theta_0.device)
-        if param in self._rows:
-            value = self._shown(param, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
-            if not is_finite(value):
-                raise ValueError(
-                    f"model '{self.source.name}', tensor '{param}' has NaN or infinite values"
-                )
-            return value, digest(value)
-        if param in self.saved_experts:
-            value = self.saved_experts[param].read(self.source)
-            if not is_finite(value):
-                raise ValueError(
-                    f"model '{self.source.name}', tensor '{param}' has NaN or infinite values"
-                )
-            return value.to(theta_0.device), digest(value)
-        if param in self.keys:
-            return read(self.keys[param])
-        key_a, key_b, scaling = self.pairs[param]
-        a, b, digests = self._factors.get(
-            (key_a, str(theta_0.device)), partial(_read_factors, read, key_a, key_b)
-        )
-        if param in self.experts:
-            a, b = self.experts[param].cut(a, b)
-        wide = wide_dtype(a)
-        if not is_finite(left := b.to(wide) * scaling):
-            what = f"adapter '{self.source.name}', layer '{param}'"
-            raise ValueError(f"{what}: B times its scaling of {scaling:g} is too large for {wide}")
-        update = LowRank(left, a.to(wide))
-        if key_a.endswith(EMBEDDING_A):
-            return LowRank(update.right.T, update.left.T), digests
-        if param not in self.magnitudes:
-            return update, digests
-        lengths, digest_m = read(self.magnitudes[param])
-        weight = (theta_0.T if param in self._transposed else theta_0).to(wide) + update.product()
-        weight *= (lengths.to(wide) / torch.linalg.vector_norm(weight, dim=1))[:, None]
-        return (weight.T if param in self._transposed else weight), digests + digest_m
+        if param not in self.matched_rows:
+            return self.source.read(self.keys[param], theta_0.device)
+        flat = theta_0.flatten()
+        value = self.matched_rows[param].elements(0, theta_0.numel(), flat)
+        value = value.reshape(theta_0.shape)
+        self._check_finite(param, value)
+        return value, digest(value)
+
+    def _check_finite(self, param: str, value: Tensor) -> None:
+        if not is_finite(value):
+            raise ValueError(
+                f"model '{self.source.name}', tensor '{param}' has NaN or infinite values"
+            )
 
     def at_strength(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
         """Return a weight, or the factors of an update, with the update times the model's
@@ -210,37 +211,55 @@ class FullModel:
 
     def unit(self, param: str) -> int:
         """Return the number of elements of a tensor that are read together, or not at all."""
-        if param in self.saved_experts:
-            return math.prod(self.params[param])
-        if param in self.keys and param not in self._rows:
-            return self.source.tensors[self.keys[param]].unit
-        return 1
+        if param in self.matched_rows or param not in self.keys:
+            return 1
+        return self.source.tensors[self.keys[param]].unit
 
     def elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of a flattened tensor that the model has, given the base's."""
-        if param in self._rows:
-            return self._shown(param, start, stop, theta_0)
-        if param in self.saved_experts:
-            value = self.saved_experts[param].read(self.source).flatten()[start:stop]
-            return value.to(theta_0.device)
-        if param in self.keys:
-            return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
-        if param not in self.pairs:
+        """Return some elements of a flattened tensor, given the base's, which are those of a
+        tensor that the model lacks.
+        """
+        if param in self.matched_rows:
+            return self.matched_rows[param].elements(start, stop, theta_0)
+        if param not in self.keys:
             return theta_0
-        update, _ = self.weight(param, theta_0)
-        assert isinstance(update, LowRank)
-        if param in self._transposed:
-            update = LowRank(update.right.T, update.left.T)
-        d_i, wide = update.shape[1], wide_dtype(theta_0)
-        first, last = start // d_i, -(-stop // d_i)  # the rows that hold these elements
-        rows = LowRank(update.left[first:last], update.right).product().flatten()
-        return theta_0.to(wide) + rows[start - first * d_i : stop - first * d_i]
+        return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
 
+    def check_layers(self, layers: Sequence[Layer], base: "FullModel") -> None:
+        """Raise a ValueError if the model lacks layers that it needs for a merge."""
+        lost = [layer for layer in layers if layer.param not in self.params]
+        if not lost:
+            return
+        first = lost[0]
+        lacks = (
+            f"model '{self.source.name}' lacks layer '{first.param}' {base.params[first.param]} of "
+            "the base"
+        )
+        renamed = with_same_ending(first.param, self.params.keys() - base.params.keys())
+        if renamed:
+            raise ValueError(
+                f"{lacks} and has '{renamed[0]}', which the base lacks: its tensors are named "
+                "otherwise, rename them as the base's are"
+            )
+        raise ValueError(f"{lacks}, one of {len(lost)}{exclude_hint(first.name)}")
 
-def _read_factors(
-    read: Callable[[str], tuple[Tensor, str]], key_a: str, key_b: str
-) -> tuple[Tensor, Tensor, str]:
-    """Return the factors A and B of an update, and the digest of both."""
-    a, digest_a = read(key_a)
-    b, digest_b = read(key_b)
-    return a, b, digest_a + digest_b
+    def check_base_has(self, param: str, base: "FullModel", architecture: Architecture) -> None:
+        """Raise a ValueError if the model updates a tensor, which the base lacks."""
+
+    def check_base(self, base: Source) -> Iterator[str]:
+        """Warn if the model says that it was trained on another base than the one that is given."""
+        yield from ()
+
+    def check_outside(
+        self, layers: Collection[str], base: "FullModel", rule: str, architecture: Architecture
+    ) -> Iterator[str]:
+        """Check what the model changes outside the layers to merge, given by param, where ``rule``
+        applies.
+        """
+        yield from ()
+
+    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> Iterator[str]:
+        """Warn if the model adds nothing to some layers and brings no tensor of those that the
+        merge changes.
+        """
+        yield from ()

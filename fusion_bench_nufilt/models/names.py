@@ -58,3 +58,12 @@ def without_numbers(name: str) -> str:
     have one name.
     """
     return _NUMBER.sub("*", name)
+
+
+def with_same_ending(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names that are the same as this one from its block on, as in ``layers.0.mlp``."""
+    in_block = re.search(r"[^.]+\.\d+\..*", name)
+    if in_block is None:
+        return []
+    ending = f".{in_block[0]}"
+    return sorted(other for other in others if f".{other}".endswith(ending))

@@ -369,7 +369,7 @@ def join_vocabularies(
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
             for param in tokens.model.keys.keys() & set(params):
-                tokens.model.show_rows(param, rows)
+                tokens.model.match_rows(param, rows)
             matched[tokens.label] = rows
     result.check()
     result.identity = hashlib.sha256(
