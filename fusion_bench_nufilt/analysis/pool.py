@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.experiment import Experiment
-from fusion_bench_nufilt.continual.models import PRETRAINED, refuse_drawn
+from fusion_bench_nufilt.continual.models import PRETRAINED, refuse_missing_keys
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.views import View
@@ -61,7 +61,9 @@ class PoolAnalysis:
         self.pretrained, drawn = experiment.load(PRETRAINED)
         self.views = merged_layers(self.pretrained, targets)
         self._keys = {view.key for view in self.views.values()}
-        refuse_drawn(PRETRAINED, [key for key in drawn if key in self._keys], can_exclude=False)
+        refuse_missing_keys(
+            PRETRAINED, [key for key in drawn if key in self._keys], can_exclude=False
+        )
         self._modules = [view.module for view in self.views.values()]
         self.width = min(
             view.shape[1] for view in self.views.values()

@@ -112,14 +112,14 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Prepare a run; called once, with the pretrained model and the names in merging order."""
 
     def check_model(
-        self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()
+        self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str] = ()
     ) -> None:
         """Raise a ValueError, naming model and tensor, if the model cannot be merged: other shapes,
         or NaN.
 
-        ``drawn`` has the keys of the weights that its checkpoint lacks, which were drawn at random.
+        ``missing_keys`` are of weights that its checkpoint lacks, which were drawn at random.
         """
-        pools.refuse_drawn(name, drawn, can_exclude=False)
+        pools.refuse_missing_keys(name, missing_keys, can_exclude=False)
         check_module(pretrained, model, name)
 
     def merge_step(
@@ -217,9 +217,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             self.folder.refuse_other_run(self._description())
         self.scores = self._scores(taskpool)
         self.check_data()
-        pretrained, self.drawn = self._load(modelpool, PRETRAINED)
+        pretrained, self.missing_in_pretrained = self._load(modelpool, PRETRAINED)
         self.start(pretrained, names)
-        self.check_model(pretrained, pretrained, PRETRAINED, self.drawn)
+        self.check_model(pretrained, pretrained, PRETRAINED, self.missing_in_pretrained)
         if self.scores is not None and self.check_taskpool:
             self.scores.evaluator.check(pretrained, self.matrix.tasks)
         self._checked_first = (
@@ -228,8 +228,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if self._checked_first:
             with self.profile("checking models"):
                 for name in tqdm(names, desc="Checking models", disable=None):
-                    model, drawn = self._load(modelpool, name)
-                    self.check_model(pretrained, model, name, drawn)
+                    model, missing_keys = self._load(modelpool, name)
+                    self.check_model(pretrained, model, name, missing_keys)
                     del model
         if self.folder is not None:
             self.folder.begin(self._description())
@@ -271,10 +271,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """
         merged = deepcopy(pretrained)
         if MERGED in modelpool.all_model_names:
-            previous, drawn = self._load(modelpool, MERGED)
-            self.check_model(pretrained, previous, MERGED, drawn)
+            previous, missing_keys = self._load(modelpool, MERGED)
+            self.check_model(pretrained, previous, MERGED, missing_keys)
             self.go_on_from(
-                *merged_checkpoint(modelpool, pretrained, self.drawn, verify=self.verify)
+                *merged_checkpoint(
+                    modelpool, pretrained, self.missing_in_pretrained, verify=self.verify
+                )
             )
             self.prepare(merged)
             merged.load_state_dict(previous.state_dict())
@@ -286,9 +288,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         next_step = self._resume(merged) + 1 if self.resume else self.first_step
         left = list(enumerate(names, self.first_step))[next_step - self.first_step :]
         for step, name in tqdm(left, "Merging models", disable=None):
-            task, drawn = self._load(modelpool, name)
+            task, missing_keys = self._load(modelpool, name)
             if not self._checked_first:
-                self.check_model(pretrained, task, name, drawn)
+                self.check_model(pretrained, task, name, missing_keys)
             begin = time.perf_counter()
             with self.profile("merging"):
                 merged = self.merge_step(step, name, pretrained, merged, task)
@@ -342,10 +344,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
         """Load a model and, where steps are kept, note the digest of its weights."""
         with self.profile("loading models"):
-            model, drawn = load_model(modelpool, name)
+            model, missing_keys = load_model(modelpool, name)
             if self._kept is not None and "sha256" not in self._inputs[name]:
-                self._inputs[name]["sha256"] = digest_of_stored(model, drawn)
-        return model, drawn
+                self._inputs[name]["sha256"] = digest_of_stored(model, missing_keys)
+        return model, missing_keys
 
     def _resume(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights of the newest complete step in the log directory; return that

@@ -40,7 +40,7 @@ from fusion_bench_nufilt.utils.options import options_of, split_options, takes_o
 from fusion_bench_nufilt.utils.schemas import Head, Manifest
 
 from .algorithm import ContinualMergingAlgorithm
-from .models import MERGED, PRETRAINED, refuse_drawn
+from .models import MERGED, PRETRAINED, refuse_missing_keys
 from .protocol import DeviceConfig, ProtocolConfig
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._architecture = Architecture(pretrained)
         self._earlier: dict[str, str] = {}  # params of tied weights in a merge that is gone on from
         self._base = self._model(PRETRAINED, pretrained, ())
-        stored = self._model(PRETRAINED, pretrained, self.drawn).params
+        stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).params
         config = self._base.source.config
         self._heads = Heads(
             self.targets.heads,
@@ -138,10 +138,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return opened
 
     def _untie(
-        self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str]
+        self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str]
     ) -> None:
         """Untie what a model has as two weights, and the pretrained one as one."""
-        opened = FullModel(module_source(name, model, drawn), self._architecture)
+        opened = FullModel(module_source(name, model, missing_keys), self._architecture)
         before = self._architecture.weights
         if name == MERGED:
             self._earlier = earlier_params(self._architecture, opened)
@@ -197,23 +197,25 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         )
 
     def check_model(
-        self, pretrained: nn.Module, model: nn.Module, name: str, drawn: Sequence[str] = ()
+        self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str] = ()
     ) -> None:
         if name != PRETRAINED:
-            self._untie(pretrained, model, name, drawn)
+            self._untie(pretrained, model, name, missing_keys)
         if name in (PRETRAINED, MERGED):
             merged = {view.key for view in self.layers.values()}
-            refuse_drawn(name, [key for key in drawn if key in merged], can_exclude=True)
+            refuse_missing_keys(
+                name, [key for key in missing_keys if key in merged], can_exclude=True
+            )
             if name == MERGED:
                 check_made_from(self._base, self._model(name, model, ()), ())
             return
-        task, before = self._model(name, model, drawn), self._heads.of(self._base.params)
+        task, before = self._model(name, model, missing_keys), self._heads.of(self._base.params)
         find_head(self._heads, task)
         if self._heads.of(self._base.params) != before:
             self._refuse_late_head(name)
             self._select()
         take_head(self._heads, task)
-        if lost := self._heads.of(map(self._architecture.param, drawn)):
+        if lost := self._heads.of(map(self._architecture.param, missing_keys)):
             why = f"its checkpoint has no head ('{lost[0]}' was drawn at random)"
             log.warning("model '%s': %s: none is kept", name, why)
         plan = self._plan([task], self.first_step + self.names.index(name))
@@ -224,7 +226,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         ignored = (
             key for key in task.source.tensors if self._architecture.param(key) in task.ignored
         )
-        self._lacking[name] = {*drawn, *ignored}
+        self._lacking[name] = {*missing_keys, *ignored}
 
     def _refuse_late_head(self, name: str) -> None:
         """Refuse a head that is found after a step has merged it as a layer."""

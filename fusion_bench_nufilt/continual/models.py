@@ -54,7 +54,7 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
 
     transformers draws every weight that a checkpoint lacks at random, and only warns about it.
     """
-    with _drawn_at_random() as drawn:
+    with _missing_in_checkpoints() as missing_keys:
         try:
             model = modelpool.load_model(name)
         except Exception as error:  # whatever a pool or transformers raises
@@ -65,19 +65,19 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
         )
     # The pool may have returned a part of what was loaded, or have put it into something larger.
     keys = (
-        [key for key in model.state_dict() if any(_same(key, other) for other in drawn)]
-        if drawn
+        [key for key in model.state_dict() if any(_same(key, other) for other in missing_keys)]
+        if missing_keys
         else []
     )
     return model, keys
 
 
-def digest_of_stored(model: nn.Module, drawn: Collection[str]) -> str:
+def digest_of_stored(model: nn.Module, missing_keys: Collection[str]) -> str:
     """Return the digest of a model's weights except those drawn at random, which differ from run to
     run.
     """
     return model_digest(
-        {key: value for key, value in model.state_dict().items() if key not in drawn}
+        {key: value for key, value in model.state_dict().items() if key not in missing_keys}
     )
 
 
@@ -87,7 +87,7 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
-def refuse_drawn(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
+def refuse_missing_keys(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
     """Raise a ValueError if weights to be merged were drawn at random; it names the model and a
     weight.
     """
@@ -103,8 +103,10 @@ def load_stored(
     modelpool: BaseModelPool, name: str, merged: Collection[str] | None = None
 ) -> nn.Module:
     """Load a model; refuse one whose weights to be merged (by default all) were drawn at random."""
-    model, drawn = load_model(modelpool, name)
-    refuse_drawn(name, [key for key in drawn if merged is None or key in merged], can_exclude=False)
+    model, missing_keys = load_model(modelpool, name)
+    refuse_missing_keys(
+        name, [key for key in missing_keys if merged is None or key in merged], can_exclude=False
+    )
     return model
 
 
@@ -113,7 +115,7 @@ def _same(key: str, other: str) -> bool:
 
 
 @contextmanager
-def _drawn_at_random() -> Iterator[set[str]]:
+def _missing_in_checkpoints() -> Iterator[set[str]]:
     """Collect the keys missing in the checkpoints that transformers loads within the block."""
     missing: set[str] = set()
     load: Any = vars(PreTrainedModel)["from_pretrained"]
@@ -171,7 +173,7 @@ def merged_before(
 def merged_checkpoint(
     modelpool: BaseModelPool,
     pretrained: nn.Module | None = None,
-    drawn: Collection[str] = (),
+    missing_keys: Collection[str] = (),
     *,
     verify: bool,
 ) -> tuple[Path | None, Manifest]:
@@ -179,7 +181,7 @@ def merged_checkpoint(
     is none.
 
     With ``verify``, it is refused if it belongs to another ``pretrained`` model, whose weights
-    ``drawn`` at random do not count.
+    ``missing_keys`` do not count.
     """
     entry = modelpool._models[MERGED]
     path = (
@@ -193,7 +195,7 @@ def merged_checkpoint(
     if (
         verify
         and pretrained is not None
-        and before not in (None, digest_of_stored(pretrained, drawn))
+        and before not in (None, digest_of_stored(pretrained, missing_keys))
     ):
         raise ValueError(
             f"'{folder}' was merged from another '{PRETRAINED}' model than the pool's; {_CHANGED}"

@@ -13,7 +13,12 @@ from fusion_bench.method.ties_merging.ties_merging_utils import (
 )
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.continual.models import PRETRAINED, load_model, load_stored, refuse_drawn
+from fusion_bench_nufilt.continual.models import (
+    PRETRAINED,
+    load_model,
+    load_stored,
+    refuse_missing_keys,
+)
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.utils.tensors import widened
@@ -69,10 +74,12 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
         """Merge all models of a pool at once into its pretrained model, which is changed."""
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(dict(modelpool))
-        pretrained, drawn = load_model(modelpool, PRETRAINED)
+        pretrained, missing_keys = load_model(modelpool, PRETRAINED)
         layers = select_layers(pretrained, "all-linear")
         keys = {view.key for view in layers.values()}
-        refuse_drawn(PRETRAINED, [key for key in drawn if key in keys], can_exclude=False)
+        refuse_missing_keys(
+            PRETRAINED, [key for key in missing_keys if key in keys], can_exclude=False
+        )
         models = [load_stored(modelpool, name, keys) for name in modelpool.model_names]
         for name, model in zip(modelpool.model_names, models, strict=True):
             check_module(pretrained, model, name, layers=keys)
