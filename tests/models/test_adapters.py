@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
-from tests.tiny_models import TOWER, clip, llama, llava
+from tests.tiny_models import TOWER, clip, llama, llava, t5
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -117,7 +117,7 @@ def widen_the_query(folder):
 
 
 def swap_the_base(folder):
-    save_stream(folder / "other", llava(), tasks=1)
+    save_stream(folder / "other", t5(), tasks=1)
     (folder / "base").rename(folder / "unused")
     (folder / "other" / "base").rename(folder / "base")
 
