@@ -26,7 +26,7 @@ from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.sums import Sum
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt import LowRank, adapter, fuse_layers
 from fusion_bench_nufilt.nufilt.step import working_bytes
 from fusion_bench_nufilt.utils import failures
@@ -381,7 +381,7 @@ def test_a_batch_is_read_and_another_one_written_while_one_is_solved(gpus, monke
 
     hook(
         monkeypatch,
-        FullModel,
+        ModelWeights,
         "weight",
         lambda n: n != 3 or wait_for(solving),
         lambda n: n != 3 or read.set(),
@@ -441,7 +441,7 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
 @pytest.mark.parametrize(
     ("where", "name", "devices"),
     [
-        (FullModel, "weight", *DEVICES[1:]),
+        (ModelWeights, "weight", *DEVICES[1:]),
         (Nufilt, "add_each", DEVICES[0]),
         (Output, "add", *DEVICES[1:]),
     ],

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.tensors import widened
@@ -57,7 +57,7 @@ def analyze_folders(
     return result
 
 
-def _update(model: FullModel, layer: Layer, stored: Tensor) -> Tensor:
+def _update(model: ModelWeights, layer: Layer, stored: Tensor) -> Tensor:
     """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor."""
     theta_0 = layer.view.matrix(stored)
     weight, _ = model.weight(layer.param, stored)

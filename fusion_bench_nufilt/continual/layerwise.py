@@ -28,7 +28,7 @@ from fusion_bench_nufilt.merge.settings import Settings
 from fusion_bench_nufilt.methods import Report, find_method
 from fusion_bench_nufilt.models import Heads, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.module import MemorySource, module_source
 from fusion_bench_nufilt.models.ties import carry_over, earlier_params, tie_weights, untie_model
 from fusion_bench_nufilt.models.views import View
@@ -132,8 +132,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         for warning in filter(None, doubts):
             _warn_once("%s", warning)
 
-    def _model(self, name: str, model: nn.Module, lacking: Collection[str]) -> FullModel:
-        opened = FullModel(module_source(name, model, lacking), self._architecture)
+    def _model(self, name: str, model: nn.Module, lacking: Collection[str]) -> ModelWeights:
+        opened = ModelWeights(module_source(name, model, lacking), self._architecture)
         opened.tie(self._architecture)
         return opened
 
@@ -141,7 +141,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str]
     ) -> None:
         """Untie what a model has as two weights, and the pretrained one as one."""
-        opened = FullModel(module_source(name, model, missing_keys), self._architecture)
+        opened = ModelWeights(module_source(name, model, missing_keys), self._architecture)
         before = self._architecture.weights
         if name == MERGED:
             self._earlier = earlier_params(self._architecture, opened)
@@ -238,7 +238,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             )
             raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")
 
-    def _plan(self, tasks: list[FullModel], step: int, merged: FullModel | None = None) -> Plan:
+    def _plan(
+        self, tasks: list[ModelWeights], step: int, merged: ModelWeights | None = None
+    ) -> Plan:
         """Return the plan of a step."""
         state = MemorySource("the state", self._states)
         devices = self.device_config.choose(self.fabric.device)
@@ -256,7 +258,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             settings=settings,
             before=before,
             merged=merged,
-            state=FullModel(state, self._architecture) if self._states else None,
+            state=ModelWeights(state, self._architecture) if self._states else None,
             heads=describe_heads(self._heads, self._base, tasks, before),
         )
 

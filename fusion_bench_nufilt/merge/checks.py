@@ -14,7 +14,7 @@ from fusion_bench_nufilt.models import TargetConfig
 from fusion_bench_nufilt.models.adapter_config import COPY_HEAD
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.coverage import coverage
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.module import module_source
 from fusion_bench_nufilt.models.source import some
 from fusion_bench_nufilt.models.ties import differing
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
-def check_merged(plan: Plan, merged: FullModel) -> Iterator[str]:
+def check_merged(plan: Plan, merged: ModelWeights) -> Iterator[str]:
     """Check that a merged model has the base's keys and shapes, and was made from this base with
     the same settings.
     """
@@ -107,7 +107,7 @@ def check_module(
             finite; the message names the model, the tensor and the shapes.
     """
     architecture = Architecture(pretrained)
-    base = FullModel(module_source("_pretrained_", pretrained), architecture)
+    base = ModelWeights(module_source("_pretrained_", pretrained), architecture)
     found = [
         Layer(view.name, param, (base.keys[param],), view)
         for param, view in architecture.views.items()
@@ -126,7 +126,7 @@ def check_module(
         coverage(pretrained, {}, targets),
         architecture.origin,
     )
-    task = FullModel(module_source(name, model, drawn), architecture)
+    task = ModelWeights(module_source(name, model, drawn), architecture)
     if names := differing(architecture, task):
         raise ValueError(
             f"model '{name}' has {some(names)} as weights of their own, which are one in its base: "
@@ -138,7 +138,7 @@ def check_module(
         log.info("%s", warning)
 
 
-def check_made_from(base: FullModel, merged: FullModel, computed: Collection[str]) -> None:
+def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collection[str]) -> None:
     """Refuse a merged model that has not the base's tensors, in the base's shapes.
 
     It may lack those that are ``computed`` when a model is built.
@@ -199,7 +199,7 @@ def kept_from_base(plan: Plan) -> list[str]:
 
 
 def check_task(
-    selection: Selection, task: FullModel, architecture: Architecture, averaged: set[str]
+    selection: Selection, task: ModelWeights, architecture: Architecture, averaged: set[str]
 ) -> Iterator[str]:
     """Refuse a task that has not the base's layers in the base's shapes, and yield warnings.
 
@@ -223,7 +223,7 @@ def check_task(
     yield from task.check_outside(chosen, selection.pretrained, rule, architecture)
 
 
-def check_modules(plan: Plan, task: FullModel) -> Iterator[str]:
+def check_modules(plan: Plan, task: ModelWeights) -> Iterator[str]:
     """Warn of the modules that sentence-transformers puts behind a task's model and the base has
     otherwise: they are not merged.
     """
@@ -251,7 +251,7 @@ def _same_content(one: bytes | None, other: bytes) -> bool:
 
 
 def _check_shapes(
-    selection: Selection, task: FullModel, architecture: Architecture, chosen: set[str]
+    selection: Selection, task: ModelWeights, architecture: Architecture, chosen: set[str]
 ) -> Iterator[str]:
     """Check that a task's tensors have the base's shapes; have it ignore others if
     ``on_shape_mismatch`` allows it.

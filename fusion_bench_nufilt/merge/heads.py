@@ -13,7 +13,7 @@ from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import labels
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import some
 from fusion_bench_nufilt.utils.manifest import add_head, read_heads, read_manifest
 from fusion_bench_nufilt.utils.schemas import Head, Manifest
@@ -24,8 +24,8 @@ from .plan import Plan
 
 def take_heads(
     rule: str,
-    base: FullModel,
-    tasks: Sequence[FullModel],
+    base: ModelWeights,
+    tasks: Sequence[ModelWeights],
     architecture: Architecture,
     before: Manifest,
 ) -> Heads:
@@ -45,23 +45,23 @@ def take_heads(
     return heads
 
 
-def find_head(heads: Heads, task: FullModel) -> None:
+def find_head(heads: Heads, task: ModelWeights) -> None:
     """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
     shapes = {param: task.params[param] for param in _floats(task)}
     heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
 
 
-def take_head(heads: Heads, task: FullModel) -> None:
+def take_head(heads: Heads, task: ModelWeights) -> None:
     """Take a task's head out of the merge."""
     task.take_head(heads.of(_floats(task)))
 
 
-def _floats(task: FullModel) -> list[str]:
+def _floats(task: ModelWeights) -> list[str]:
     return [param for param, key in task.keys.items() if task.source.tensors[key].dtype in FLOATS]
 
 
 def describe_heads(
-    heads: Heads, base: FullModel, tasks: Sequence[FullModel], before: Manifest
+    heads: Heads, base: ModelWeights, tasks: Sequence[ModelWeights], before: Manifest
 ) -> dict[str, Head]:
     """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
     described = dict(before.get("heads", {}))

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.methods import METHODS, LayerMethod
 from fusion_bench_nufilt.models import Heads, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.ties import tie_weights
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
@@ -144,7 +144,7 @@ def _folder(model: Any) -> Path:
 def _base(folder: Path, targets: TargetConfig) -> _Base:
     checkpoint = Checkpoint.from_folder(str(folder), folder)
     architecture = Architecture.of_checkpoint(checkpoint)
-    whole = FullModel(Checkpoint.from_folder(str(folder), folder), architecture)
+    whole = ModelWeights(Checkpoint.from_folder(str(folder), folder), architecture)
     tie_weights(architecture, [whole], [], targets)
     layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(checkpoint)}
     architecture.split(checkpoint)
@@ -169,7 +169,7 @@ def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
     base = _base(base_folder, targets)
     layers = [layer for held in base.layers.values() for layer in held]
-    task = FullModel(Checkpoint.from_folder(str(folder), folder), base.architecture)
+    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), base.architecture)
     task.tie(base.architecture)
     return strength_of(base.checkpoint, layers, task)
 

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.models import Coverage, Heads, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.coverage import coverage
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.manifest import package_versions
@@ -30,7 +30,7 @@ from .settings import Settings
 class Selection:
     """What is merged of a base, and what happens to its other tensors."""
 
-    pretrained: FullModel
+    pretrained: ModelWeights
     targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
     others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by param
@@ -59,7 +59,7 @@ class Selection:
 
 
 def select(
-    pretrained: FullModel, architecture: Architecture, targets: TargetConfig, heads: Heads
+    pretrained: ModelWeights, architecture: Architecture, targets: TargetConfig, heads: Heads
 ) -> Selection:
     """Select what is merged of a base; a ValueError names what is wrong with the base, or with the
     targets.
@@ -85,12 +85,12 @@ def select(
 class Plan(Selection):
     """A merge whose models have passed all checks that need no more than headers and samples."""
 
-    tasks: list[FullModel]
+    tasks: list[ModelWeights]
     method: LayerMethod
     settings: Settings
     before: Manifest  # that of `merged`; empty if it has none
-    merged: FullModel | None = None  # the result to merge into; None means the base
-    state: FullModel | None = None  # what was kept beside `merged` to go on from
+    merged: ModelWeights | None = None  # the result to merge into; None means the base
+    state: ModelWeights | None = None  # what was kept beside `merged` to go on from
     heads: dict[str, Head] = field(
         default_factory=dict
     )  # of all tasks in the result that have their own, by task
@@ -106,7 +106,7 @@ class Plan(Selection):
         """The params of ``others`` that the tasks change."""
         return self.averaged_at(self.first_step)
 
-    def averaged_of(self, task: FullModel) -> set[str]:
+    def averaged_of(self, task: ModelWeights) -> set[str]:
         """The params of ``others`` that a task changes."""
         return (
             self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
@@ -119,7 +119,7 @@ class Plan(Selection):
         count: int = self.before.get("mean_counts", {}).get(param, self.first_step - 1)
         return count
 
-    def joining(self, param: str) -> dict[str, FullModel]:
+    def joining(self, param: str) -> dict[str, ModelWeights]:
         """Return the tasks that join the mean of a tensor in this merge, by their role."""
         joining = {}
         for number, task in enumerate(self.tasks):
@@ -149,7 +149,7 @@ class Plan(Selection):
         return find_places(self.pretrained.checkpoint, self.headers)
 
     @property
-    def models(self) -> dict[str, FullModel]:
+    def models(self) -> dict[str, ModelWeights]:
         """All models by their role in the merge (base, merged, state, task 0, ...)."""
         named = {"base": self.pretrained, "merged": self.merged, "state": self.state}
         named |= {f"task {number}": task for number, task in enumerate(self.tasks)}

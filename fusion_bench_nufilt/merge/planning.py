@@ -9,7 +9,7 @@ from fusion_bench_nufilt.models import TargetConfig
 from fusion_bench_nufilt.models.adapters import open_task
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.ties import (
     carry_over,
     complete_base,
@@ -74,7 +74,7 @@ def plan_merge(
         )
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
-    pretrained = FullModel(checkpoint, architecture)
+    pretrained = ModelWeights(checkpoint, architecture)
     so_far, before, state = _open_merged(merged, architecture, kind)
     opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
     lasting = [model for model in (pretrained, so_far) if model is not None]
@@ -123,19 +123,19 @@ def _open(what: str, name: str, advice: str) -> Checkpoint:
 
 def _open_merged(
     name: str | None, architecture: Architecture, kind: type[LayerMethod]
-) -> tuple[FullModel | None, Manifest, FullModel | None]:
+) -> tuple[ModelWeights | None, Manifest, ModelWeights | None]:
     """Open the model to merge into, its manifest, and the state beside it, as far as they exist."""
     if name is None:
         return None, Manifest(), None
     merged = _open("merged model", name, "give it as a --task")
     before = read_manifest(merged.folder, CHANGED) or Manifest()
-    so_far = FullModel(merged, architecture)
+    so_far = ModelWeights(merged, architecture)
     if kind.state_is_weight and _has_sums(before):
         return so_far, before, None
     if merged.revision is not None and STATE_FILE not in before.get("files", {}):
         return so_far, before, None
     kept = merged.open_inside(STATE_FILE)
-    return so_far, before, None if kept is None else FullModel(kept, architecture)
+    return so_far, before, None if kept is None else ModelWeights(kept, architecture)
 
 
 def _has_sums(before: Manifest) -> bool:
@@ -146,7 +146,7 @@ def _has_sums(before: Manifest) -> bool:
 
 def _open_tasks(
     names: Sequence[str], architecture: Architecture, weights: Sequence[float]
-) -> list[FullModel]:
+) -> list[ModelWeights]:
     if len(weights) != len(names):
         raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
     return [

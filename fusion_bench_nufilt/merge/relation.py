@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.names import block_of
 from fusion_bench_nufilt.models.targets import exclude_hint
 from fusion_bench_nufilt.utils.manifest import read_manifest
@@ -68,7 +68,7 @@ def _inner_products(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([x @ x, y @ y, x @ y, (y - x) @ (y - x)]).cpu()
 
 
-def _compare(plan: Plan, model: FullModel, products: Mapping[Layer, Tensor]) -> Iterator[str]:
+def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) -> Iterator[str]:
     base, name = plan.base, model.source.name
     apart = [layer for layer, each in products.items() if _unrelated(*each[:3].tolist())]
     nothing = torch.zeros(4, dtype=torch.float64, device="cpu")
@@ -102,7 +102,7 @@ def _unrelated(xx: float, yy: float, xy: float) -> bool:
     return xx * yy > 0 and xy < _LEAST_COSINE_OF_A_LAYER * math.sqrt(xx * yy)
 
 
-def _names_base(plan: Plan, model: FullModel) -> bool:
+def _names_base(plan: Plan, model: ModelWeights) -> bool:
     """Tell whether a model is a result, however far from the base, whose manifest names the
     base.
     """

@@ -12,7 +12,7 @@ import torch
 from fusion_bench_nufilt.methods.strength import Spectrum, rounding_energy, spectrum, task_strength
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.fp8 import Quantised
-from fusion_bench_nufilt.models.model import FullModel
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.mxfp4 import Packed
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.step import LowRank
@@ -29,13 +29,13 @@ def measure_strengths(plan: Plan) -> None:
 
 
 @torch.no_grad()
-def strength_of(base: Source, layers: Sequence[Layer], task: FullModel) -> float:
+def strength_of(base: Source, layers: Sequence[Layer], task: ModelWeights) -> float:
     """Return the strength of a task, given all layers to merge, between a half and 1."""
     shapes = [layer.view.shape for layer in layers]
     return task_strength(layers, shapes, partial(_spectrum_of, base, task))
 
 
-def _spectrum_of(base: Source, task: FullModel, layer: Layer) -> Spectrum | None:
+def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | None:
     """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
     if layer.param not in task.params:
         return None

@@ -19,7 +19,7 @@ from .checkpoint import Checkpoint, is_adapter
 from .experts import Expert, ExpertRows, find_experts, find_saved_experts
 from .heads import labels
 from .last_read import LastRead
-from .model import FullModel
+from .model import ModelWeights
 from .names import with_same_ending
 from .source import Source, some
 from .targets import matches
@@ -56,7 +56,7 @@ class LoraUpdate:
         return self.key_a.endswith(_EMBEDDING_A)
 
 
-class LoraAdapter(FullModel):
+class LoraAdapter(ModelWeights):
     r"""A peft LoRA adapter: :math:`\theta_t = \theta_0 + s\,B A` for its targets, full tensors for
     `modules_to_save`.
 
@@ -395,7 +395,7 @@ class LoraAdapter(FullModel):
             return self.trained_rows[param].get(row, -1)
         return row
 
-    def row(self, param: str, row: int, base: FullModel) -> Tensor:
+    def row(self, param: str, row: int, base: ModelWeights) -> Tensor:
         if param in self.keys or param not in self.updates:
             return super().row(param, row, base)
         theta_0 = base.row(param, row, base)
@@ -427,14 +427,14 @@ class LoraAdapter(FullModel):
 
     # What is checked before a merge
 
-    def check_layers(self, layers: Sequence[Layer], base: FullModel) -> None:
+    def check_layers(self, layers: Sequence[Layer], base: ModelWeights) -> None:
         if layers and all(layer.param not in self.params for layer in layers):
             raise ValueError(
                 f"adapter '{self.source.name}' changes none of the {len(layers)} layers to merge: "
                 f"it is of {some(self.params)}"
             )
 
-    def check_base_has(self, param: str, base: FullModel, architecture: Architecture) -> None:
+    def check_base_has(self, param: str, base: ModelWeights, architecture: Architecture) -> None:
         if param not in self.updates:
             return
         adapter = f"adapter '{self.source.name}'"
@@ -460,7 +460,7 @@ class LoraAdapter(FullModel):
             )
 
     def check_outside(
-        self, layers: Collection[str], base: FullModel, rule: str, architecture: Architecture
+        self, layers: Collection[str], base: ModelWeights, rule: str, architecture: Architecture
     ) -> Iterator[str]:
         outside = [param for param in self.updates if param not in layers]
         dora = [param for param in outside if param in self.magnitudes]
@@ -505,12 +505,12 @@ def _last_name(model: str) -> str:
     return re.sub(r"(-unsloth)?-bnb-[48]bit$", "", name)
 
 
-def open_task(name: str, architecture: Architecture, strength: float) -> FullModel:
+def open_task(name: str, architecture: Architecture, strength: float) -> ModelWeights:
     checkpoint = Checkpoint.open(name)
-    task: FullModel
+    task: ModelWeights
     if is_adapter(checkpoint.folder):
         task = LoraAdapter(checkpoint, architecture)
     else:
-        task = FullModel(checkpoint, architecture)
+        task = ModelWeights(checkpoint, architecture)
     task.strength = strength
     return task

@@ -21,7 +21,7 @@ from .source import Source
 from .targets import exclude_hint
 
 
-class FullModel:
+class ModelWeights:
     """A model with all its weights, in files or in memory.
 
     By param, ``params`` has the shape of each tensor that the model changes or brings, ``keys`` the
@@ -165,7 +165,7 @@ class FullModel:
         """Return which stored row is a row of a tensor, or -1 if none is."""
         return row
 
-    def row(self, param: str, row: int, base: "FullModel") -> Tensor:
+    def row(self, param: str, row: int, base: "ModelWeights") -> Tensor:
         """Read a row of a tensor, flattened, by its number here; one that is missing is the
         base's.
         """
@@ -225,7 +225,7 @@ class FullModel:
             return theta_0
         return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
 
-    def check_layers(self, layers: Sequence[Layer], base: "FullModel") -> None:
+    def check_layers(self, layers: Sequence[Layer], base: "ModelWeights") -> None:
         """Raise a ValueError if the model lacks layers that it needs for a merge."""
         lost = [layer for layer in layers if layer.param not in self.params]
         if not lost:
@@ -243,7 +243,7 @@ class FullModel:
             )
         raise ValueError(f"{lacks}, one of {len(lost)}{exclude_hint(first.name)}")
 
-    def check_base_has(self, param: str, base: "FullModel", architecture: Architecture) -> None:
+    def check_base_has(self, param: str, base: "ModelWeights", architecture: Architecture) -> None:
         """Raise a ValueError if the model updates a tensor, which the base lacks."""
 
     def check_base(self, base: Source) -> Iterator[str]:
@@ -251,7 +251,7 @@ class FullModel:
         yield from ()
 
     def check_outside(
-        self, layers: Collection[str], base: "FullModel", rule: str, architecture: Architecture
+        self, layers: Collection[str], base: "ModelWeights", rule: str, architecture: Architecture
     ) -> Iterator[str]:
         """Check what the model changes outside the layers to merge, given by param, where ``rule``
         applies.

@@ -15,13 +15,13 @@ from fusion_bench_nufilt.models import TargetConfig
 from fusion_bench_nufilt.models.shared import shared_names, untie
 
 from .architecture import Architecture
-from .model import FullModel
+from .model import ModelWeights
 
 
 def tie_weights(
     architecture: Architecture,
-    lasting: Sequence[FullModel],
-    tasks: Sequence[FullModel],
+    lasting: Sequence[ModelWeights],
+    tasks: Sequence[ModelWeights],
     targets: TargetConfig,
     first_step: int = 1,
 ) -> None:
@@ -46,7 +46,7 @@ def tie_weights(
         model.tie(architecture)
 
 
-def differing(architecture: Architecture, model: FullModel) -> list[str]:
+def differing(architecture: Architecture, model: ModelWeights) -> list[str]:
     """Return the names of weights that a model has apart from those that they are tied to."""
     differing: list[str] = []
     for names in architecture.weights:
@@ -56,7 +56,7 @@ def differing(architecture: Architecture, model: FullModel) -> list[str]:
     return differing
 
 
-def _separate(architecture: Architecture, model: FullModel) -> None:
+def _separate(architecture: Architecture, model: ModelWeights) -> None:
     """Untie what is more than one tensor in a model."""
     for names in architecture.weights:
         for group in _groups(model, names):
@@ -64,7 +64,7 @@ def _separate(architecture: Architecture, model: FullModel) -> None:
                 architecture.untie(group)
 
 
-def _groups(model: FullModel, names: Sequence[str]) -> list[list[str]]:
+def _groups(model: ModelWeights, names: Sequence[str]) -> list[list[str]]:
     """Group names of a weight by the tensors that a model has for them."""
     groups = defaultdict(list)
     for name, content in zip(names, model.tell_apart(names), strict=True):
@@ -72,7 +72,7 @@ def _groups(model: FullModel, names: Sequence[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def earlier_params(architecture: Architecture, merged: FullModel) -> dict[str, str]:
+def earlier_params(architecture: Architecture, merged: ModelWeights) -> dict[str, str]:
     """Return for the names of all weights that the configuration ties the params by which they
     went when a model was merged, given that model before its names are tied.
     """
@@ -96,7 +96,9 @@ def carry_over(
             known.setdefault(key_of(param), known[key_of(earlier.get(param, param))])
 
 
-def complete_base(architecture: Architecture, base: FullModel, models: Iterable[FullModel]) -> None:
+def complete_base(
+    architecture: Architecture, base: ModelWeights, models: Iterable[ModelWeights]
+) -> None:
     """Have the base's files present every weight that they hold as another one, to which it is no
     longer tied, under the key that a model has for it.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from fusion_bench_nufilt.utils.files import parse_json
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, is_finite, raw, wide_dtype
 
-from .model import FullModel
+from .model import ModelWeights
 from .source import some
 
 _TOKENIZER = (
@@ -33,7 +33,7 @@ _TOKENIZER = (
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
-Models = Mapping[str, FullModel]
+Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
 
 
@@ -56,7 +56,7 @@ class Vocabulary:
     tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
     holders: dict[int, list[Holder]] = field(default_factory=dict)  # the models that have them
     unnamed: set[int] = field(default_factory=set)  # those that no tokenizer names
-    kept: FullModel | None = None  # the state beside the model merged so far
+    kept: ModelWeights | None = None  # the state beside the model merged so far
     files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
     warnings: list[str] = field(default_factory=list)
     identity: str = ""  # a digest of how rows are matched
@@ -212,7 +212,7 @@ class _Tokens:
     """
 
     def __init__(
-        self, model: FullModel, params: Sequence[str], base: "_Tokens | None" = None
+        self, model: ModelWeights, params: Sequence[str], base: "_Tokens | None" = None
     ) -> None:
         self.model, self.label, self._base = model, model.source.label, base
         self.rows: int = min(
@@ -302,7 +302,7 @@ def join_vocabularies(
     weights: Mapping[str, float],
     *,
     first_alone: bool,
-    kept: FullModel | None,
+    kept: ModelWeights | None,
 ) -> Vocabulary:
     """Match the rows of all models by token, and choose the result's; the models then present the
     base's rows.
