@@ -15,7 +15,7 @@ from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.continual.models import PRETRAINED, refuse_missing_keys
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.models.views import View
+from fusion_bench_nufilt.models.views import MatrixView
 from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.utils.devices import map_layers
@@ -196,7 +196,7 @@ class PoolAnalysis:
         return rows
 
 
-def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict[str, View]:
+def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict[str, MatrixView]:
     """Return the views of the linear layers that are merged; of an encoder-decoder, those of the
     encoder.
     """
@@ -220,5 +220,5 @@ def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict
     return views
 
 
-def layer_weight(model: nn.Module, view: View) -> Tensor:
+def layer_weight(model: nn.Module, view: MatrixView) -> Tensor:
     return widened(view.read(model)).cpu()

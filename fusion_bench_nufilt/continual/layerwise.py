@@ -31,7 +31,7 @@ from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.module import MemorySource, module_source
 from fusion_bench_nufilt.models.ties import carry_over, earlier_params, tie_weights, untie_model
-from fusion_bench_nufilt.models.views import View
+from fusion_bench_nufilt.models.views import MatrixView
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.utils.files import write_text
@@ -116,7 +116,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         log.info("%s", self.method)
 
     @property
-    def layers(self) -> dict[str, View]:
+    def layers(self) -> dict[str, MatrixView]:
         """The merged layers of the last run, by name."""
         return {layer.name: layer.view for layer in self._selection.layers}
 

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.models import Heads, TargetConfig, select_layers
 from fusion_bench_nufilt.models.names import last_block_numbers, layer_name, without_numbers
 from fusion_bench_nufilt.models.shared import shared_names, untie, without_values
 from fusion_bench_nufilt.models.targets import exclude_hint
-from fusion_bench_nufilt.models.views import View, views
+from fusion_bench_nufilt.models.views import MatrixView, views
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
     keys: tuple[
         str, ...
     ]  # of the base checkpoint; more than one where a tied weight is stored more than once
-    view: View  # how the param's tensor holds the layer's matrix
+    view: MatrixView  # how the param's tensor holds the layer's matrix
 
 
 class Architecture:
@@ -97,7 +97,7 @@ class Architecture:
         self.shared = [names for names in several if self._params[names[0]] not in self._parts]
 
     def _find_layers(self) -> None:
-        self.views: dict[str, View] = {}  # of all layers, by param
+        self.views: dict[str, MatrixView] = {}  # of all layers, by param
         self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
         for key, group in groupby(views(self.model), lambda view: view.key):
             held, param = list(group), self._params[key]
@@ -125,7 +125,7 @@ class Architecture:
     def param_named(self, name: str) -> str:
         return self._params[name]
 
-    def param_of(self, view: View) -> str:
+    def param_of(self, view: MatrixView) -> str:
         param = self._params[view.key]
         return part(param, view.rows) if param in self._parts else param
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fusion_bench_nufilt.models.names import in_module_of_block, without_numbers
 from fusion_bench_nufilt.models.targets import TargetConfig
-from fusion_bench_nufilt.models.views import View, looks_like_matrix
+from fusion_bench_nufilt.models.views import MatrixView, looks_like_matrix
 
 _REST = {
     "pretrained": "kept as the pretrained model has them",
@@ -80,7 +80,7 @@ class Coverage:
         return {"layers": self.layers, **counts, **blocks}
 
 
-def coverage(model: nn.Module, layers: Mapping[str, View], targets: TargetConfig) -> Coverage:
+def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: TargetConfig) -> Coverage:
     """Return what a merge of ``layers`` covers of a model, whose parameters may be on the meta
     device.
     """

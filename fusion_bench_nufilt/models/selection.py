@@ -9,7 +9,7 @@ from torch import nn
 
 from fusion_bench_nufilt.models.names import layer_name
 from fusion_bench_nufilt.models.targets import matches
-from fusion_bench_nufilt.models.views import View, opaque, views
+from fusion_bench_nufilt.models.views import MatrixView, unsupported_modules, views
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def select_layers(
     model: nn.Module,
     target_modules: str | Sequence[str] = "auto",
     exclude_modules: str | Sequence[str] | None = None,
-) -> dict[str, View]:
+) -> dict[str, MatrixView]:
     """Return the layers of a model to merge, by name; a weight that modules share comes once.
 
     Patterns follow peft's rules. One string is a regular expression that must match the whole
@@ -77,7 +77,7 @@ def select_layers(
             some of the names there); a named weight is quantised, or holds no matrix, such as a
             convolution in groups.
     """
-    there, unknown = views(model), opaque(model)
+    there, unknown = views(model), unsupported_modules(model)
     target = _rule(there, unknown, target_modules, _output_head(model))
     nothing = _Rule("(?!)")  # which no name matches
     exclude = (
@@ -93,7 +93,7 @@ def select_layers(
             f"{target_modules=}, {exclude_modules=} leave no layer of {type(model).__name__} to "
             f"merge; {_some(there)}"
         )
-    once: dict[tuple[int, tuple[int, int]], View] = {}
+    once: dict[tuple[int, tuple[int, int]], MatrixView] = {}
     for view in chosen:
         once.setdefault((id(model.get_parameter(view.key)), view.rows), view)
     return {layer_name(view.name): view for view in once.values()}
@@ -111,12 +111,15 @@ class _Rule(NamedTuple):
             matches(self.pattern, name, of="target_modules or exclude_modules") for name in names
         )
 
-    def takes(self, view: View) -> bool:
+    def takes(self, view: MatrixView) -> bool:
         return (view.linear or self.convolutions) and self.names(view.name, view.module)
 
 
 def _rule(
-    there: Sequence[View], unknown: Iterable[str], patterns: str | Sequence[str], head: str | None
+    there: Sequence[MatrixView],
+    unknown: Iterable[str],
+    patterns: str | Sequence[str],
+    head: str | None,
 ) -> _Rule:
     if patterns == "all-linear":
         rest = "" if head is None else rf"(?!{re.escape(head)}$)"
@@ -137,7 +140,7 @@ def _rule(
     return _Rule(rf"(.*\.)?({'|'.join(map(re.escape, patterns))})")
 
 
-def _auto(there: Sequence[View], names: Sequence[str]) -> _Rule:
+def _auto(there: Sequence[MatrixView], names: Sequence[str]) -> _Rule:
     for family, mark, pattern, convolutions in FAMILIES:
         rule = _Rule(pattern, convolutions, explicit=False)
         found = sum(map(rule.takes, there))
@@ -160,7 +163,7 @@ def _output_head(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if module is head), None)
 
 
-def _some(there: Sequence[View], at_most: int = 8) -> str:
+def _some(there: Sequence[MatrixView], at_most: int = 8) -> str:
     if not there:
         return "it has no layer"
     more = f" and {len(there) - at_most} more" if len(there) > at_most else ""

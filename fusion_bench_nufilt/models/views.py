@@ -1,7 +1,7 @@
 """How the parameters of a model hold the matrices that are merged.
 
-A layer is a matrix W of shape ``(d_o, d_i)`` whose outputs are ``W x``. A :class:`View` says which
-rows of which parameter hold it, and whether they hold it transposed.
+A layer is a matrix W of shape ``(d_o, d_i)`` whose outputs are ``W x``. A :class:`MatrixView` says
+which rows of which parameter hold it, and whether they hold it transposed.
 """
 
 import math
@@ -16,7 +16,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class View:
+class MatrixView:
     """One matrix in a parameter of a model."""
 
     name: str  # the layer's name: its module's, and the part's where a module holds several
@@ -59,14 +59,14 @@ class View:
         return parameter.detach()[slice(*self.rows)]
 
 
-def views(model: nn.Module) -> list[View]:
+def views(model: nn.Module) -> list[MatrixView]:
     """Return all matrices of a model in the order of its modules (``docs/architectures.md`` has a
     table).
     """
     return [view for name, module in model.named_modules() for view in _views_of(name, module)]
 
 
-def opaque(model: nn.Module) -> dict[str, str]:
+def unsupported_modules(model: nn.Module) -> dict[str, str]:
     """Return the names of modules whose weights no view can hold, and why."""
     found = {}
     for name, module in model.named_modules():
@@ -114,7 +114,7 @@ def _long_sides(tensor: Tensor) -> int:
     return sum(size > 1 for size in tensor.shape)
 
 
-def _views_of(name: str, module: nn.Module) -> Iterator[View]:
+def _views_of(name: str, module: nn.Module) -> Iterator[MatrixView]:
     own = {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
@@ -123,14 +123,14 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
 
     def one(
         attribute: str, part: str = "", *, transposed: bool = False, linear: bool = True
-    ) -> Iterator[View]:
+    ) -> Iterator[MatrixView]:
         parameter = own.get(attribute)
         if parameter is not None and parameter.dtype in FLOATS and parameter.ndim >= 2:
             yield from several(attribute, [part], transposed=transposed, linear=linear)
 
     def several(
         attribute: str, parts: Sequence[str], *, transposed: bool = False, linear: bool = True
-    ) -> Iterator[View]:
+    ) -> Iterator[MatrixView]:
         parameter = own[attribute]
         size = len(parameter) // len(parts)
         stored = (size, *parameter.shape[1:])
@@ -139,7 +139,7 @@ def _views_of(name: str, module: nn.Module) -> Iterator[View]:
         shape = (width, height) if transposed else (height, width)
         for i, part in enumerate(parts):
             rows = (i * size, (i + 1) * size)
-            yield View(
+            yield MatrixView(
                 join(name, part),
                 name,
                 join(name, attribute),

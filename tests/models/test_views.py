@@ -14,7 +14,7 @@ from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, f
 from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.models import TargetConfig, select_layers
 from fusion_bench_nufilt.models.coverage import coverage
-from fusion_bench_nufilt.models.views import opaque, views
+from fusion_bench_nufilt.models.views import unsupported_modules, views
 from tests.families import CONVERTED, FAMILIES, OpenClipBlock, openclip
 from tests.tiny_models import clip, finetuned, full_clip, tower
 
@@ -272,7 +272,10 @@ def test_a_parameter_that_no_view_understands_is_refused_where_it_is_named():
         torch.ones(3, 3, 5)
     )  # another number of experts than gate_up_proj has
     assert views(uneven) == []
-    assert "down_proj" in opaque(uneven)[""] or "gate_up_proj" in opaque(uneven)[""]
+    assert (
+        "down_proj" in unsupported_modules(uneven)[""]
+        or "gate_up_proj" in unsupported_modules(uneven)[""]
+    )
 
 
 @pytest.mark.parametrize(
