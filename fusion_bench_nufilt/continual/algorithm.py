@@ -74,12 +74,16 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     # These describe the last run.
     folder: RunFolder | None  # the log directory
+    modelpool: BaseModelPool
     matrix: AccuracyMatrix
+    scores: RunScores | None  # None without a task pool
     merge_seconds: list[float]  # by step, without loading, saving and scoring
     before: Manifest  # of `_merged_`, as far as it is known
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
     names: list[str]  # the models of the stream, in merging order
     files: Mapping[str, bytes]  # further files saved with each step, by path
+    missing_in_pretrained: Sequence[str]  # keys that the pretrained model's checkpoint lacks
+    on_step: OnStep | None
 
     # These are set by auto_register_config.
     shuffle_order: bool
@@ -93,10 +97,14 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     verify: bool
 
     def __init__(self, **kwargs: Any) -> None:
+        # FusionBench would report those of the protocol as unused.
         _, others = split_options([ProtocolConfig], kwargs)
-        if strange := others.keys() - set(known := self._config_mapping.values()):
-            raise ValueError(f"{type(self).__name__}: {unknown('option', min(strange), known)}")
-        super().__init__(**others)  # FusionBench would report the others as unused
+        option_names = set(self._config_mapping.values())
+        unknown_names = others.keys() - option_names
+        if unknown_names:
+            message = unknown("option", min(unknown_names), option_names)
+            raise ValueError(f"{type(self).__name__}: {message}")
+        super().__init__(**others)
 
     @property
     def name(self) -> str:
@@ -163,7 +171,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     @property
     def taskpool(self) -> Any:
         """The task pool that scores the run, if there is one."""
-        return None if self.scores is None else self.scores.evaluator.taskpool
+        if self.scores is None:
+            return None
+        return self.scores.evaluator.taskpool
 
     def on_run_start(self) -> None:
         """Use the task pool that the model pool brings along, unless the user named one."""
@@ -203,16 +213,17 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
-        self.modelpool, self.files = modelpool, {}
+        self.modelpool = modelpool
+        self.files = {}
         self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.names = names
         self.matrix = AccuracyMatrix(names)
-        self.merge_seconds, self.on_step = [], on_step
-        sources = {name: source_of(modelpool, name) for name in modelpool.all_model_names}
-        self._inputs: dict[str, Input] = {
-            name: {"name": name, "source": source} for name, source in sources.items()
-        }
+        self.merge_seconds = []
+        self.on_step = on_step
+        self._inputs: dict[str, Input] = {}
+        for name in modelpool.all_model_names:
+            self._inputs[name] = {"name": name, "source": source_of(modelpool, name)}
         if self.folder is not None:
             self.folder.refuse_other_run(self._description())
         self.scores = self._scores(taskpool)
@@ -222,15 +233,14 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.check_model(pretrained, pretrained, PRETRAINED, self.missing_in_pretrained)
         if self.scores is not None and self.check_taskpool:
             self.scores.evaluator.check(pretrained, self.matrix.tasks)
-        self._checked_first = (
-            self.check_models or self.resume
-        )  # a resumed run must know all weights
+        # A resumed run must know all weights, to tell whether they are those of before.
+        self._checked_first = self.check_models or self.resume
         if self._checked_first:
             with self.profile("checking models"):
                 for name in tqdm(names, desc="Checking models", disable=None):
                     model, missing_keys = self._load(modelpool, name)
                     self.check_model(pretrained, model, name, missing_keys)
-                    del model
+                    del model  # before the next one is loaded
         if self.folder is not None:
             self.folder.begin(self._description())
             write_text(self.folder.path / "model_names.json", json.dumps(names))
@@ -245,22 +255,23 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _scores(self, taskpool: Any) -> RunScores | None:
         """Return the scorer of this run, or None without a task pool."""
-        if (evaluator := find_evaluator(taskpool, self._program)) is None:
+        evaluator = find_evaluator(taskpool, self._program)
+        if evaluator is None:
             return None
-        earlier = []
+        # The tasks of `_merged_` that the pool can score stand before those of the stream.
+        earlier_tasks = []
         for task in self.before.get("tasks", []):
             if task not in self.names and evaluator.has(task):
-                earlier.append(task)
-        self.matrix = AccuracyMatrix([*earlier, *self.names])
-        log_dict = self.log_dict if self.fabric.loggers else None
+                earlier_tasks.append(task)
+        self.matrix = AccuracyMatrix([*earlier_tasks, *self.names])
         return RunScores(
-            evaluator,
-            self.matrix,
-            len(earlier),
-            self.evaluate,
-            self.first_step,
-            self.folder,
-            log_dict,
+            evaluator=evaluator,
+            matrix=self.matrix,
+            earlier=len(earlier_tasks),
+            evaluate=self.evaluate,
+            first_step=self.first_step,
+            folder=self.folder,
+            log_dict=self.log_dict if self.fabric.loggers else None,
         )
 
     def merge_stream(
@@ -273,11 +284,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if MERGED in modelpool.all_model_names:
             previous, missing_keys = self._load(modelpool, MERGED)
             self.check_model(pretrained, previous, MERGED, missing_keys)
-            self.go_on_from(
-                *merged_checkpoint(
-                    modelpool, pretrained, self.missing_in_pretrained, verify=self.verify
-                )
+            folder, manifest = merged_checkpoint(
+                modelpool, pretrained, self.missing_in_pretrained, verify=self.verify
             )
+            self.go_on_from(folder, manifest)
             self.prepare(merged)
             merged.load_state_dict(previous.state_dict())
             if self.scores is not None:
@@ -285,9 +295,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                     self.scores.take_earlier(previous)
             del previous
         self.prepare(merged)
-        next_step = self._resume(merged) + 1 if self.resume else self.first_step
-        left = list(enumerate(names, self.first_step))[next_step - self.first_step :]
-        for step, name in tqdm(left, "Merging models", disable=None):
+        next_step = self.first_step
+        if self.resume:
+            next_step = self._resume(merged) + 1
+        num_finished = next_step - self.first_step
+        unfinished = list(enumerate(names[num_finished:], next_step))
+        for step, name in tqdm(unfinished, "Merging models", disable=None):
             task, missing_keys = self._load(modelpool, name)
             if not self._checked_first:
                 self.check_model(pretrained, task, name, missing_keys)
@@ -305,36 +318,40 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     @property
     def _kept(self) -> RunFolder | None:
         """The folder that keeps every step, if one does."""
-        return self.folder if self.save_on_every_step else None
+        if self.save_on_every_step:
+            return self.folder
+        return None
 
     def is_used(self, step: int) -> bool:
         """Return whether the model after a step is saved, scored, handed to ``on_step`` or
         returned.
         """
-        scored = self.scores is not None and bool(self.scores.tasks(step))
-        return (
-            self._kept is not None or scored or step == self._last_step or self.on_step is not None
-        )
+        is_saved = self._kept is not None
+        is_scored = self.scores is not None and bool(self.scores.tasks(step))
+        is_handed_over = self.on_step is not None
+        is_returned = step == self._last_step
+        return is_saved or is_scored or is_handed_over or is_returned
 
     def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
         """Save and score the model that step ``step`` took ``seconds`` to make."""
         self.merge_seconds.append(seconds)
-        done, total = self.names[: step - self.first_step + 1], len(self.names)
+        merged_names = self.names[: step - self.first_step + 1]
         log.info(
-            "step %d: merged '%s' (%d of %d) in %.1f s", step, done[-1], len(done), total, seconds
+            "step %d: merged '%s' (%d of %d) in %.1f s",
+            step,
+            merged_names[-1],
+            len(merged_names),
+            len(self.names),
+            seconds,
         )
         if self._kept is not None:
-            tasks = [*self.before.get("tasks", []), *done]
-            about = {
-                "step": step,
-                "tasks": tasks,
-                "merge_seconds": self.merge_seconds,
-                **self.describe(),
-            }
+            manifest = self._description()
+            manifest["step"] = step
+            manifest["tasks"] = [*self.before.get("tasks", []), *merged_names]
+            manifest["merge_seconds"] = self.merge_seconds
+            manifest.update(self.describe())
             with self.profile("saving"):
-                self._kept.save_step(
-                    step, merged, {**self._description(), **about}, self.state(), self.files
-                )
+                self._kept.save_step(step, merged, manifest, self.state(), self.files)
         if self.scores is not None:
             with self.profile("evaluating"):
                 self.scores.take(step, merged)
@@ -361,12 +378,14 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         folder, manifest = newest
         step = manifest["step"]
         log.info("going on after step %d", step)
-        if unread := [name for name in self.names if "sha256" not in manifest["inputs"][name]]:
-            what = (
-                "had not read %s yet (check_models=false): whether its weights have changed since "
-                "is not known"
+        unread_models = [name for name in self.names if "sha256" not in manifest["inputs"][name]]
+        if unread_models:
+            log.warning(
+                "the run that made step %d had not read %s yet (check_models=false): whether its "
+                "weights have changed since is not known",
+                step,
+                ", ".join(unread_models),
             )
-            log.warning(f"the run that made step %d {what}", step, ", ".join(unread))
         self.merge_seconds = manifest["merge_seconds"]
         if self.scores is not None:
             self.scores.restore(step, merged)
@@ -380,13 +399,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         has changed.
         """
         config: Any = OmegaConf.to_container(self.config, resolve=True)
+        settings = {str(key): config[key] for key in config if key not in _NOT_IN_THE_RESULT}
         return {
             "method": self.name,
             "order": self.names,
             "inputs": self._inputs,
-            "settings": {
-                str(key): value for key, value in config.items() if key not in _NOT_IN_THE_RESULT
-            },
+            "settings": settings,
             "versions": package_versions(),
         }
 
@@ -394,7 +412,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Print the accuracy matrix and save it in the log directory, with its page."""
         if self._program is not None:
             # FusionBench prints this report last, so that a run ends with its metrics and the page.
-            self._program.taskpool = ReportedTaskPool(self.taskpool, merged, scores.final_report())
+            report = scores.final_report()
+            self._program.taskpool = ReportedTaskPool(self.taskpool, merged, report)
         print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
         if self.folder is None:
             return
@@ -407,12 +426,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         }
         self.matrix.save(self.folder.path, about)
         try_write_report(self.folder.path)
-        log_picture(
-            self.fabric.loggers,
-            "accuracy_matrix",
-            self.folder.path / "accuracy_matrix.png",
-            self._last_step,
-        )
+        picture = self.folder.path / "accuracy_matrix.png"
+        log_picture(self.fabric.loggers, "accuracy_matrix", picture, self._last_step)
 
     def _summary(self, merged: nn.Module) -> list[str]:
         """Return the last lines of a run: its scores, its files and how to load its model."""

@@ -17,7 +17,8 @@ from fusion_bench_nufilt.models.targets import exclude_hint
 from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
 from fusion_bench_nufilt.utils.schemas import Manifest
 
-PRETRAINED, MERGED = "_pretrained_", "_merged_"
+PRETRAINED = "_pretrained_"
+MERGED = "_merged_"
 _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
 
 
@@ -26,15 +27,12 @@ def as_pool(models: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
     if isinstance(models, BaseModelPool):
         return models
     for name, model in models.items():
-        if isinstance(model, Mapping) and any(
-            isinstance(value, Tensor) for value in model.values()
-        ):
-            advice = (
-                "load it into a model with load_state_dict, or merge matrices alone with "
-                "fuse_layers"
-            )
+        if not isinstance(model, Mapping):
+            continue
+        if any(isinstance(value, Tensor) for value in model.values()):
             raise ValueError(
-                f"model '{name}' is a state dict, and run takes torch modules: {advice}"
+                f"model '{name}' is a state dict, and run takes torch modules: load it into a "
+                "model with load_state_dict, or merge matrices alone with fuse_layers"
             )
     return BaseModelPool(dict(models))
 
@@ -63,12 +61,13 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
         raise ValueError(
             f"the model pool must load torch modules, got {type(model).__name__} for '{name}'"
         )
+    if not missing_keys:
+        return model, []
     # The pool may have returned a part of what was loaded, or have put it into something larger.
-    keys = (
-        [key for key in model.state_dict() if any(_same(key, other) for other in missing_keys)]
-        if missing_keys
-        else []
-    )
+    keys = []
+    for key in model.state_dict():
+        if any(_same_tensor(key, missing_key) for missing_key in missing_keys):
+            keys.append(key)
     return model, keys
 
 
@@ -76,27 +75,31 @@ def digest_of_stored(model: nn.Module, missing_keys: Collection[str]) -> str:
     """Return the digest of a model's weights except those drawn at random, which differ from run to
     run.
     """
-    return model_digest(
-        {key: value for key, value in model.state_dict().items() if key not in missing_keys}
-    )
+    stored = {key: value for key, value in model.state_dict().items() if key not in missing_keys}
+    return model_digest(stored)
 
 
 def reason(error: Exception) -> str:
     """Return the reason of a failure in one line."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, ValueError):
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 def refuse_missing_keys(name: str, keys: Sequence[str], *, can_exclude: bool) -> None:
     """Raise a ValueError if weights to be merged were drawn at random; it names the model and a
     weight.
     """
-    if keys:
-        why = f"one of {len(keys)} weights to be merged that transformers drew at random"
-        hint = exclude_hint(keys[0].rpartition(".")[0]) if can_exclude else ""
-        raise ValueError(
-            f"model '{name}': its checkpoint lacks '{keys[0]}', {why}: is it damaged?{hint}"
-        )
+    if not keys:
+        return
+    hint = ""
+    if can_exclude:
+        hint = exclude_hint(keys[0].rpartition(".")[0])
+    raise ValueError(
+        f"model '{name}': its checkpoint lacks '{keys[0]}', one of {len(keys)} weights to be "
+        f"merged that transformers drew at random: is it damaged?{hint}"
+    )
 
 
 def load_stored(
@@ -104,31 +107,36 @@ def load_stored(
 ) -> nn.Module:
     """Load a model; refuse one whose weights to be merged (by default all) were drawn at random."""
     model, missing_keys = load_model(modelpool, name)
-    refuse_missing_keys(
-        name, [key for key in missing_keys if merged is None or key in merged], can_exclude=False
-    )
+    if merged is not None:
+        missing_keys = [key for key in missing_keys if key in merged]
+    refuse_missing_keys(name, missing_keys, can_exclude=False)
     return model
 
 
-def _same(key: str, other: str) -> bool:
+def _same_tensor(key: str, other: str) -> bool:
+    """Tell whether two keys may be of one tensor: one may have the name of a larger module before
+    it.
+    """
     return f".{key}".endswith(f".{other}") or f".{other}".endswith(f".{key}")
 
 
 @contextmanager
 def _missing_in_checkpoints() -> Iterator[set[str]]:
     """Collect the keys missing in the checkpoints that transformers loads within the block."""
-    missing: set[str] = set()
-    load: Any = vars(PreTrainedModel)["from_pretrained"]
+    missing_keys: set[str] = set()
+    load: Any = vars(PreTrainedModel)["from_pretrained"]  # the class method itself
 
     def from_pretrained(
         cls: type, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         model, info = load.__func__(cls, *args, output_loading_info=True, **kwargs)
-        missing.update(info["missing_keys"])
-        return (model, info) if output_loading_info else model
+        missing_keys.update(info["missing_keys"])
+        if output_loading_info:
+            return model, info
+        return model
 
     with patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
-        yield missing
+        yield missing_keys
 
 
 def source_of(modelpool: BaseModelPool, name: str) -> Any:
@@ -183,20 +191,17 @@ def merged_checkpoint(
     With ``verify``, it is refused if it belongs to another ``pretrained`` model, whose weights
     ``missing_keys`` do not count.
     """
-    entry = modelpool._models[MERGED]
-    path = (
-        entry if isinstance(entry, str) else getattr(entry, "pretrained_model_name_or_path", None)
-    )
+    path = modelpool._models[MERGED]
+    if not isinstance(path, str):  # a configuration, or the model itself
+        path = getattr(path, "pretrained_model_name_or_path", None)
     if path is None:
         return None, {}
     folder = Path(path).expanduser()
     manifest = read_manifest(folder, _CHANGED) or Manifest()
-    before = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
-    if (
-        verify
-        and pretrained is not None
-        and before not in (None, digest_of_stored(pretrained, missing_keys))
-    ):
+    saved_digest = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
+    if not verify or pretrained is None or saved_digest is None:
+        return folder, manifest
+    if saved_digest != digest_of_stored(pretrained, missing_keys):
         raise ValueError(
             f"'{folder}' was merged from another '{PRETRAINED}' model than the pool's; {_CHANGED}"
         )
