@@ -4,7 +4,7 @@
     python tools/upstream.py CHECKOUT [--what nufilt|order_free|fixes] [--format-patch OUT] \\
         [--author 'NAME <MAIL>']
 
-``docs/upstream.md`` says more.
+``docs/develop.md`` says more.
 """
 
 import argparse

@@ -3,7 +3,7 @@ there.
 
     python benchmarks/speed/scale.py
 
-prints the tables of docs/scale.md.
+prints the tables of docs/results/speed.md.
 
     python benchmarks/speed/scale.py --check 0.1B
     python benchmarks/speed/scale.py --check 1B --nodes 2 --threads 2

@@ -60,7 +60,7 @@ class MatrixView:
 
 
 def views(model: nn.Module) -> list[MatrixView]:
-    """Return all matrices of a model in the order of its modules (``docs/architectures.md`` has a
+    """Return all matrices of a model in the order of its modules (``docs/checkpoints.md`` has a
     table).
     """
     return [view for name, module in model.named_modules() for view in _views_of(name, module)]

@@ -3,13 +3,18 @@
 import pytest
 from transformers import __version__
 
-from tests.models.architectures import BEGIN, MODELS, PAGE, cells, replaced
+from tests.models.architectures import BEGIN, MODELS, PAGES, cells, replaced
 
 
 @pytest.fixture
 def rows():
     """What the table on the page says, by family."""
-    table = PAGE.read_text().partition(BEGIN.format("families"))[2].partition("<!-- end")[0]
+    table = (
+        PAGES["families"]
+        .read_text()
+        .partition(BEGIN.format("families"))[2]
+        .partition("<!-- end")[0]
+    )
     _, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines() if line)
     return {family: cells for families, *cells in lines for family in families.split(", ")}
 
@@ -26,7 +31,7 @@ def test_the_table_has_every_family(rows):
 
 
 def test_only_the_generated_part_is_replaced():
-    page = PAGE.read_text()
+    page = PAGES["pools"].read_text()
     changed = replaced(page, "pools", "new")
     assert changed != page
     assert changed.split(BEGIN.format("pools"))[0] == page.split(BEGIN.format("pools"))[0]
