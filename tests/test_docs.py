@@ -1,16 +1,30 @@
-"""The tables of options and the names of the API are the code's; `make docs` builds the rest
-strictly.
+"""The tables of options and the names of the API are the code's, and the blocks of code run as they
+stand; `make docs` builds the rest strictly.
 """
 
 import dataclasses
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
 
 import pytest
+from typer.main import get_command
 
 import fusion_bench_nufilt
+from fusion_bench_nufilt.cli.app import app
+from fusion_bench_nufilt.compare.configs import compose_run
 from tests.conftest import REPO
+from tests.docs import (
+    PAGES,
+    blocks_of,
+    names,
+    save_clips_and_images,
+    save_commands,
+    save_models,
+    write_files,
+)
 
 pytest.importorskip("latex2mathml")
 
@@ -67,3 +81,80 @@ def test_options_in_a_sentence_do_not_break_at_their_hyphens(hooks):
     )
     assert html.startswith('<code>nufilt merge <span class="whole">--dry-run</span></code>')
     assert html.count("whole") == 1
+
+
+# --- the blocks ---
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SHELL = ("sh", "console")
+
+
+def test_every_block_says_its_language_and_a_mark_its_reason():
+    for page in PAGES:
+        text = page.read_text()
+        assert len(blocks_of(page)) == len(re.findall("^ *```", text, flags=re.M)) // 2, page
+        marks = [block for block in blocks_of(page) if block.mark]
+        assert len(marks) == len(re.findall("^<!-- (?:not run|hub)", text, flags=re.M)), page
+    assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "bibtex"}
+    assert all(len(block.reason.split()) > 0 for block in BLOCKS if block.mark)
+
+
+def test_the_command_line_knows_every_command_and_option_of_the_pages():
+    command = get_command(app)
+    for block in BLOCKS:
+        if block.language in SHELL:
+            for words in block.words("nufilt"):
+                with command.make_context("nufilt", list(words)) as context:
+                    name, function, rest = command.resolve_command(context, words)
+                    function.make_context(name, rest)
+
+
+def test_hydra_composes_every_marked_run_of_the_pages(tmp_path):
+    for page in PAGES:
+        write_files(tmp_path, page)
+    for block in BLOCKS:
+        if block.mark:
+            for words in block.words("fusion_bench"):
+                overrides = list(words)
+                if "--config-dir" in words:
+                    place = words.index("--config-dir")
+                    folder = tmp_path / words[place + 1]
+                    overrides[place : place + 2] = [f"hydra.searchpath=[file://{folder}]"]
+                compose_run(overrides)
+
+
+@pytest.fixture
+def folder(tmp_path, demo, monkeypatch):
+    """A working folder with the models, images and tasks that the pages name."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    save_models(folder)
+    save_clips_and_images(folder, demo)
+    save_commands(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def is_run(block):
+    return not block.mark and block.language in (*SHELL, "python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(map(is_run, blocks_of(page)))],
+    ids=lambda page: page.stem,
+)
+def test_the_blocks_of_a_page_run_one_after_another(page, folder):
+    write_files(folder, page)
+    given = names()
+    for block in filter(is_run, blocks_of(page)):
+        if block.language == "python":
+            exec(compile(block.text, page.name, "exec"), given)
+        else:
+            done = subprocess.run(
+                ["bash", "-ec", block.commands()], capture_output=True, text=True, timeout=600
+            )
+            assert done.returncode == 0, block.text + done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The command lines of the README under the public names, against a stand-in for the model hub."""
+"""The command lines of the pages under the public names, against a stand-in for the model hub."""
 
 import importlib.util
 import json
@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
 
 from tests.conftest import shared_or_skip
+from tests.docs import PAGES, blocks_of
 from tests.test_pools import gpt2_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.oldest, pytest.mark.xdist_group("hub")]
@@ -125,8 +126,10 @@ def test_a_data_set_that_is_not_there_is_told_before_anything_is_downloaded(
     ]
 
 
-def test_clip_on_eight_tasks_with_the_command_of_the_readme(fusion_bench, hub):
-    fusion_bench("method=nufilt", "modelpool=clip-vit-base-patch32_TA8", launcher=hub)
+def test_clip_on_eight_tasks_with_the_command_on_the_page(fusion_bench, hub):
+    (block,) = [block for page in PAGES for block in blocks_of(page) if block.mark == "hub"]
+    (words,) = block.words("fusion_bench")
+    fusion_bench(*words, launcher=hub)
     result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
     assert result["tasks"] == [
         "eurosat",

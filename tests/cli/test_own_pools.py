@@ -1,43 +1,31 @@
 """A model pool of one's own, as the page has it, is found by a comparison and an analysis."""
 
 import json
-import re
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.cli.helpers import nufilt
 from tests.conftest import REPO
+from tests.docs import blocks_of, save_clips_and_images, write_files
 
-PAGE = (REPO / "docs" / "fusionbench.md").read_text()
+PAGE = REPO / "docs" / "fusionbench.md"
 
 
 @pytest.fixture
 def here(tmp_path, demo, monkeypatch):
     """A working folder with the files on the page, and the models and images that they name."""
-    for file, content in re.findall(r"```yaml\n# (my_config/\S+)\n(.*?)```", PAGE, re.DOTALL):
-        (tmp_path / file).parent.mkdir(parents=True)
-        (tmp_path / file).write_text(content)
-    models = tmp_path / "models"
-    models.mkdir()
-    rng = np.random.default_rng(0)
-    for name, of_demo in {"clip": "clip", "birds": "digits", "cars": "shapes"}.items():
-        (models / name).symlink_to(demo / of_demo)
-    for task in ("birds", "cars"):
-        for label in ("red", "blue"):
-            folder = tmp_path / "images" / task / label
-            folder.mkdir(parents=True)
-            for count in range(5):
-                pixels = rng.integers(256, size=(32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{count}.png")
+    write_files(tmp_path, PAGE)
+    save_clips_and_images(tmp_path, demo)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def words_on_the_page(command):
-    (line,) = re.findall(rf"^nufilt ({command} --config-dir my_config.*)$", PAGE, re.MULTILINE)
-    return line.split()
+    for block in blocks_of(PAGE):
+        for words in block.words("nufilt"):
+            if words[0] == command:
+                return words
+    raise LookupError(command)
 
 
 def test_a_comparison_scores_its_tasks(here):
