@@ -32,9 +32,8 @@ class DataSet(NamedTuple):
     """A data set that a pool will load."""
 
     name: str
-    find: Callable[
-        [], Any
-    ]  # asks the hub for its files and its configuration, or opens it where it is local
+    # Asks the hub for its files and its configuration, or opens it where it is local.
+    find: Callable[[], Any]
     split: Any = None
 
 
@@ -60,15 +59,13 @@ def check_train_sets(modelpool: Any) -> None:
 
 
 def _check_all(configs: Any) -> None:
-    if isinstance(configs, Mapping) or OmegaConf.is_dict(configs):
-        for task, config in configs.items():
-            plain: Any = (
-                OmegaConf.to_container(config, resolve=True)
-                if OmegaConf.is_config(config)
-                else config
-            )
-            for data_set in _data_sets(plain):
-                _check(str(task), data_set)
+    if not isinstance(configs, Mapping) and not OmegaConf.is_dict(configs):
+        return
+    for task, config in configs.items():
+        if OmegaConf.is_config(config):
+            config = OmegaConf.to_container(config, resolve=True)
+        for data_set in _data_sets(config):
+            _check(str(task), data_set)
 
 
 def _data_sets(config: Any) -> Iterator[DataSet]:
@@ -77,11 +74,11 @@ def _data_sets(config: Any) -> Iterator[DataSet]:
         yield DataSet(config, partial(datasets.load_dataset_builder, config))
     if not isinstance(config, dict):
         return
+    if config.get("_partial_"):
+        return  # the pool calls it later, with arguments that are unknown here
     target = config.get("_target_")
     arguments = config.get("_args_", [])
     options = {key: value for key, value in config.items() if key not in _KEYS_OF_HYDRA}
-    if config.get("_partial_"):
-        return  # the pool calls it later, with arguments that are unknown here
     if target == "datasets.load_dataset":
         yield _of_datasets(arguments, **options)
     elif target in _LOADERS_OF_GPT2:
@@ -102,36 +99,36 @@ def _of_glue(task: str, split: str | None) -> DataSet:
 
 
 def _of_datasets(arguments: Sequence[Any], split: Any = None, **options: Any) -> DataSet:
-    options = {key: value for key, value in options.items() if key not in _OPTIONS_OF_LOADING}
+    builder_options = {key: options[key] for key in options if key not in _OPTIONS_OF_LOADING}
     name = arguments[0] if arguments else options.get("path")
-    return DataSet(str(name), partial(datasets.load_dataset_builder, *arguments, **options), split)
+    find = partial(datasets.load_dataset_builder, *arguments, **builder_options)
+    return DataSet(str(name), find, split)
 
 
 def _check(task: str, data: DataSet) -> None:
     try:
-        found = data.find()
-        if isinstance(found, datasets.DatasetBuilder):
-            _check_split(
-                data.split, list(map(str, found.info.splits or found.config.data_files or ()))
-            )
+        builder = data.find()
+        if isinstance(builder, datasets.DatasetBuilder):
+            # Both are by split; a builder that has not read its card knows the files alone.
+            splits = builder.info.splits or builder.config.data_files or ()
+            _check_split(data.split, [str(split) for split in splits])
     except Exception as error:  # whatever datasets and the client of the hub raise
-        why = " ".join(str(error).split()).rstrip(".")
+        message = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"task '{task}': its data set '{data.name}': {why}: {_remedy(data.name, error)}"
+            f"task '{task}': its data set '{data.name}': {message}: {_remedy(data.name, error)}"
         ) from error
 
 
-def _check_split(split: Any, known: list[str]) -> None:
+def _check_split(split: Any, splits: list[str]) -> None:
     """Raise a ValueError for a split such as ``test``, ``train[:10%]`` or ``train+test`` that is
-    not known.
+    none of those that there are, as far as these are known.
     """
-    wanted = (
-        [part.partition("[")[0].strip() for part in split.split("+")]
-        if isinstance(split, str)
-        else []
-    )
-    if missing := [name for name in wanted if known and name not in (*known, "all")]:
-        raise ValueError(f"it has no split '{missing[0]}', only {', '.join(known)}")
+    if not isinstance(split, str) or not splits:
+        return
+    for part in split.split("+"):
+        name = part.partition("[")[0].strip()
+        if name not in (*splits, "all"):
+            raise ValueError(f"it has no split '{name}', only {', '.join(splits)}")
 
 
 def _remedy(name: str, error: Exception) -> str:

@@ -77,9 +77,8 @@ class Evaluator:
         self._subset = subset
         self._score, self._names = _scorer(taskpool)
         self._warned: set[str] = set()
-        if subset is not None and not (
-            _is_clip(taskpool) or isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
-        ):
+        is_flan_t5 = isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
+        if subset is not None and not _is_clip(taskpool) and not is_flan_t5:
             raise ValueError(
                 "a part of the test data needs a CLIP or Flan-T5 pool, got "
                 f"{type(taskpool).__name__}"
@@ -92,10 +91,11 @@ class Evaluator:
         A FusionBench pool that can't be narrowed scores one batch; a pool from elsewhere is not
         checked. The state of the random number generator is left as it was.
         """
+        gpus = []
+        if torch.cuda.is_available():
+            gpus = [torch.cuda.current_device()]
         try:
-            with torch.random.fork_rng(
-                devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []
-            ):
+            with torch.random.fork_rng(devices=gpus):
                 self._scores(model, self._with_further(tasks), lambda count: [0])
         except ValueError:
             raise
@@ -110,29 +110,29 @@ class Evaluator:
         A task that the pool lacks is left out, with a warning; ``others`` adds the tasks of the
         pool beyond ``tasks``.
         """
-        trainable, total = count_parameters(model)
-        info = {
-            "trainable_params": trainable,
-            "all_params": total,
-            "trainable_percentage": trainable / total,
-        }
-        results = self._scores(model, self._with_further(tasks) if others else tasks, self._subset)
+        scored_tasks = self._with_further(tasks) if others else tasks
+        results = self._scores(model, scored_tasks, self._subset)
         for task in tasks:
             if task not in results and task not in self._warned:
                 self._warned.add(task)
                 log.warning("the task pool has no task '%s': its scores are missing", task)
+        trainable, total = count_parameters(model)
+        report: Report = {}
+        report["model_info"] = {
+            "trainable_params": trainable,
+            "all_params": total,
+            "trainable_percentage": trainable / total,
+        }
         # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing
         # score.
-        cleaned = {
-            task: {key: or_none(value) for key, value in result.items()}
-            for task, result in results.items()
-        }
-        average = {
-            metric: or_none(sum(values) / len(values))
-            for metric in ("accuracy", "loss")
-            if (values := [result[metric] for result in results.values() if metric in result])
-        }
-        return {"model_info": info, **cleaned, "average": average}
+        for task, result in results.items():
+            report[task] = {metric: or_none(value) for metric, value in result.items()}
+        report["average"] = {}
+        for metric in ("accuracy", "loss"):
+            values = [result[metric] for result in results.values() if metric in result]
+            if values:
+                report["average"][metric] = or_none(sum(values) / len(values))
+        return report
 
     def has(self, task: str) -> bool:
         """Tell whether the task pool is known to have a task; some pools do not say what they
@@ -150,7 +150,12 @@ class Evaluator:
             model.to(device)  # the task pool may have moved it
 
     def _with_further(self, tasks: Sequence[str]) -> list[str]:
-        return [*tasks, *(name for name in self._names if not set(task_aliases(name)) & set(tasks))]
+        """Return the tasks, and those of the pool that are none of them."""
+        further = []
+        for name in self._names:
+            if not any(alias in tasks for alias in task_aliases(name)):
+                further.append(name)
+        return [*tasks, *further]
 
 
 def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
@@ -161,7 +166,9 @@ def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
         taskpool = program.taskpool
     if taskpool is None or isinstance(taskpool, DummyTaskPool):
         return None
-    return taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool)
+    if isinstance(taskpool, Evaluator):
+        return taskpool
+    return Evaluator(taskpool)
 
 
 def score(result: dict[str, float | None]) -> float:
@@ -169,7 +176,9 @@ def score(result: dict[str, float | None]) -> float:
     (missing).
     """
     value = result.get("accuracy", result.get("spearman_rho"))
-    return math.nan if value is None else float(value)
+    if value is None:
+        return math.nan
+    return float(value)
 
 
 def task_aliases(task: str) -> tuple[str, str]:
@@ -218,7 +227,9 @@ def _score_clip(
     if pool.move_to_device:
         classifier = pool.fabric.to_device(classifier)
     results = {}
-    for task in (task for task in tasks if task in pool.test_dataloaders):
+    for task in tasks:
+        if task not in pool.test_dataloaders:
+            continue
         classnames, templates = get_classnames_and_templates(task)
         if task in heads:
             classifier.zeroshot_weights = heads[task]
@@ -228,8 +239,8 @@ def _score_clip(
         pool.on_task_evaluation_begin(classifier, task)
         images = pool.test_dataloaders[task]
         if subset is not None:
-            some = Subset(images.dataset, subset(len(images.dataset)))
-            images = DataLoader(some, images.batch_size, collate_fn=images.collate_fn)
+            items = Subset(images.dataset, subset(len(images.dataset)))
+            images = DataLoader(items, images.batch_size, collate_fn=images.collate_fn)
             images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
         results[task] = pool._evaluate(
             classifier, images, num_classes=len(classnames), task_name=task
@@ -246,15 +257,23 @@ def _score_v01(
     subset: SubsetIndices | None,
 ) -> Results:
     """Score with FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
-    if (fabric := getattr(pool, "fabric", None)) is not None:
+    fabric = getattr(pool, "fabric", None)
+    if fabric is not None:
         model = fabric.setup(model)
-    own = {name: task for task in pool.task_names for name in task_aliases(task)}
-    found = {task: load(own[task]) for task in tasks if task in own}
-    if subset is not None:
-        found = {name: copy(task) for name, task in found.items() if hasattr(task, "test_dataset")}
-        for task in found.values():
+    name_in_pool = {}
+    for name in pool.task_names:
+        for alias in task_aliases(name):
+            name_in_pool[alias] = name
+    loaded_tasks = {name: load(name_in_pool[name]) for name in tasks if name in name_in_pool}
+    results = {}
+    for name, task in loaded_tasks.items():
+        if subset is not None:
+            if not hasattr(task, "test_dataset"):
+                continue
+            task = copy(task)  # the loaded one keeps all its items for later steps
             task.test_dataset = task.test_dataset.select(subset(len(task.test_dataset)))
-    return {name: task.evaluate(model) for name, task in found.items()}
+        results[name] = task.evaluate(model)
+    return results
 
 
 def _score_by_name(
@@ -263,7 +282,9 @@ def _score_by_name(
     """Score with an evaluation harness; the only part of a task that it can score is the first
     item.
     """
-    return pool.evaluate(model, tasks) if subset is None else pool.evaluate(model, tasks, limit=1)
+    if subset is None:
+        return pool.evaluate(model, tasks)
+    return pool.evaluate(model, tasks, limit=1)
 
 
 def _score_whole(
@@ -282,8 +303,7 @@ def _score_whole(
     if not isinstance(report, dict):
         raise ValueError(
             f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: "
-            "merge with "
-            "taskpool=dummy and score the saved model by other means"
+            "merge with taskpool=dummy and score the saved model by other means"
         )
     return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
 
@@ -293,12 +313,15 @@ def _one_batch(pool: Any) -> Iterator[None]:
     """Have a FusionBench pool score one batch of each task; some read their own setting, others the
     global one.
     """
-    before = getattr(pool, "fast_dev_run", False), RuntimeConstants.debug
-    pool.fast_dev_run = RuntimeConstants.debug = True
+    pool_setting = getattr(pool, "fast_dev_run", False)
+    global_setting = RuntimeConstants.debug
+    pool.fast_dev_run = True
+    RuntimeConstants.debug = True
     try:
         yield
     finally:
-        pool.fast_dev_run, RuntimeConstants.debug = before
+        pool.fast_dev_run = pool_setting
+        RuntimeConstants.debug = global_setting
 
 
 @dataclass
@@ -344,7 +367,8 @@ class RunScores:
 
     def take(self, step: int, merged: nn.Module) -> None:
         """Score the model after a step."""
-        if not (tasks := self.tasks(step)):
+        tasks = self.tasks(step)
+        if not tasks:
             return
         report = self.evaluator.report(merged, tasks, others=self.is_last(step))
         if self.folder is not None:
@@ -366,20 +390,22 @@ class RunScores:
         lost.
         """
         assert self.folder is not None
-        for done in range(self.first_step, step + 1):
-            if report := self.folder.read_report(done):
-                self.record(done, report)
-            elif self.tasks(done):
-                self.folder.load_step(done, merged)
-                self.take(done, merged)
+        for finished_step in range(self.first_step, step + 1):
+            report = self.folder.read_report(finished_step)
+            if report:
+                self.record(finished_step, report)
+            elif self.tasks(finished_step):
+                self.folder.load_step(finished_step, merged)
+                self.take(finished_step, merged)
 
     def final_report(self) -> Report:
         """Return the last report, with the metrics of the run and the paths of its matrix and its
         page.
         """
-        metrics: dict[str, Any] = {
-            name: x for name, x in self.matrix.metrics().items() if not math.isnan(x)
-        }
+        metrics: dict[str, Any] = {}
+        for name, value in self.matrix.metrics().items():
+            if not math.isnan(value):  # BWT and FWT need scores that `evaluate` may leave out
+                metrics[name] = value
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
             metrics["page"] = str(self.folder.path / PAGE)

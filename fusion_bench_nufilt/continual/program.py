@@ -68,10 +68,11 @@ class ContinualMergingProgram(FabricModelFusionProgram):
             create_symlink(str(hydra_folder), self.log_dir, link_name="hydra_output")
         parts = {"modelpool": self._modelpool, "method": self._method, "taskpool": self._taskpool}
         for name, config in parts.items():
-            if config is not None:
-                kind = "algorithm" if name == "method" else name
-                loader = f"fusion_bench.compat.{name}.load_{kind}_from_config"
-                setattr(self, name, self._instantiate_and_setup(config, compat_load_fn=loader))
+            if config is None:
+                continue
+            kind = "algorithm" if name == "method" else name  # as FusionBench's functions say
+            loader = f"fusion_bench.compat.{name}.load_{kind}_from_config"
+            setattr(self, name, self._instantiate_and_setup(config, compat_load_fn=loader))
         self.method.on_run_start()
         merged_model = self.method.run(self.modelpool)
         self.method.on_run_end()
@@ -95,18 +96,18 @@ def use_bundled_taskpool(program: Any) -> None:
     FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and
     ``taskpool=gpt-2_glue``.
     """
-    if (
-        program is None
-        or program._modelpool is None
-        or not isinstance(program.taskpool, DummyTaskPool)
-    ):
+    if program is None or program._modelpool is None:
         return
-    run = HydraConfig.get() if HydraConfig.initialized() else None
-    if run is not None and any(
-        word.lstrip("+~").startswith("taskpool") for word in run.overrides.task
-    ):
+    if not isinstance(program.taskpool, DummyTaskPool):
         return
-    if (taskpool := program._modelpool.get("taskpool") or (run and _namesake(run))) is not None:
+    taskpool = program._modelpool.get("taskpool")
+    if HydraConfig.initialized():
+        run = HydraConfig.get()
+        for word in run.overrides.task:
+            if word.lstrip("+~").startswith("taskpool"):
+                return
+        taskpool = taskpool or _namesake(run)
+    if taskpool:
         loader = "fusion_bench.compat.taskpool.load_taskpool_from_config"
         program.taskpool = program._instantiate_and_setup(taskpool, compat_load_fn=loader)
 
@@ -114,11 +115,10 @@ def use_bundled_taskpool(program: Any) -> None:
 def _namesake(run: Any) -> Any:
     """Return the task pool that has the name of the model pool of a Hydra run, if there is one."""
     name = run.runtime.choices.get("modelpool")
-    if name in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
-        return compose(
-            run.job.config_name, overrides=[*run.overrides.task, f"taskpool={name}"]
-        ).taskpool
-    return None
+    if name not in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
+        return None
+    overrides = [*run.overrides.task, f"taskpool={name}"]
+    return compose(run.job.config_name, overrides=overrides).taskpool
 
 
 class ReportedTaskPool:
@@ -127,12 +127,14 @@ class ReportedTaskPool:
     """
 
     def __init__(self, taskpool: Any, model: nn.Module, report: dict[str, Any]) -> None:
-        self.taskpool, self.model, self.report = taskpool, model, report
+        self.taskpool = taskpool
+        self.model = model
+        self.report = report
 
     def evaluate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (
-            self.report if model is self.model else self.taskpool.evaluate(model, *args, **kwargs)
-        )
+        if model is self.model:
+            return self.report
+        return self.taskpool.evaluate(model, *args, **kwargs)
 
 
 def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:

@@ -81,13 +81,12 @@ class DeviceConfig:
     )
 
     def __post_init__(self) -> None:
-        if (numbers := self.devices) is None or numbers == "all":
+        numbers = self.devices
+        if numbers is None or numbers == "all":
             return
-        if (
-            not isinstance(numbers, list | tuple)
-            or not numbers
-            or not all(type(n) is int and n >= 0 for n in numbers)
-        ):
+        is_list = isinstance(numbers, list | tuple) and len(numbers) > 0
+        # The type is compared, since True is an int.
+        if not is_list or not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(
                 f"devices must be all, or a list of numbers of GPUs such as [0,1], got {numbers!r}"
             )
@@ -104,7 +103,9 @@ class DeviceConfig:
                 otherwise.type,
             )
             return [torch.device("cpu")]
-        numbers = range(torch.cuda.device_count()) if self.devices == "all" else self.devices
+        numbers = self.devices
+        if numbers == "all":
+            numbers = range(torch.cuda.device_count())
         if not numbers:
             raise ValueError("devices=all: PyTorch sees no GPU; leave devices out")
         return [torch.device("cuda", int(number)) for number in numbers]
@@ -131,4 +132,6 @@ def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[
         return list(order)
     if step == len(order) or evaluate == "every_step":
         return list(order[:step])
-    return [order[step - 1]] if evaluate == "diagonal" else []
+    if evaluate == "diagonal":
+        return [order[step - 1]]
+    return []  # evaluate == "last"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.utils import differences as resumable
+from fusion_bench_nufilt.utils.differences import Difference, differences, in_one_line
 from fusion_bench_nufilt.utils.files import (
     MANIFEST,
     RUN,
@@ -52,11 +52,13 @@ class RunFolder:
             except ValueError as error:  # a step that is damaged is made again
                 log.warning("%s", error)
                 continue
-            found = [] if saved is None else differences(saved, run)
-            if found:
+            if saved is None:
+                continue
+            differing = run_differences(saved, run)
+            if differing:
                 raise ValueError(
-                    f"'{self.path}' holds another run: {resumable.in_one_line(found)}. Take "
-                    "another log directory (path.log_dir), or remove this one"
+                    f"'{self.path}' holds another run: {in_one_line(differing)}. Take another log "
+                    "directory (path.log_dir), or remove this one"
                 )
 
     def begin(self, run: Mapping[str, Any]) -> None:
@@ -88,9 +90,8 @@ class RunFolder:
         """Save the model after a step, with its manifest, the state to go on from, and further
         files.
         """
-        self._report(step).unlink(
-            missing_ok=True
-        )  # else an earlier run's would pass for this one's
+        # An earlier run's report would pass for this one's.
+        self._report(step).unlink(missing_ok=True)
         save_checkpoint(model, self.checkpoint(step), about, state, files)
 
     def load_step(self, step: int, model: nn.Module) -> None:
@@ -147,7 +148,7 @@ def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
         lock.release()
 
 
-def differences(saved: Manifest, run: Mapping[str, Any]) -> list[resumable.Difference]:
+def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]:
     """Return what differs between the run that is described in a file and ``run``, as far as the
     weights depend on it.
 
@@ -161,10 +162,13 @@ def differences(saved: Manifest, run: Mapping[str, Any]) -> list[resumable.Diffe
     for name in {**inputs, **run["inputs"]}:
         old = inputs.get(name, {})
         new = run["inputs"].get(name, {})
-        digests = [model["sha256"] for model in (old, new) if "sha256" in model]
-        if len(digests) == 1 and old and new:  # one of them has not read it yet
-            continue
-        key = "sha256" if len(digests) == 2 else "source"
+        was_read = "sha256" in old
+        is_read = "sha256" in new
+        if old and new and was_read != is_read:
+            continue  # one of the two runs has not read it yet: nothing can be said
+        key = "source"
+        if was_read and is_read:
+            key = "sha256"
         before[f"model '{name}'"] = old.get(key)
         now[f"model '{name}'"] = new.get(key)
-    return resumable.differences(before, now)
+    return differences(before, now)
