@@ -11,8 +11,7 @@ from typing import Any
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
-from fusion_bench_nufilt.models.fp8 import Quantised
-from fusion_bench_nufilt.models.mxfp4 import Packed
+from fusion_bench_nufilt.models.encoded import Encoded
 from fusion_bench_nufilt.models.source import split_rows
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, read_header
 
@@ -27,7 +26,7 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     """Return a tensor of the base as the result has it with the option ``dtype``."""
     if info.dtype not in FLOATS:
         return info
-    if isinstance(info, Quantised | Packed):
+    if isinstance(info, Encoded):
         return info.of(_NAMES.get(dtype, "BF16"))
     name = _NAMES.get(dtype, info.dtype)
     return info if name == info.dtype else info.of(name)
@@ -35,7 +34,7 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
 
 def is_rounded(info: TensorInfo) -> bool:
     """Return whether a tensor is stored in fewer digits than float32."""
-    return isinstance(info, Quantised | Packed) or FLOATS[info.dtype].itemsize < 4
+    return isinstance(info, Encoded) or FLOATS[info.dtype].itemsize < 4
 
 
 def arrange(

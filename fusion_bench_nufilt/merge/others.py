@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.fp8 import Quantised
-from fusion_bench_nufilt.models.mxfp4 import Packed
+from fusion_bench_nufilt.models.encoded import Encoded
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
@@ -114,7 +113,7 @@ def _new_tensor(
     info, dtype = plan.base.tensors[key], plan.places[key].dtype
     grows = param in plan.vocabulary.params
     kept = info.dtype not in FLOATS or not (param in plan.averaged or plan.merged or grows)
-    if kept and info.dtype == dtype and not isinstance(info, Quantised | Packed):
+    if kept and info.dtype == dtype and not isinstance(info, Encoded):
         return _copied(plan, info, read)
     if grows:
         values = plan.vocabulary.grown(param, values, plan.dtype(key), read)

@@ -11,12 +11,11 @@ import torch
 
 from fusion_bench_nufilt.methods.strength import Spectrum, rounding_energy, spectrum, task_strength
 from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.models.fp8 import Quantised
+from fusion_bench_nufilt.models.encoded import relative_spacing
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.mxfp4 import Packed
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.step import LowRank
-from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, widened
+from fusion_bench_nufilt.utils.tensors import widened
 
 from .plan import Plan
 
@@ -48,12 +47,3 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
         spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
         rounding = rounding_energy(new, spacing)
     return spectrum(layer.view.matrix(widened(new) - widened(theta_0)), rounding)
-
-
-def relative_spacing(stored: TensorInfo) -> float:
-    """Return the spacing of the values of a stored tensor, relative to the power of two below."""
-    if isinstance(stored, Quantised):
-        return torch.finfo(torch.float8_e4m3fn).eps
-    if isinstance(stored, Packed):
-        return 0.5  # one bit after the point
-    return torch.finfo(FLOATS[stored.dtype]).eps

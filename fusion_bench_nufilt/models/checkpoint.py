@@ -22,8 +22,9 @@ from fusion_bench_nufilt.utils.files import CARD, MANIFEST, printable, read_json
 from fusion_bench_nufilt.utils.schemas import Input, InputFile
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest, is_finite
 
-from .fp8 import Quantisation, Quantised, join_scales, other_quantisation
-from .mxfp4 import Packed, join_blocks
+from .encoded import Encoded
+from .fp8 import Quantisation, join_scales, other_quantisation
+from .mxfp4 import join_blocks
 from .small_files import (
     NOT_OF_THE_MODEL,
     PICKLES,
@@ -320,22 +321,22 @@ class Checkpoint(Source):
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         info = self.tensors[key]
-        if not isinstance(info, Quantised | Packed):
-            return self.file(key).elements(info, start, stop)
-        rows, first = info.around(start, stop)
-        return rows.read(self.opened).flatten()[start - first : stop - first]
+        if isinstance(info, Encoded):
+            return info.elements(self.opened, start, stop)
+        return self.file(key).elements(info, start, stop)
 
     def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
-        info = self.tensors[key]
-        stored = (
-            info.read(self.opened)
-            if isinstance(info, Quantised | Packed)
-            else self.file(key).read(info)
-        )
+        stored = self._stored(key)
         tensor = stored.to(where)
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
         return tensor, digest(stored)
+
+    def _stored(self, key: str) -> Tensor:
+        info = self.tensors[key]
+        if isinstance(info, Encoded):
+            return info.read(self.opened)
+        return self.file(key).read(info)
 
 
 def _refuse_mistyped(name: str) -> None:

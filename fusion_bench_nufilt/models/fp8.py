@@ -3,14 +3,17 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
+import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorFile, TensorInfo
+
+from .encoded import Encoded
 
 _FP8 = "F8_E4M3"
 _SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's key; the weight is multiplied by either
@@ -48,12 +51,12 @@ class Quantisation(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Quantised(TensorInfo):
-    """An FP8 tensor in a file, and the place of its scales; ``dtype`` is the dtype in which it is
-    read.
-    """
+class Quantised(Encoded):
+    """An FP8 tensor in a file, and the place of its scales."""
 
-    what: str  # the model and the tensor, for errors
+    spacing: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).eps
+
+    label: str  # the model and the tensor, for errors
     scale: TensorInfo
     block: tuple[int, ...]  # the sides of the blocks, each of which has a scale
 
@@ -67,7 +70,7 @@ class Quantised(TensorInfo):
             return replace(cut, block=(last - first, *self.block[1:]))
         if first % height or (last % height and last != self.shape[0]):
             raise ValueError(
-                f"{self.what}: rows {first} to {last} of {self.shape} cut its blocks of "
+                f"{self.label}: rows {first} to {last} of {self.shape} cut its blocks of "
                 f"{self.block}"
             )
         return replace(cut, scale=self.scale.rows(first // height, -(-last // height)))
@@ -77,38 +80,44 @@ class Quantised(TensorInfo):
         """The number of rows that are read together: those of a block, or one if all rows share
         their scales.
         """
-        return self.block[0] if self.block[0] < self.shape[0] else 1
+        height = self.block[0]
+        return height if height < self.shape[0] else 1
 
     @property
     def unit(self) -> int:
         return self._height * math.prod(self.shape[1:])
 
     def around(self, start: int, stop: int) -> tuple["Quantised", int]:
-        """Return the whole blocks of rows that hold elements ``start`` to ``stop``, and the number
-        of their first.
-        """
-        width, height = math.prod(self.shape[1:]), self._height
-        first, last = start // width // height * height, -(-stop // (width * height)) * height
-        return self.rows(first, min(last, self.shape[0])), first * width
+        width = math.prod(self.shape[1:])
+        height = self._height
+        first_row = start // width // height * height
+        end_row = -(-stop // (width * height)) * height
+        return self.rows(first_row, min(end_row, self.shape[0])), first_row * width
 
     def read(self, files: Mapping[str, TensorFile]) -> Tensor:
         """Return the values in float32."""
         stored = TensorInfo(self.file, _FP8, self.shape, self.start, self.stop)
         tiles = _tiles(files[self.file].read(stored).float(), self.block)
         scale = files[self.scale.file].read(self.scale).float()
-        sides = [size for count in tiles.shape[::2] for size in (count, 1)]
-        return _joined(tiles.mul_(scale.reshape(sides)), self.shape)
+        sides_of_scale = []
+        for count in tiles.shape[::2]:
+            sides_of_scale += [count, 1]
+        return _joined(tiles.mul_(scale.reshape(sides_of_scale)), self.shape)
 
 
 def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
     """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, padded with zeros to whole
     blocks.
     """
-    missing = [-size % side for size, side in zip(values.shape, block, strict=True)]
-    if any(missing):
-        values = pad(values, [size for count in reversed(missing) for size in (0, count)])
-    sides = zip(values.shape, block, strict=True)
-    return values.reshape([size for whole, side in sides for size in (whole // side, side)])
+    padding: list[int] = []  # from the last dimension to the first, before and after it
+    for size, side in zip(reversed(values.shape), reversed(block), strict=True):
+        padding += [0, -size % side]
+    if any(padding):
+        values = pad(values, padding)
+    sides = []
+    for size, side in zip(values.shape, block, strict=True):
+        sides += [size // side, side]
+    return values.reshape(sides)
 
 
 def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
@@ -127,18 +136,20 @@ def join_scales(
     """
     joined = dict(tensors)
     for key, info in tensors.items():
-        scale_key = next((name for suffix in _SCALES if (name := key + suffix) in tensors), None)
-        if info.dtype != _FP8 or scale_key is None:
+        scale_keys = [key + suffix for suffix in _SCALES if key + suffix in tensors]
+        if info.dtype != _FP8 or not scale_keys:
             continue
-        what, scale = f"model '{model}', tensor '{key}'", tensors[scale_key]
+        scale_key = scale_keys[0]
+        scale = tensors[scale_key]
+        label = f"model '{model}', tensor '{key}'"
         if scale.dtype not in FLOATS:
             raise ValueError(
-                f"{what}: its scales '{scale_key}' are stored as {scale.dtype}, only "
+                f"{label}: its scales '{scale_key}' are stored as {scale.dtype}, only "
                 f"{', '.join(FLOATS)}"
             )
-        block = _block(what, info.shape, scale.shape, config)
+        block = _block(label, info.shape, scale.shape, config)
         joined[key] = Quantised(
-            info.file, "F32", info.shape, info.start, info.stop, what, scale, block
+            info.file, "F32", info.shape, info.start, info.stop, label, scale, block
         )
         for name in _INPUT_SCALES:
             joined.pop(key.removesuffix("weight") + name, None)
@@ -148,17 +159,15 @@ def join_scales(
 
 
 def _block(
-    what: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation
+    label: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation
 ) -> tuple[int, ...]:
     """Return the sides of the blocks, on which the shapes and config.json must agree."""
     ones = (1,) * len(shape)
-    counts = (
-        ones
-        if math.prod(scale) == 1
-        else (scale + ones)[: len(shape)]
-        if scale == shape[: len(scale)]
-        else scale
-    )
+    counts = scale  # of blocks along each dimension
+    if math.prod(scale) == 1:
+        counts = ones
+    elif scale == shape[: len(scale)]:  # one for each row, or for each expert
+        counts = (scale + ones)[: len(shape)]
     sides = (*ones[:-2], *_sides(config))
     block = []
     if len(counts) == len(shape) >= 2:
@@ -169,26 +178,35 @@ def _block(
                 block.append(side)
     if len(block) != len(shape):
         raise ValueError(
-            f"{what} of shape {shape}: no blocks of {sides} have scales of shape {scale}"
+            f"{label} of shape {shape}: no blocks of {sides} have scales of shape {scale}"
         )
     return tuple(block)
 
 
 def _sides(config: Quantisation) -> Sequence[int]:
-    groups = (group.get("weights") or {} for group in (config.get("config_groups") or {}).values())
-    found = [config.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
-    return next((sides for sides in found if sides and not isinstance(sides, str)), _SIDES)
+    """Return the sides of the blocks that config.json gives, or else the usual ones."""
+    given: list[Sequence[int] | str | None] = [config.get("weight_block_size")]
+    for group in (config.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        given.append(weights.get("block_structure"))
+    for sides in given:
+        if sides and not isinstance(sides, str):
+            return sides
+    return _SIDES
 
 
 def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None:
     """Return the name of a quantisation that can't be read, if config.json or the tensors' names
     show one.
     """
-    method, form = config.get("quant_method"), config.get("format")
+    method = config.get("quant_method")
+    form = config.get("format")
     if method == "compressed-tensors" and form != "float-quantized":
         return f"{method} in the format {form}"
     if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
         return str(method)
-    return next(
-        (what for name in names for suffix, what in _NAMES.items() if name.endswith(suffix)), None
-    )
+    for name in names:
+        for suffix, quantisation in _NAMES.items():
+            if name.endswith(suffix):
+                return quantisation
+    return None

@@ -9,6 +9,7 @@ outputs)``. See the OCP Microscaling formats specification.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,30 +17,32 @@ from torch.nn.functional import embedding
 
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo
 
+from .encoded import Encoded
 from .fp8 import Quantisation
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CODES = torch.tensor(
     [*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16, device="cpu"
 )
-_PAIRS = torch.stack(
-    [_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1
-)  # both values of each byte
+# Both values of each byte.
+_PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1)
 
 
 @dataclass(frozen=True)
-class Packed(TensorInfo):
-    """An MXFP4 tensor; ``shape`` and ``dtype`` are those in which it is read, and its place is that
-    of the blocks.
-    """
+class Packed(Encoded):
+    """An MXFP4 tensor, whose place is that of the blocks."""
+
+    spacing: ClassVar[float] = 0.5  # one bit after the point
 
     blocks: TensorInfo
     scales: TensorInfo
 
     def rows(self, first: int, last: int) -> "Packed":
         """Return these experts as a tensor of its own."""
-        blocks, scales = self.blocks.rows(first, last), self.scales.rows(first, last)
+        blocks = self.blocks.rows(first, last)
+        scales = self.scales.rows(first, last)
         return replace(super().rows(first, last), blocks=blocks, scales=scales)
 
     @property
@@ -49,14 +52,13 @@ class Packed(TensorInfo):
         return inputs * outputs
 
     def around(self, start: int, stop: int) -> tuple["Packed", int]:
-        """Return the experts that hold elements ``start`` to ``stop``, and the number of their
-        first element.
-        """
         size = self.unit
-        return self.rows(start // size, -(-stop // size)), start // size * size
+        first = start // size
+        return self.rows(first, -(-stop // size)), first * size
 
     def read(self, files: Mapping[str, TensorFile]) -> Tensor:
-        blocks, scales = (files[info.file].read(info) for info in (self.blocks, self.scales))
+        blocks = files[self.blocks.file].read(self.blocks)
+        scales = files[self.scales.file].read(self.scales)
         return decode(blocks, scales)
 
 
@@ -87,12 +89,12 @@ def join_blocks(
         if scales is None or not _fits(blocks, scales):
             if config.get("quant_method") != "mxfp4":
                 continue
-            other = f"no '{name + _SCALES}'"
+            given = f"no '{name + _SCALES}'"
             if scales is not None:
-                other = f"'{name + _SCALES}' {scales.dtype} {scales.shape}"
-            what = f"model '{model}', tensor '{key}' {blocks.dtype} {blocks.shape} with {other}"
+                given = f"'{name + _SCALES}' {scales.dtype} {scales.shape}"
             raise ValueError(
-                f"{what}: MXFP4 has U8 blocks (experts, outputs, blocks, 16) and their scales"
+                f"model '{model}', tensor '{key}' {blocks.dtype} {blocks.shape} with {given}: "
+                "MXFP4 has U8 blocks (experts, outputs, blocks, 16) and their scales"
             )
         del joined[key], joined[name + _SCALES]
         experts, outputs, count, _ = blocks.shape
