@@ -46,19 +46,18 @@ _EXPERTS = re.compile(r".*\.(experts\.\w+|gate\.weight)")
 
 
 _DECODERS = "Llama, Qwen2, Mistral, Mixtral, DeepSeek-V2"
-# By the name of the class, and of a variant: models, task pool, the value of `modelpool=` with
-# both.
+# By the name of the class, and of a variant: models, and task pool.
 POOLS = {
-    "CLIPVisionModelPool": ("CLIP", "yes", "`clip-vit-base-patch32_TA8`, …"),
-    "OpenCLIPVisionModelPool": ("OpenCLIP", "yes", "`openclip-ViT-B-32_TA8`, …"),
-    "Seq2SeqLMPool": ("Flan-T5", "yes", "`flan-t5-base_glue`"),
-    "Seq2SeqLMPool, LoRA": ("Flan-T5", "yes; adapters also with `nufilt merge`", ""),
-    "CausalLMPool": (_DECODERS, "LM-Eval harness", ""),
-    "SequenceClassificationModelPool": ("RoBERTa, Llama reward", "reward model only", ""),
-    "HuggingFaceGPT2ClassificationPool": ("GPT-2", "yes", "`gpt-2_glue`"),
-    "ResNetForImageClassificationPool": ("ResNet", "a class without a config", ""),
-    "ConvNextForImageClassificationPool": ("ConvNeXt", "yes", "`convnext-base-224_8-tasks`"),
-    "Dinov2ForImageClassificationPool": ("DINOv2", "no", ""),
+    "CLIPVisionModelPool": ("CLIP", "yes"),
+    "OpenCLIPVisionModelPool": ("OpenCLIP", "yes"),
+    "Seq2SeqLMPool": ("Flan-T5", "yes"),
+    "Seq2SeqLMPool, LoRA": ("Flan-T5", "yes; adapters also with `nufilt merge`"),
+    "CausalLMPool": (_DECODERS, "LM-Eval harness"),
+    "SequenceClassificationModelPool": ("RoBERTa, Llama reward", "reward model only"),
+    "HuggingFaceGPT2ClassificationPool": ("GPT-2", "yes"),
+    "ResNetForImageClassificationPool": ("ResNet", "a class without a config"),
+    "ConvNextForImageClassificationPool": ("ConvNeXt", "yes"),
+    "Dinov2ForImageClassificationPool": ("DINOv2", "no"),
 }
 
 _IMPORT = """
@@ -179,7 +178,7 @@ def pools_table(pythons: list[str]) -> str:
             [name, models, *(found[name.partition(",")[0]] for *_, found in answers), *rest]
         )
     said = "; ".join(f"Python {version}: {versions}" for version, versions, _ in answers)
-    head = ["FusionBench's pool", "models", *columns, "its task pool", "`modelpool=` with both"]
+    head = ["FusionBench's pool", "models", *columns, "its task pool"]
     return table(head, rows) + f"\n{said}.\n"
 
 
