@@ -123,3 +123,11 @@ def test_every_tensor_that_is_made_names_its_dtype_and_its_device():
                 ):
                     silent.append(f"{file.relative_to(package)}:{node.lineno}")
     assert silent == []
+
+
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+def test_no_merge_draws_from_the_generator_of_torch(tmp_path, method):
+    save_stream(tmp_path, llama(), tasks=2)
+    before = torch.get_rng_state()
+    merge(tmp_path, ["task1", "task2"], method=method)
+    assert torch.equal(torch.get_rng_state(), before)
