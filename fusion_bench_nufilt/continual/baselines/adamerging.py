@@ -34,32 +34,32 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     uses_training_data = True  # of the model pool, where it has some
 
-    init_values: float  # these are set by auto_register_config
+    # These are set by auto_register_config.
+    init_values: float
     seed: int
 
     def __init__(self, init_values: float = 0.3, seed: int = 42, **kwargs: Any) -> None:
-        super().__init__(**split_options([EntropyConfig], kwargs)[1])
+        _, others = split_options([EntropyConfig], kwargs)
+        super().__init__(**others)
 
     @torch.enable_grad()
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:
         """Merge all models of a pool at once, without changing them."""
         names = modelpool.model_names
-        data = task_data(
-            "AdaMerging",
-            None if self._program is None else self._program.taskpool,
-            names[-1],
-            modelpool,
-        )
-        theta_0, *models = (load_stored(modelpool, name) for name in (PRETRAINED, *names))
-        merged = _Merged(theta_0, models, self.init_values, self.fabric.device)
-        data.minimise_entropy(
-            merged, [merged.coefficients], options_of(EntropyConfig, self), self.seed
-        )
-        model = deepcopy(theta_0).requires_grad_()
+        taskpool = None
+        if self._program is not None:
+            taskpool = self._program.taskpool
+        data = task_data("AdaMerging", taskpool, names[-1], modelpool)
+        pretrained = load_stored(modelpool, PRETRAINED)
+        models = [load_stored(modelpool, name) for name in names]
+        merged = _Merged(pretrained, models, self.init_values, self.fabric.device)
+        config = options_of(EntropyConfig, self)
+        data.minimise_entropy(merged, [merged.coefficients], config, self.seed)
+        result = deepcopy(pretrained).requires_grad_()
         with torch.no_grad():
             for name, value in merged.merged_parameters().items():
-                model.get_parameter(name).copy_(value)
-        return model
+                result.get_parameter(name).copy_(value)
+        return result
 
 
 class _Merged(nn.Module):
@@ -78,29 +78,26 @@ class _Merged(nn.Module):
         # `functional_call` would leave tensors of its own in the caller's modules that have several
         # names.
         self.model = deepcopy(pretrained).to(device).requires_grad_(False)
-        self.theta = dict(
-            self.model.named_parameters()
-        )  # a parameter with several names is here once
-        self.tau = [
-            {
-                name: model.get_parameter(name).detach().to(device) - value
-                for name, value in self.theta.items()
-            }
-            for model in models
-        ]
-        #: lambda, ``(models, parameter tensors)``
-        self.coefficients = nn.Parameter(
-            torch.full((len(models), len(self.theta)), init_values, device=device)
-        )
+        # A parameter with several names is here once.
+        self.theta = dict(self.model.named_parameters())
+        self.tau: list[dict[str, Tensor]] = []  # task vectors by parameter, one dict for each model
+        for model in models:
+            task_vectors = {}
+            for name, value in self.theta.items():
+                task_vectors[name] = model.get_parameter(name).detach().to(device) - value
+            self.tau.append(task_vectors)
+        # lambda, (models, parameter tensors)
+        coefficients = torch.full((len(models), len(self.theta)), init_values, device=device)
+        self.coefficients = nn.Parameter(coefficients)
 
     def merged_parameters(self) -> dict[str, Tensor]:
-        return {
-            name: sum(
-                (weight * tau[name] for weight, tau in zip(column, self.tau, strict=True)),
-                start=value,
-            )
-            for column, (name, value) in zip(self.coefficients.T, self.theta.items(), strict=True)
-        }
+        merged: dict[str, Tensor] = {}
+        for number, (name, theta) in enumerate(self.theta.items()):
+            value: Tensor = theta
+            for task_vectors, coefficients in zip(self.tau, self.coefficients, strict=True):
+                value = value + coefficients[number] * task_vectors[name]
+            merged[name] = value
+        return merged
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return functional_call(self.model, self.merged_parameters(), args, kwargs)

@@ -48,32 +48,39 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**split_options([FineTuningConfig], kwargs)[1])
+        _, others = split_options([FineTuningConfig], kwargs)
+        super().__init__(**others)
 
     def check_data(self) -> None:
         check_train_sets(self.modelpool)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self._options = options_of(FineTuningConfig, self)
-        if missing := [name for name in names if name not in self.modelpool.train_dataset_names]:
-            lacking = f"the model pool has no train_datasets of {', '.join(missing)}"
-            raise ValueError(f"{self.name} needs training data: {lacking}")
+        missing = [name for name in names if name not in self.modelpool.train_dataset_names]
+        if missing:
+            raise ValueError(
+                f"{self.name} needs training data: the model pool has no train_datasets of "
+                f"{', '.join(missing)}"
+            )
         self._taskpool = clip_pool(self.name, self.taskpool, names)
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
-        images, device = self.modelpool.load_train_dataset(name), next(merged.parameters()).device
-        single = classifier(self._taskpool, merged.requires_grad_(), name)
+        images = self.modelpool.load_train_dataset(name)
+        device = next(merged.parameters()).device
+        head = classifier(self._taskpool, merged.requires_grad_(), name)
+        # A pool with this task alone, whose pretrained model is the one that is trained on.
         pool: Any = BaseModelPool(
-            {"_pretrained_": single.clip_model}, train_datasets=DictConfig({name: None})
+            {"_pretrained_": head.clip_model}, train_datasets=DictConfig({name: None})
         )
         pool.load_train_dataset = lambda task: images
         pool.load_clip_model = pool.load_model
         pool.load_processor = lambda: self._taskpool.data_processor
         method = _OneTaskFineTuning(seed=self.seed, **asdict(self._options))
-        method._fabric_instance, method._program = self.fabric, SimpleNamespace(taskpool=None)
-        method.zeroshot_weights = {name: single.zeroshot_weights}
+        method._fabric_instance = self.fabric
+        method._program = SimpleNamespace(taskpool=None)
+        method.zeroshot_weights = {name: head.zeroshot_weights}
         with torch.enable_grad(), TemporaryDirectory() as method.log_dir:
             method.run(pool)
         return merged.to(device)

@@ -33,6 +33,8 @@ from fusion_bench_nufilt.utils.tensors import wide_dtype
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
+_SO_FAR = "merged so far"  # the name of that model in the pools of the methods
+
 ONE_FORM = (
     "form=released is for methods whose released code has another formula than the paper; this "
     "method has one form"
@@ -73,7 +75,9 @@ class RuleConfig:
     @property
     def chosen(self) -> RuleName:
         """The rule of the chosen form."""
-        return {"paper": self.rule, "released": self.released_rule}[self.form] or self.rule
+        if self.form == "released" and self.released_rule is not None:
+            return self.released_rule
+        return self.rule
 
 
 @torch.no_grad()
@@ -83,10 +87,12 @@ def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) 
     """
     if theta is base and scale == 1:
         return deepcopy(to)
-    model, above, below = deepcopy(theta), to.state_dict(), base.state_dict()
+    model = deepcopy(theta)
+    above = to.state_dict()
+    below = base.state_dict()
     values = {}
     for key, value in model.state_dict().items():
-        if value.is_floating_point():
+        if value.is_floating_point():  # position ids and the like stay
             wide = wide_dtype(value)
             difference = above[key].to(value.device, wide) - below[key].to(value.device, wide)
             values[key] = value.to(wide) + scale * difference
@@ -129,7 +135,8 @@ class _Baseline(ContinualMergingAlgorithm):
         # Ray 2.54 adds a parameter to functions that it decorates, which FusionBench would take for
         # an option.
         constructor = import_object(self.base_method._target_).__init__
-        attributes = getattr(getattr(constructor, "__wrapped__", constructor), "__dict__", {})
+        constructor = getattr(constructor, "__wrapped__", constructor)
+        attributes = getattr(constructor, "__dict__", {})
         if "_ray_trace_ctx" in str(attributes.get("__signature__")):
             del attributes["__signature__"]
         method = instantiate(self.base_method)
@@ -150,62 +157,66 @@ class BatchMethodBaseline(_Baseline):
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
-        super().__init__(**split_options([RuleConfig], kwargs)[1])
+        _, others = split_options([RuleConfig], kwargs)
+        super().__init__(**others)
 
     def check_data(self) -> None:
         if getattr(import_object(self.base_method._target_), "uses_training_data", False):
             check_train_sets(self.modelpool)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        self.how = options_of(RuleConfig, self)
-        if self.how.chosen == "add_running" and self.first_step > 1:
+        self.rule_config = options_of(RuleConfig, self)
+        if self.rule_config.chosen == "add_running" and self.first_step > 1:
             raise ValueError(
                 f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'"
             )
-        self._before = pretrained
+        self._merged_before = pretrained  # the merged model before the last step
 
     def restore(self, step: int) -> None:
-        if self.how.chosen == "add_running" and self.folder is not None and step > 1:
-            self._before = deepcopy(self._before)
-            self.folder.load_step(step - 1, self._before)
+        if self.rule_config.chosen == "add_running" and self.folder is not None and step > 1:
+            self._merged_before = deepcopy(self._merged_before)
+            self.folder.load_step(step - 1, self._merged_before)
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
-        def merge(base: nn.Module, *models: nn.Module) -> nn.Module:
-            names = ["merged so far", name][-len(models) :]
-            # FusionBench's methods write their result into the pretrained model that they load.
-            pool = {"_pretrained_": deepcopy(base), **dict(zip(names, models, strict=True))}
-            with torch.enable_grad():
-                whole = BaseModelPool(
-                    pool, train_datasets=getattr(self.modelpool, "_train_datasets", None)
-                )
-                result = self.make_base_method(self.taskpool).run(whole)
-            if type(result) is not type(pretrained):
-                kinds = f"a {type(result).__name__}, not a {type(pretrained).__name__}"
-                raise ValueError(f"{self.name} returns {kinds}: it can't be run continually")
-            return result
-
-        rule, scale = self.how.chosen, self.how.merged_scale
-        if step == 1:
-            result = (
-                merge(pretrained, task)
-                if self.how.merge_first
-                else shifted(pretrained, task, pretrained, scale)
-            )
+        rule = self.rule_config.chosen
+        scale = self.rule_config.merged_scale
+        if step == 1 and not self.rule_config.merge_first:
+            result = shifted(pretrained, task, pretrained, scale)
+        elif step == 1 or rule == "restart":
+            result = self._merge(pretrained, {name: task})
         elif rule == "at_once":
-            result = merge(pretrained, shifted(pretrained, merged, pretrained, 1 / scale), task)
+            unscaled = shifted(pretrained, merged, pretrained, 1 / scale)
+            result = self._merge(pretrained, {_SO_FAR: unscaled, name: task})
         elif rule == "add":
-            result = shifted(merged, merge(pretrained, merged, task), pretrained)
+            merge_of_both = self._merge(pretrained, {_SO_FAR: merged, name: task})
+            result = shifted(merged, merge_of_both, pretrained)
         elif rule == "add_running":
-            last = shifted(pretrained, merged, self._before, 1 / scale)  # the method's last result
-            result = shifted(merged, merge(pretrained, last, task), pretrained)
-        elif rule == "restart":
-            result = merge(pretrained, task)
-        else:
-            result = merge(merged, shifted(merged, task, pretrained))
+            # What the method last added, by itself.
+            last_result = shifted(pretrained, merged, self._merged_before, 1 / scale)
+            merge_of_both = self._merge(pretrained, {_SO_FAR: last_result, name: task})
+            result = shifted(merged, merge_of_both, pretrained)
+        else:  # on_top
+            result = self._merge(merged, {name: shifted(merged, task, pretrained)})
         self.check_model(pretrained, result, f"merged after step {step}")
-        self._before = merged
+        self._merged_before = merged
+        return result
+
+    def _merge(self, base: nn.Module, models: dict[str, nn.Module]) -> nn.Module:
+        """Return what FusionBench's method makes of a pretrained model and others, by name."""
+        pool = BaseModelPool(
+            # FusionBench's methods write their result into the pretrained model that they load.
+            {"_pretrained_": deepcopy(base), **models},
+            train_datasets=getattr(self.modelpool, "_train_datasets", None),
+        )
+        with torch.enable_grad():
+            result = self.make_base_method(self.taskpool).run(pool)
+        if type(result) is not type(base):
+            raise ValueError(
+                f"{self.name} returns a {type(result).__name__}, not a {type(base).__name__}: it "
+                "can't be run continually"
+            )
         return result
 
 
@@ -233,20 +244,29 @@ class ContinualMethodBaseline(_Baseline):
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         # Of a CLIP pool, FusionBench would read the test sets, which only the protocol scores.
         self._method = self.make_base_method(SimpleNamespace(_test_datasets=None))
-        self._method.seed, self._method.shuffle_order = self.seed, self.shuffle_order
-        self._method.save_on_every_step, self._method.evaluate_on_every_step = True, False
-        self._at_start = set(vars(self._method))
-        self._memory: dict[str, Any] = {}
+        self._method.seed = self.seed
+        self._method.shuffle_order = self.shuffle_order
+        self._method.save_on_every_step = True
+        self._method.evaluate_on_every_step = False
+        self._initial_attributes = set(vars(self._method))
+        self._saved_attributes: dict[str, Any] = {}  # of a run that is resumed
 
     def state(self) -> dict[str, torch.Tensor]:
-        here = {
-            key: value for key, value in vars(self._method).items() if key not in self._at_start
-        }
-        return {key: torch.as_tensor(value) for key, value in here.items() if _is_numeric(value)}
+        """Return the numbers that FusionBench's method has noted since its start."""
+        state = {}
+        for key, value in vars(self._method).items():
+            if key not in self._initial_attributes and _is_numeric(value):
+                state[key] = torch.as_tensor(value)
+        return state
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
-        saved = {} if folder is None else load_state(folder)
-        self._memory = {key: list(value) if value.ndim else value for key, value in saved.items()}
+        if folder is None:
+            return
+        for key, value in load_state(folder).items():
+            if value.ndim > 0:  # the method appends a number to a list at each step
+                self._saved_attributes[key] = list(value)
+            else:
+                self._saved_attributes[key] = value
 
     def merge_stream(
         self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
@@ -254,50 +274,58 @@ class ContinualMethodBaseline(_Baseline):
         if MERGED in modelpool.all_model_names:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         models: Any = copy(modelpool)
-        models._models = deepcopy(
-            modelpool._models
-        )  # some methods write into the first model that they load
+        # Some methods write into the first model that they load.
+        models._models = deepcopy(modelpool._models)
 
         def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
-            # This notes the digest of what is merged.
-            return walk_tied_parameters_once(self._load(models, name)[0].cpu())
+            model, _ = self._load(models, name)  # which notes the digest of what is merged
+            return walk_tied_parameters_once(model.cpu())
 
         pool = copy(models)
         pool.load_model = load
         # Models on a GPU are merged from the CPU, since OPCM and others move layers by themselves
         # and use NumPy.
-        home, base = next(pretrained.parameters()).device, deepcopy(pretrained).cpu()
+        device = next(pretrained.parameters()).device
+        base = deepcopy(pretrained).cpu()
         merged = deepcopy(base)
+        last_finished = 0
+        if self.resume:
+            last_finished = self._resume(merged)
+        # Finished steps are gone through with tiny models, which are cheap to merge.
         stand_ins = defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
-        if done := self._resume(merged) if self.resume else 0:
+        if last_finished > 0:
             pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
         begin = time.perf_counter()
 
         def observe(current: nn.Module, index: int) -> None:
             nonlocal begin
-            if index + 1 == done:
+            step = index + 1
+            if step == last_finished:
+                # From here on, everything is as the run that was interrupted had it.
                 _become(current, merged)
                 _become(stand_ins[PRETRAINED], base)
-                vars(self._method).update(self._memory)
+                vars(self._method).update(self._saved_attributes)
                 pool.load_model = load
-            elif index + 1 > done:
-                self.check_model(base, current, f"merged after step {index + 1}")
-                self.finish_step(index + 1, current, time.perf_counter() - begin)
+            elif step > last_finished:
+                self.check_model(base, current, f"merged after step {step}")
+                self.finish_step(step, current, time.perf_counter() - begin)
             begin = time.perf_counter()
 
         self._method.save_merged_model = observe
         with torch.enable_grad():
-            result: nn.Module = self._method.run(pool).to(home)
+            result: nn.Module = self._method.run(pool).to(device)
         del vars(result)["named_modules"]
         return result
 
 
 def _is_numeric(value: Any) -> bool:
+    """Tell whether a value is a number or a tensor, or a list of them."""
     values = value if isinstance(value, list) and value else [value]
-    return all(isinstance(each, int | float | np.number | torch.Tensor) for each in values)
+    return all(isinstance(entry, int | float | np.number | torch.Tensor) for entry in values)
 
 
 def _become(stand_in: nn.Module, model: nn.Module) -> None:
     """Turn a module into another one in place, for everything that refers to it."""
-    stand_in.__class__, stand_in.__dict__ = type(model), model.__dict__
+    stand_in.__class__ = type(model)
+    stand_in.__dict__ = model.__dict__
     walk_tied_parameters_once(stand_in)

@@ -77,16 +77,17 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
         pretrained, missing_keys = load_model(modelpool, PRETRAINED)
         layers = select_layers(pretrained, "all-linear")
         keys = {view.key for view in layers.values()}
-        refuse_missing_keys(
-            PRETRAINED, [key for key in missing_keys if key in keys], can_exclude=False
-        )
+        missing_keys = [key for key in missing_keys if key in keys]
+        refuse_missing_keys(PRETRAINED, missing_keys, can_exclude=False)
         models = [load_stored(modelpool, name, keys) for name in modelpool.model_names]
         for name, model in zip(modelpool.model_names, models, strict=True):
             check_module(pretrained, model, name, layers=keys)
         for view in layers.values():
             theta_0 = widened(view.read(pretrained))
             taus = [widened(view.read(model)) - theta_0 for model in models]
-            tau = taus[0] if len(taus) == 1 else knots_ties(taus, self.threshold, self.merge_func)
+            tau = taus[0]
+            if len(taus) > 1:
+                tau = knots_ties(taus, self.threshold, self.merge_func)
             view.write(pretrained, theta_0 + self.scaling_factor * tau)
         return pretrained
 

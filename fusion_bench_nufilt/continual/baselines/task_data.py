@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -58,15 +58,17 @@ class TaskData(ABC):
 
     def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
         """Yield batches without end, from ``per_class`` items of each class (None: all)."""
-        items, order = self.dataset, torch.Generator().manual_seed(seed)
+        items = self.dataset
+        order = torch.Generator().manual_seed(seed)
         if per_class is not None:
-            rng, by_class = random.Random(seed), defaultdict(list)
+            by_class = defaultdict(list)
             for index, label in enumerate(self.labels()):
                 by_class[label].append(index)
-            drawn = (
-                rng.sample(indices, min(per_class, len(indices))) for indices in by_class.values()
-            )
-            items = Subset(items, list(chain.from_iterable(drawn)))
+            rng = random.Random(seed)
+            chosen: list[int] = []
+            for indices in by_class.values():
+                chosen += rng.sample(indices, min(per_class, len(indices)))
+            items = Subset(items, chosen)
         loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
         while True:
             yield from loader
@@ -79,7 +81,8 @@ class TaskData(ABC):
         batches = self.batches(config.batch_size, per_class=config.samples_per_class, seed=seed)
         for batch in islice(batches, config.max_steps):
             optimizer.zero_grad()
-            entropy_loss(self.logits(model, batch)).backward()
+            loss = entropy_loss(self.logits(model, batch))
+            loss.backward()
             optimizer.step()
 
 
@@ -89,18 +92,18 @@ class Images(TaskData):
     """
 
     def __init__(self, pool: Any, task: str, modelpool: BaseModelPool) -> None:
-        trained_on = task in modelpool.train_dataset_names
-        images = (
-            CLIPDataset(modelpool.load_train_dataset(task), pool.data_processor)
-            if trained_on
-            else None
-        )
-        super().__init__(images or pool.test_datasets[task])
+        if task in modelpool.train_dataset_names:
+            images = CLIPDataset(modelpool.load_train_dataset(task), pool.data_processor)
+        else:
+            images = pool.test_datasets[task]
+        super().__init__(images)
         self._classifier = classifier(pool, nn.Identity(), task)
 
     def labels(self) -> Iterable[Hashable]:
-        raw: Any = self.dataset.dataset  # a column of `datasets` is read without the images
-        return raw["label"] if isinstance(raw, Dataset) else (item["label"] for item in raw)
+        items: Any = self.dataset.dataset
+        if isinstance(items, Dataset):
+            return items["label"]  # a column, which is read without the images
+        return (item["label"] for item in items)
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         self._classifier.clip_model.vision_model = model
@@ -122,13 +125,14 @@ class Texts(TaskData):
         return map(tuple, self.dataset["labels"])
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
-        device, length = (
-            next(model.parameters()).device,
-            int(batch["attention_mask"].sum(dim=1).max()),
+        device = next(model.parameters()).device
+        length = int(batch["attention_mask"].sum(dim=1).max())  # of the longest text
+        output = model(
+            input_ids=batch["input_ids"][:, :length].to(device),
+            attention_mask=batch["attention_mask"][:, :length].to(device),
+            decoder_input_ids=torch.full((len(batch["input_ids"]), 1), self._start, device=device),
         )
-        start = torch.full((len(batch["input_ids"]), 1), self._start, device=device)
-        inputs = {key: batch[key][:, :length].to(device) for key in ("input_ids", "attention_mask")}
-        return model(**inputs, decoder_input_ids=start).logits[:, 0]
+        return output.logits[:, 0]
 
 
 def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:
@@ -137,12 +141,12 @@ def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> Ta
     """
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task, modelpool)
-    own = next((name for name in pool.task_names if task in task_aliases(name)), None)
-    if own is None:
-        raise ValueError(
-            f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}"
-        )
-    return Texts(pool, own)
+    for name in pool.task_names:
+        if task in task_aliases(name):
+            return Texts(pool, name)
+    raise ValueError(
+        f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}"
+    )
 
 
 def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
@@ -152,8 +156,9 @@ def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
     needs = f"{method} needs a CLIPVisionModelTaskPool"
     if not isinstance(pool, CLIPVisionModelTaskPool):
         raise ValueError(f"{needs}, got {type(pool).__name__}")
-    if missing := [task for task in tasks if task not in pool._test_datasets]:
-        raise ValueError(f"{needs} with {', '.join(missing)}")
+    missing_tasks = [task for task in tasks if task not in pool._test_datasets]
+    if missing_tasks:
+        raise ValueError(f"{needs} with {', '.join(missing_tasks)}")
     if not pool._is_setup:
         pool.setup()
     return pool
@@ -162,7 +167,8 @@ def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
 def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
     """Return the pool's CLIP with another vision tower and the classification head of a task."""
     pool.clip_model.vision_model = tower
-    made = HFCLIPClassifier(pool.clip_model, pool.processor)
+    model = HFCLIPClassifier(pool.clip_model, pool.processor)
     # FusionBench's own set-up caches heads by the CLIP's path, even if another CLIP lies there now.
-    made.set_classification_task(*get_classnames_and_templates(task))
-    return made
+    classnames, templates = get_classnames_and_templates(task)
+    model.set_classification_task(classnames, templates)
+    return model

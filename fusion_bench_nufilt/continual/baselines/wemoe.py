@@ -49,23 +49,25 @@ class LowRankExperts(_Ensembling):
         batch_reduce: bool,
     ) -> None:
         nn.Module.__init__(self)  # FusionBench's own constructor takes whole models as experts
-        self.hidden_size, self.ranks, self.init_lambda = hidden_size, list(ranks), init_lambda
-        self.batch_first, self.batch_reduce = True, batch_reduce
+        self.hidden_size = hidden_size
+        self.ranks = list(ranks)
+        self.init_lambda = init_lambda
+        self.batch_first = True
+        self.batch_reduce = batch_reduce
         self.base_model = mlp
-        matrices = {
-            name: layer.weight
-            for name, layer in mlp.named_children()
-            if isinstance(layer, nn.Linear)
-        }
-        sizes = {name: sum(min(rank, *W.shape) for rank in ranks) for name, W in matrices.items()}
-        #: all experts of a layer: (d_o, sum of ranks) and (sum of ranks, d_i)
-        self.B = nn.ParameterDict(
-            {name: W.new_zeros(len(W), sizes[name]) for name, W in matrices.items()}
-        )
-        self.A = nn.ParameterDict(
-            {name: W.new_zeros(sizes[name], W.shape[1]) for name, W in matrices.items()}
-        )
-        self.gate: Any = self._new_gate(len(ranks)) if ranks else None
+        # All experts of a layer, side by side: B (d_o, sum of ranks) and A (sum of ranks, d_i).
+        self.B = nn.ParameterDict()
+        self.A = nn.ParameterDict()
+        for name, layer in mlp.named_children():
+            if isinstance(layer, nn.Linear):
+                W = layer.weight
+                d_o, d_i = W.shape
+                sum_of_ranks = sum(min(rank, d_o, d_i) for rank in ranks)
+                self.B[name] = W.new_zeros(d_o, sum_of_ranks)
+                self.A[name] = W.new_zeros(sum_of_ranks, d_i)
+        self.gate: Any = None
+        if ranks:
+            self.gate = self._new_gate(len(ranks))
 
     @torch.no_grad()
     def add(self, task_vectors: dict[str, Tensor], rank: int) -> None:
@@ -73,15 +75,17 @@ class LowRankExperts(_Ensembling):
         rows.
         """
         for name, tau in task_vectors.items():
-            B, A = self.B[name], self.A[name]
+            B = self.B[name]
+            A = self.A[name]
             V = right_singular_basis(tau, rank)  # (d_i, rank); tau V V^T is the truncated SVD
             self.B[name] = nn.Parameter(torch.cat([B, (tau @ V).to(B)], dim=1))
             self.A[name] = nn.Parameter(torch.cat([A, V.T.to(A)]))
-        old = self.gate
+        old_gate = self.gate
         self.ranks = [*self.ranks, rank]
         self.gate = self._new_gate(len(self.ranks)).to(B)
-        if old is not None:
-            self.gate.fc.weight[:-1], self.gate.fc.bias[:-1] = old.fc.weight, old.fc.bias
+        if old_gate is not None:
+            self.gate.fc.weight[:-1] = old_gate.fc.weight
+            self.gate.fc.bias[:-1] = old_gate.fc.bias
 
     def merge_weights(self, expert_weights: Tensor) -> dict[str, Tensor]:
         """Return the MLP's state plus the experts times their weights ``(experts,)``."""
@@ -95,12 +99,13 @@ class LowRankExperts(_Ensembling):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Make room for the experts of a resumed run."""
-        for kind, parts in (("A", self.A), ("B", self.B)):
-            for name, here in parts.items():
-                saved = state_dict.get(f"{prefix}{kind}.{name}", here)
-                parts[name] = nn.Parameter(here.new_empty(saved.shape))
-        if (bias := state_dict.get(f"{prefix}gate.fc.bias")) is not None:
-            self.gate = self._new_gate(len(bias)).to(here)
+        for kind, factors in (("A", self.A), ("B", self.B)):
+            for name, factor in factors.items():
+                saved = state_dict.get(f"{prefix}{kind}.{name}", factor)
+                factors[name] = nn.Parameter(factor.new_empty(saved.shape))
+        bias = state_dict.get(f"{prefix}gate.fc.bias")
+        if bias is not None:
+            self.gate = self._new_gate(len(bias)).to(factor)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _new_gate(self, num_experts: int) -> Any:
@@ -114,27 +119,22 @@ class MixtureOfExperts(nn.Module):
 
     config: Any
     mlp: ClassVar[str]  # the name of the MLPs in its blocks
-    released_ranks: ClassVar[
-        tuple[int, int]
-    ]  # of the first expert and of every other, in the released code
+    # Of the first expert and of every other, in the released code.
+    released_ranks: ClassVar[tuple[int, int]]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        for name in [name for name, _ in self.named_modules() if name.endswith(f".{self.mlp}")]:
+        mlps = [name for name, _ in self.named_modules() if name.endswith(f".{self.mlp}")]
+        for name in mlps:
             block = self.get_submodule(name.removesuffix(f".{self.mlp}"))
-            setattr(
-                block,
-                self.mlp,
-                LowRankExperts(getattr(block, self.mlp), config.hidden_size, **config.experts),
-            )
+            mlp = getattr(block, self.mlp)
+            setattr(block, self.mlp, LowRankExperts(mlp, config.hidden_size, **config.experts))
 
     def mixtures(self) -> Iterator[tuple[str, LowRankExperts]]:
         """Yield every mixture with its name."""
-        return (
-            (name, module)
-            for name, module in self.named_modules()
-            if isinstance(module, LowRankExperts)
-        )
+        for name, module in self.named_modules():
+            if isinstance(module, LowRankExperts):
+                yield name, module
 
     def set_ranks(self, ranks: Sequence[int]) -> None:
         """Note the experts that the model has."""
@@ -151,29 +151,32 @@ class MixtureOfExperts(nn.Module):
 
         With ``attention_alone``, the others are only those of linear layers in attention.
         """
-        theta_0, theta = dict(pretrained.named_parameters()), dict(self.named_parameters())
-        tau = {
-            key: widened(task.get_parameter(key)) - widened(value) for key, value in theta_0.items()
-        }
+        task_vectors = {}
+        for key, theta_0 in pretrained.named_parameters():
+            task_vectors[key] = widened(task.get_parameter(key)) - widened(theta_0)
         for name, mixture in self.mixtures():
-            mixture.add({layer: tau.pop(f"{name}.{layer}.weight") for layer in mixture.A}, rank)
-        for key, update in tau.items():
-            linear = isinstance(pretrained.get_submodule(key.rpartition(".")[0]), nn.Linear)
-            if attention_alone and not (
-                linear and re.search(r"attn\.|attention\.", key, re.IGNORECASE)
-            ):
+            of_mlp = {layer: task_vectors.pop(f"{name}.{layer}.weight") for layer in mixture.A}
+            mixture.add(of_mlp, rank)
+        # What is left is outside the MLPs' matrices.
+        theta = dict(self.named_parameters())
+        for key, tau in task_vectors.items():
+            module = pretrained.get_submodule(key.rpartition(".")[0])
+            in_attention = re.search(r"attn\.|attention\.", key, re.IGNORECASE) is not None
+            if attention_alone and not (in_attention and isinstance(module, nn.Linear)):
                 continue
-            here = key.replace(f".{self.mlp}.", f".{self.mlp}.base_model.")
-            theta[here].add_(update, alpha=self.config.experts["init_lambda"])
+            key_here = key.replace(f".{self.mlp}.", f".{self.mlp}.base_model.")
+            theta[key_here].add_(tau, alpha=self.config.experts["init_lambda"])
         self.set_ranks([*self.config.experts["ranks"], rank])
 
 
 class CLIPVisionModelWithExperts(MixtureOfExperts, CLIPVisionModel):
-    mlp, released_ranks = "mlp", (64, 16)
+    mlp = "mlp"
+    released_ranks = (64, 16)
 
 
 class T5ForConditionalGenerationWithExperts(MixtureOfExperts, T5ForConditionalGeneration):  # type: ignore[misc, unused-ignore]
-    mlp, released_ranks = "DenseReluDense", (32, 32)
+    mlp = "DenseReluDense"
+    released_ranks = (32, 32)
 
 
 MIXTURES: dict[type, type[MixtureOfExperts]] = {
@@ -207,19 +210,22 @@ class WEMoEConfig(EntropyConfig):
 def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
     """Return a model's counterpart in :data:`MIXTURES`, with the same weights and no experts."""
     if type(model) not in MIXTURES:
-        known = " or ".join(kind.__name__ for kind in MIXTURES)
-        raise ValueError(f"experts are known for a {known}, not for a {type(model).__name__}")
-    config, chosen = deepcopy(model.config), ("init_lambda", "batch_reduce")
-    config.experts = {"ranks": []} | {key: getattr(options, key) for key in chosen}
+        kinds = " or ".join(kind.__name__ for kind in MIXTURES)
+        raise ValueError(f"experts are known for a {kinds}, not for a {type(model).__name__}")
+    config = deepcopy(model.config)
+    config.experts = {
+        "ranks": [],
+        "init_lambda": options.init_lambda,
+        "batch_reduce": options.batch_reduce,
+    }
     mixture = MIXTURES[type(model)](config).eval()
     marker = f".{mixture.mlp}."
-    state = {
-        key.replace(marker, f"{marker}base_model."): value
-        for key, value in model.state_dict().items()
-    }
-    mixture.load_state_dict(state, strict=False)
-    like = next(model.parameters())
-    return mixture.to(like.device, like.dtype)
+    state = {}
+    for key, value in model.state_dict().items():
+        state[key.replace(marker, f"{marker}base_model.")] = value
+    mixture.load_state_dict(state, strict=False)  # a mixture without experts has no A, B and gate
+    parameter = next(model.parameters())
+    return mixture.to(parameter.device, parameter.dtype)
 
 
 @auto_register_config
@@ -237,7 +243,8 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**split_options([WEMoEConfig], kwargs)[1])
+        _, others = split_options([WEMoEConfig], kwargs)
+        super().__init__(**others)
 
     def check_data(self) -> None:
         check_train_sets(self.modelpool)
@@ -250,23 +257,22 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         if self.first_step > 1:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         self._mixture = mixture_of(pretrained, self._options)
-        self._data = {
-            name: task_data(self.name, self.taskpool, name, self.modelpool) for name in names
-        }
+        self._data = {}
+        for name in names:
+            self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
 
     def expert_rank(self, step: int) -> int:
         """Return the rank of a step's expert."""
-        return (
-            self._options.rank
-            if self._options.form == "paper"
-            else self._mixture.released_ranks[step > 1]
-        )
+        if self._options.form == "paper":
+            return self._options.rank
+        first_rank, other_rank = self._mixture.released_ranks
+        return first_rank if step == 1 else other_rank
 
     def _resume(self, merged: nn.Module) -> int:
         return super()._resume(self._mixture)  # the model that grows
 
     def restore(self, step: int) -> None:
-        self._mixture.set_ranks([self.expert_rank(done) for done in range(1, step + 1)])
+        self._mixture.set_ranks([self.expert_rank(number) for number in range(1, step + 1)])
 
     def merge_stream(
         self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
@@ -285,11 +291,9 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
             )
         device = next(merged.parameters()).device
         mixture = self._mixture.to(self.fabric.device).requires_grad_(False)
-        gates = [
-            weight.requires_grad_()
-            for _, module in mixture.mixtures()
-            for weight in module.gate.parameters()
-        ]
+        gates: list[Tensor] = []
+        for _, experts in mixture.mixtures():
+            gates += experts.gate.requires_grad_().parameters()
         with torch.enable_grad():
             self._data[name].minimise_entropy(mixture, gates, self._options, self.seed)
         return mixture.to(device)
