@@ -42,9 +42,10 @@ def refuse_misplaced(words: Sequence[str], door: Door) -> None:
 
 
 def _refuse(word: str, name: str, value: str, words: Sequence[str], door: Door) -> None:
-    of_all = typed("fusion_bench", {name: value})
+    for_all_methods = typed("fusion_bench", {name: value})
     if door == "nufilt compare":
-        spelling = f"{typed(door, {name: value})} in --methods, or {of_all} for all methods"
+        for_one_method = typed(door, {name: value})
+        spelling = f"{for_one_method} in --methods, or {for_all_methods} for all methods"
         if name == "seed":
             spelling = f"--seeds {value} (in nufilt analyze: --seed {value})"
         raise ValueError(f"'{word}': {name} is an option of the methods: say {spelling}")
@@ -53,20 +54,24 @@ def _refuse(word: str, name: str, value: str, words: Sequence[str], door: Door) 
             return
         raise ValueError(
             f"'{word}' is FusionBench's own seed, on which neither the order of the models nor the "
-            f"method depends: say {of_all}, or both"
+            f"method depends: say {for_all_methods}, or both"
         )
-    raise ValueError(f"'{word}': {name} is an option of the method: say {of_all}")
+    raise ValueError(f"'{word}': {name} is an option of the method: say {for_all_methods}")
 
 
 def _name_a_method(words: Sequence[str]) -> bool:
+    """Tell whether the words name a method of this package."""
     names = [word.removeprefix("method=") for word in words if word.startswith("method=")]
     return any((CONFIG / "method" / f"{name}.yaml").is_file() for name in names)
 
 
 def _options_of_methods() -> set[str]:
+    files = list(CONFIG.glob("method/**/*.yaml"))
+    # These two have what the others take over.
+    files.append(CONFIG / "nufilt" / "protocol.yaml")
+    files.append(CONFIG / "nufilt" / "order_free.yaml")
     options: set[str] = set()
-    files = [*CONFIG.glob("method/**/*.yaml"), CONFIG / "nufilt" / "protocol.yaml"]
-    for file in [*files, CONFIG / "nufilt" / "order_free.yaml"]:
+    for file in files:
         content: Any = OmegaConf.load(file)
         options.update(str(key) for key in content if not str(key).startswith("_"))
     return options - {"defaults"}

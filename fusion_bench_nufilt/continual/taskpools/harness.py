@@ -7,6 +7,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -35,7 +36,9 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         self, tasks: Mapping[str, str] | Sequence[str], metric: str | None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self._names = dict(tasks) if isinstance(tasks, Mapping) else {name: name for name in tasks}
+        if not isinstance(tasks, Mapping):
+            tasks = {name: name for name in tasks}
+        self._names = dict(tasks)  # the harness's task by model
         self.task_names = list(self._names)  # those of the models
         self._metrics = self.metrics if metric is None else (metric,)
 
@@ -43,11 +46,16 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None
     ) -> dict[str, dict[str, float]]:
         """Return ``{name: {"accuracy": score}}``, whatever metric the score is."""
-        names = {name: task for name, task in self._names.items() if tasks is None or name in tasks}
-        results = self.run_harness(model, sorted(set(names.values())), limit) if names else {}
-        return {
-            name: {"accuracy": self._score(task, results[task])} for name, task in names.items()
-        }
+        names = self._names
+        if tasks is not None:
+            names = {name: task for name, task in self._names.items() if name in tasks}
+        if not names:
+            return {}
+        results = self.run_harness(model, sorted(set(names.values())), limit)
+        scores = {}
+        for name, task in names.items():
+            scores[name] = {"accuracy": self._score(task, results[task])}
+        return scores
 
     @abstractmethod
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
@@ -56,16 +64,17 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         """
 
     def _score(self, task: str, results: dict[str, Any]) -> float:
-        # Of a metric's filters, the first one counts.
-        found = {
-            key.partition(",")[0]: value for key, value in reversed(results.items()) if "," in key
-        }
+        values: dict[str, Any] = {}
+        for key, value in results.items():
+            metric, comma, _ = key.partition(",")
+            if comma:
+                values.setdefault(metric, value)  # of a metric's filters, the first one counts
         for metric in self._metrics:
-            if metric in found:
-                return float(found[metric])
-        there = sorted(name for name in found if "_stderr" not in name)
+            if metric in values:
+                return float(values[metric])
+        metrics = sorted(metric for metric in values if "_stderr" not in metric)
         raise ValueError(
-            f"task '{task}' has no metric {' or '.join(self._metrics)}, only {', '.join(there)}"
+            f"task '{task}' has no metric {' or '.join(self._metrics)}, only {', '.join(metrics)}"
         )
 
 
@@ -95,7 +104,9 @@ class LMEvalTaskPool(HarnessTaskPool):
     tokenizer: str
     include_path: str | None
     num_fewshot: int | None
+    limit: int | float | None
     batch_size: int
+    apply_chat_template: bool
 
     def __init__(
         self,
@@ -122,19 +133,24 @@ class LMEvalTaskPool(HarnessTaskPool):
                 ) from error
 
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
-        manager, lm_eval = self._manager(), _lm_eval()
-        kind = lm_eval.models.huggingface.HFLM
-        scored = kind(
+        lm_eval = _lm_eval()
+        manager = self._manager()
+        language_model = lm_eval.models.huggingface.HFLM(
             pretrained=model.to(self.fabric.device),
             tokenizer=self.tokenizer,
             batch_size=self.batch_size,
         )
-        settings = {
-            key: getattr(self, key) for key in ("num_fewshot", "limit", "apply_chat_template")
-        }
-        settings |= {} if limit is None else {"limit": limit}
-        settings |= {"task_manager": manager, "log_samples": False, "bootstrap_iters": 0}
-        results: Results = lm_eval.simple_evaluate(scored, tasks=tasks, **settings)["results"]
+        report = lm_eval.simple_evaluate(
+            language_model,
+            tasks=tasks,
+            num_fewshot=self.num_fewshot,
+            limit=self.limit if limit is None else limit,
+            apply_chat_template=self.apply_chat_template,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+        results: Results = report["results"]
         return results
 
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
@@ -145,8 +161,10 @@ class LMEvalTaskPool(HarnessTaskPool):
             raise ValueError(
                 f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
             )
-        found = self._manager().load([self._names[task]])["tasks"].values()
-        prompts: Any = [each.doc_to_text(document) for each in found for document in each.eval_docs]
+        loaded_tasks = self._manager().load([self._names[task]])["tasks"].values()
+        prompts: Any = []
+        for loaded_task in loaded_tasks:  # more than one if it is a group
+            prompts += [loaded_task.doc_to_text(document) for document in loaded_task.eval_docs]
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
@@ -157,10 +175,12 @@ class LMEvalTaskPool(HarnessTaskPool):
 
     def _manager(self) -> Any:
         manager = _task_manager(self.include_path, self.num_fewshot)
-        if unknown := sorted(set(self._names.values()) - {*manager.all_tasks, *manager.all_groups}):
-            raise ValueError(
-                f"lm-eval knows no task '{unknown[0]}'; include_path names a folder with more"
-            )
+        names = {*manager.all_tasks, *manager.all_groups}
+        for task in sorted(self._names.values()):
+            if task not in names:
+                raise ValueError(
+                    f"lm-eval knows no task '{task}'; include_path names a folder with more"
+                )
         return manager
 
 
@@ -180,17 +200,22 @@ def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
     """Return an index of all tasks, which takes seconds; the tasks that it loads keep
     ``num_fewshot``.
     """
-    kind = _lm_eval().tasks.TaskManager
-    manager = kind(include_path=include_path)
+    task_manager = _lm_eval().tasks.TaskManager
+    manager = task_manager(include_path=include_path)
 
     @cache
     def load_once(name: str) -> list[Any]:
-        found = kind.load(manager, [name])
-        return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
+        """Return a group, or a task in a list."""
+        loaded = task_manager.load(manager, [name])
+        if name in loaded["groups"]:
+            return [loaded["groups"][name]]
+        return list(loaded["tasks"].values())
 
-    manager.load = lambda names: kind.load(
-        manager, [each for name in names for each in load_once(name)]
-    )
+    def load(names: Sequence[str]) -> Any:
+        loaded = list(chain.from_iterable(map(load_once, names)))
+        return task_manager.load(manager, loaded)  # which takes objects as well as names
+
+    manager.load = load
     return manager
 
 
@@ -252,10 +277,15 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         **kwargs: Any,
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
-        own = Path(__file__).with_name("lmms_tasks")
-        self._further = str(Path(include_path or own).expanduser().absolute())
-        options = {"model": model, "batch_size": 1, "include_path": self._further, "limit": limit}
-        self._options = [f"--{key}={value}" for key, value in options.items() if value is not None]
+        task_folder = Path(include_path or Path(__file__).with_name("lmms_tasks"))
+        self._task_folder = str(task_folder.expanduser().absolute())
+        self._options = [
+            f"--model={model}",
+            "--batch_size=1",
+            f"--include_path={self._task_folder}",
+        ]
+        if limit is not None:
+            self._options.append(f"--limit={limit}")
         self._python = str(Path(python or sys.executable).expanduser().absolute())
         try:
             subprocess.run(
@@ -264,47 +294,52 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         except (OSError, subprocess.CalledProcessError):
             raise ValueError(
                 f"'{self._python}' has no lmms-eval: let LMMS_EVAL_PYTHON, or `python` of the task "
-                "pool, name the "
-                "Python of an environment that has it, or say taskpool=dummy to merge without "
-                "scores"
+                "pool, name the Python of an environment that has it, or say taskpool=dummy to "
+                "merge without scores"
             ) from None
 
     def check(self) -> None:
-        tasks = json.dumps([self._further, *sorted(set(self._names.values()))])
+        words = json.dumps([self._task_folder, *sorted(set(self._names.values()))])
         with TemporaryDirectory() as temporary:
-            done = self._run([self._python, "-c", _LOAD_TASKS, tasks], temporary)
-        if done.returncode != 0:
-            raise ValueError(done.stdout.strip().splitlines()[-1])
+            process = self._run([self._python, "-c", _LOAD_TASKS, words], temporary)
+        if process.returncode != 0:
+            raise ValueError(process.stdout.strip().splitlines()[-1])
 
     def _run(self, command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the environment of lmms-eval, without this one's packages."""
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        out, errors = subprocess.PIPE, subprocess.STDOUT
         return subprocess.run(
-            command, cwd=folder, env=environment, check=False, text=True, stdout=out, stderr=errors
+            command,
+            cwd=folder,
+            env=environment,
+            check=False,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     def run_harness(self, model: Any, tasks: list[str], limit: int | None) -> Results:
         with TemporaryDirectory() as temporary:
-            folder, out = Path(temporary) / "model", Path(temporary) / "results"
+            folder = Path(temporary) / "model"
+            out = Path(temporary) / "results"
             model.save_pretrained(folder, safe_serialization=True)
             AutoProcessor.from_pretrained(self.processor).save_pretrained(folder)
-            device, command = (
-                str(self.fabric.device),
-                [self._python, "-m", "lmms_eval", *self._options],
-            )
-            command += [
-                f"--model_args=pretrained={folder},device_map={device}",
-                f"--device={device}",
-            ]
-            command += [f"--tasks={','.join(tasks)}", f"--output_path={out}"]
-            command += [] if limit is None else [f"--limit={limit}"]  # the last one counts
-            done = self._run(command, temporary)
+            device = str(self.fabric.device)
+            command = [self._python, "-m", "lmms_eval", *self._options]
+            command.append(f"--model_args=pretrained={folder},device_map={device}")
+            command.append(f"--device={device}")
+            command.append(f"--tasks={','.join(tasks)}")
+            command.append(f"--output_path={out}")
+            if limit is not None:
+                command.append(f"--limit={limit}")  # of two, the last one counts
+            process = self._run(command, temporary)
             files = sorted(out.rglob("*results.json"))
             # lmms-eval exits with 0 after errors, and counts an answer that it could not generate
             # as wrong.
-            if done.returncode != 0 or not files or "in generating" in done.stdout:
+            failed = process.returncode != 0 or "in generating" in process.stdout
+            if failed or not files:
                 raise RuntimeError(
-                    f"lmms-eval failed on {', '.join(tasks)}:\n{done.stdout[-4000:]}"
+                    f"lmms-eval failed on {', '.join(tasks)}:\n{process.stdout[-4000:]}"
                 )
             content = read_json(files[-1], _ResultsFile, "lmms-eval wrote it")
             assert content is not None

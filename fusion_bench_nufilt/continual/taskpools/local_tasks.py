@@ -39,10 +39,12 @@ def load_image_task(
                 "classnames"
             )
         classnames = feature.names
-    if unnamed := set(dataset["label"]) - set(range(len(classnames))):
-        named = f"0 to {len(classnames) - 1}, for which there are class names"
+    unnamed_labels = set(dataset["label"]) - set(range(len(classnames)))
+    if unnamed_labels:
+        label = min(unnamed_labels, key=str)  # they may be of several types
         raise ValueError(
-            f"task '{name}': label {min(unnamed, key=str)!r} in '{path}' is not one of {named}"
+            f"task '{name}': label {label!r} in '{path}' is not one of 0 to "
+            f"{len(classnames) - 1}, for which there are class names"
         )
     register_task(name, classnames, template)
     return dataset
@@ -57,13 +59,15 @@ def load_images(name: str, path: str) -> Dataset:
         raise ValueError(
             f"task '{name}': '{path}' holds several splits: name the folder of one, inside it"
         )
-    dataset = (
-        load_from_disk(path) if (folder / "state.json").exists() else _read_pictures(name, folder)
-    )
-    if missing := {"image", "label"} - set(dataset.column_names):
-        there = f"only {', '.join(dataset.column_names)}: rename the columns"
+    if (folder / "state.json").exists():
+        dataset = load_from_disk(path)
+    else:
+        dataset = _read_pictures(name, folder)
+    missing_columns = {"image", "label"} - set(dataset.column_names)
+    if missing_columns:
         raise ValueError(
-            f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing))}, {there}"
+            f"task '{name}': '{path}' has no column {' and no '.join(sorted(missing_columns))}, "
+            f"only {', '.join(dataset.column_names)}: rename the columns"
         )
     return dataset.select_columns(["image", "label"])
 
@@ -81,8 +85,10 @@ def _read_pictures(name: str, path: Path) -> Dataset:
     endings = PIL.Image.registered_extensions()
     files = sorted(file for file in path.glob("*/*") if file.suffix.lower() in endings)
     if not files:
-        neither = "neither subfolders with images, one for each class, nor a saved data set"
-        raise ValueError(f"task '{name}': '{path}' has {neither}")
+        raise ValueError(
+            f"task '{name}': '{path}' has neither subfolders with images, one for each class, nor "
+            "a saved data set"
+        )
     classes = [file.parent.name for file in files]
     features = Features({"image": Image(), "label": ClassLabel(names=sorted(set(classes)))})
     return Dataset.from_dict({"image": list(map(str, files)), "label": classes}, features=features)

@@ -27,14 +27,15 @@ def with_class_names(dataset: Any, card: str = "ILSVRC/imagenet-1k") -> Any:
 
 def matches_a_name(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """Score whether an answer is one of the names, ignoring case, punctuation and articles."""
-    return {
-        "exact_match": float(normalised(results[0]) in map(normalised, doc["names"].split(",")))
-    }
+    names = [normalised(name) for name in doc["names"].split(",")]
+    return {"exact_match": float(normalised(results[0]) in names)}
 
 
 def with_references(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     """Return a caption with its human references, which are scored together."""
-    references = [doc["caption"]] if isinstance(doc["caption"], str) else doc["caption"]
+    references = doc["caption"]
+    if isinstance(references, str):
+        references = [references]
     return {"CIDEr": (normalised(results[0]), [normalised(text) for text in references])}
 
 
@@ -42,9 +43,13 @@ def cider(captions: list[tuple[str, list[str]]]) -> float:
     """Return CIDEr of all captions."""
     from pycocoevalcap.cider.cider import Cider
 
-    references = {number: own for number, (_, own) in enumerate(captions)}
-    answers = {number: [text] for number, (text, _) in enumerate(captions)}
-    return float(Cider().compute_score(references, answers)[0])
+    references = {}
+    answers = {}
+    for number, (answer, human_captions) in enumerate(captions):
+        references[number] = human_captions
+        answers[number] = [answer]
+    mean, _ = Cider().compute_score(references, answers)
+    return float(mean)
 
 
 def normalised(text: str) -> str:
