@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.cli.helpers import nufilt
 from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,
@@ -396,6 +397,18 @@ def test_if_the_tokenizer_of_the_base_cannot_be_read_the_warning_is_of_the_base(
     ]
     assert [text.partition("'")[2].partition("'")[0] for text in warnings] == ["one", "two"]
     assert all("the tokenizer of 'base' (" in text for text in warnings)
+
+
+def test_a_manifest_with_another_tokenizer_makes_the_result_with_that_one(grown):
+    made = merge(grown, ["code", "chat"], "made")
+    words = ("--tokenizer", grown / "base", "--out", grown / "again")
+    code, text = nufilt("merge", made / "nufilt.json", *words)
+    assert code == 0, text
+    expected = merge(
+        grown, ["code", "chat"], "expected", settings={"tokenizer": str(grown / "base")}
+    )
+    assert len(tensors(made)[EMBEDDING]) > len(tensors(expected)[EMBEDDING])
+    assert same(tensors(grown / "again"), tensors(expected))
 
 
 @pytest.mark.parametrize("choice", ["plain", "base", "union"])
