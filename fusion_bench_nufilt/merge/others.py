@@ -1,15 +1,16 @@
-"""The tensors outside the merged layers: copied or averaged, a bounded part at a time."""
+"""The tensors outside the merged layers: kept, the first task's or a mean, a bounded part at a
+time.
+"""
 
 import hashlib
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.models.digests import ReadDigests
 from fusion_bench_nufilt.models.encoded import Encoded
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.tensors import (
@@ -31,6 +32,103 @@ log = logging.getLogger(__name__)
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
+class OtherParam:
+    """A tensor outside the merged layers, and what the merge makes of it.
+
+    The rule ``other_params`` tells which tasks join in: none, the first alone, or all. Their mean
+    is what a task adds to what there is, as a method adds one to a layer. It is in float32 at least
+    until all have joined; the result rounds it once, and the state keeps it as it is.
+    """
+
+    def __init__(self, plan: Plan, param: str, key: str, digests: ReadDigests) -> None:
+        self.plan = plan
+        self.param = param
+        self.key = key  # in the base
+        self.info = plan.base.tensors[key]
+        self.numel = math.prod(self.info.shape)
+        self.is_averaged = param in plan.averaged
+        self.grows = param in plan.vocabulary.params
+        self.tasks = plan.joining(param)
+        self._digests = digests
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype between tasks."""
+        return self.plan.dtype(self.key)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the result has the base's tensor as it is."""
+        if self.info.dtype not in FLOATS:
+            return True
+        return not (self.is_averaged or self.plan.merged or self.grows)
+
+    @property
+    def piece_length(self) -> int:
+        """The length of its pieces, which cut no unit of the largest size, so that none is decoded
+        twice.
+        """
+        units = [self.info.unit]
+        units += [task.unit(self.param) for task in self.tasks.values()]
+        if self.plan.merged is not None:
+            units.append(self.plan.merged.unit(self.param))
+        largest = max(units)
+        longest = CHUNK_BYTES // 8
+        return max(largest, longest - longest % largest)
+
+    def piece(self, start: int, stop: int) -> Tensor:
+        """Return the elements ``start`` to ``stop`` of the flattened tensor after the merge."""
+        theta_0 = self.plan.base.elements(self.key, start, stop)
+        self._note("base", theta_0)
+        theta_0 = theta_0.to(self.dtype)
+        value = self._value_so_far(start, stop, theta_0)
+        if not self.is_averaged:
+            return value
+        count = self.plan.models_in_mean(self.param)
+        for source, task in self.tasks.items():
+            theta_t = task.elements(self.param, start, stop, theta_0)
+            self._note(source, theta_t)
+            if not is_finite(theta_t):
+                raise ValueError(
+                    f"model '{task.source.name}', tensor '{self.param}' has NaN or infinite values"
+                )
+            count += 1
+            scaled = task.at_strength(theta_t, theta_0)
+            assert isinstance(scaled, Tensor)
+            value = running_mean(value, scaled, count)
+        if not is_finite(value.to(self.dtype)):
+            raise ValueError(
+                f"tensor '{self.param}': the mean has values that {self.dtype} can't hold"
+            )
+        return value
+
+    def _value_so_far(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return the elements before the first task: the merged model's, or the base's."""
+        merged = self.plan.merged
+        state = self.plan.state
+        if merged is None:
+            return theta_0
+        rounded = merged.elements(self.param, start, stop, theta_0)
+        self._note("merged", rounded)
+        if not self.is_averaged or state is None or mean_key(self.param) not in state.keys:
+            return rounded.to(self.dtype)
+        mean = state.source.elements(state.keys[mean_key(self.param)], start, stop)
+        mean = mean.to(rounded.device)
+        self._note("state", mean)
+        is_rounded = rounded.dtype.itemsize < mean.dtype.itemsize
+        if is_rounded and not torch.equal(mean.to(rounded.dtype), rounded):
+            raise ValueError(
+                f"'{state.source.name}' does not belong to the weights beside it: '{self.param}' "
+                "differs; remove it if the weights are right"
+            )
+        return mean
+
+    def _note(self, source: str, value: Tensor) -> None:
+        """Add to the digests of what is read; what lies in memory needs none."""
+        if not self.plan.base.in_memory:
+            self._digests.add(source, value)
+
+
 def write_other(
     plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output
 ) -> None:
@@ -38,28 +136,24 @@ def write_other(
 
     ``state_places`` has the places in the file of the state, by key.
     """
-    read: defaultdict[str, Any] = defaultdict(hashlib.sha256)  # digests by model
-
-    def note(source: str, value: Tensor) -> None:
-        read[source].update(raw(value))
-
     record: Record = {"param": param, "written": [], "read": {}, "reports": []}
-    mean_place = state_places.get(mean_key(param))
+    digests = ReadDigests()
+    mean_writer = None
+    if mean_key(param) in state_places:
+        mean_writer = _Writer(output, state_places[mean_key(param)])
     for key in plan.others[param]:
-        finite = True
-        values = _values(plan, param, key, note)
-        if mean_place is not None:
-            values = _writing_mean(values, mean_place, record, output)
-            mean_place = None  # one of the keys of a tied tensor is enough
-        place = plan.places[key]
-        writer = _Writer(output, place)
-        for piece in _new_tensor(plan, param, key, values, read):
-            writer.write(piece)
-            finite = finite and (
-                place.dtype not in FLOATS or is_finite(piece.view(FLOATS[place.dtype]))
-            )
+        tensor = OtherParam(plan, param, key, digests)
+        writer = _Writer(output, plan.places[key])
+        is_copy = tensor.is_kept and tensor.info.dtype == writer.place.dtype
+        if is_copy and not isinstance(tensor.info, Encoded):
+            all_finite = _copy(tensor, writer, digests)
+        else:
+            all_finite = _write(tensor, writer, mean_writer, digests)
+        if mean_writer is not None:
+            record["written"].append(mean_writer.entry())
+            mean_writer = None  # one of the keys of a tied tensor is enough
         record["written"].append(writer.entry())
-        if not finite:
+        if not all_finite:
             record["not_finite"] = key
             log.warning(NOT_FINITE, key)
     rows_place = state_places.get(new_rows_key(param))
@@ -67,73 +161,85 @@ def write_other(
         rows_writer = _Writer(output, rows_place)
         rows_writer.write(plan.vocabulary.new_rows(param))
         record["written"].append(rows_writer.entry())
-    record["read"] = {source: sha.hexdigest() for source, sha in read.items()}
+    record["read"] = digests.by_source()
     if param in plan.averaged:
         record["mean_count"] = plan.models_in_mean(param) + len(plan.joining(param))
     output.record(record)
+
+
+def _copy(tensor: OtherParam, writer: "_Writer", digests: ReadDigests) -> bool:
+    """Copy a tensor of the base; return whether all its values are finite."""
+    all_finite = True
+    file = tensor.plan.base.opened[tensor.info.file]
+    for piece in file.chunks(tensor.info):
+        digests.add("base", piece)
+        writer.write(piece)
+        dtype = FLOATS.get(tensor.info.dtype)
+        if dtype is not None and not is_finite(piece.view(dtype)):
+            all_finite = False
+    return all_finite
+
+
+def _write(
+    tensor: OtherParam, writer: "_Writer", mean_writer: "_Writer | None", digests: ReadDigests
+) -> bool:
+    """Write a merged tensor, with the rows of new tokens behind the base's, and its mean to the
+    state; return whether all values are finite.
+    """
+    all_finite = True
+    vocabulary = tensor.plan.vocabulary
+    dtype = FLOATS[writer.place.dtype]
+    for start, stop in _bounds(0, tensor.numel, tensor.piece_length):
+        value = tensor.piece(start, stop)
+        if mean_writer is not None:
+            mean_writer.write(value.to(FLOATS[mean_writer.place.dtype]))
+        if tensor.grows:
+            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype, digests)
+        rounded = _rounded(value, tensor.key, dtype)
+        writer.write(rounded)
+        all_finite = all_finite and is_finite(rounded)
+    if tensor.grows:
+        size = math.prod(writer.place.shape)
+        for start, stop in _bounds(tensor.numel, size, CHUNK_BYTES // 8):
+            value = torch.zeros(stop - start, dtype=tensor.dtype, device="cpu")
+            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype, digests)
+            writer.write(_rounded(value, tensor.key, dtype))
+    return all_finite
+
+
+def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
+    """Return where the pieces of a range begin and end."""
+    return [(first, min(first + length, stop)) for first in range(start, stop, length)]
+
+
+def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+    """Return a value as the result has it; one that is too large for it is refused."""
+    rounded = value.to(dtype)
+    if not is_finite(rounded) and is_finite(value):
+        raise ValueError(
+            f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype"
+        )
+    return rounded
 
 
 class _Writer:
     """Writes a tensor to its place in a file, piece by piece."""
 
     def __init__(self, output: Output, place: TensorInfo) -> None:
-        self._output, self._place = output, place
+        self.place = place
+        self._output = output
         self._offset = place.start
         self._sha = hashlib.sha256()
 
     def write(self, piece: Tensor) -> None:
         data = raw(piece)
-        self._output.write(self._place.file, data, self._offset)
+        self._output.write(self.place.file, data, self._offset)
         self._offset += len(data)
         self._sha.update(data)
 
     def entry(self) -> tuple[str, int, int, str]:
         """Return the range of bytes and its digest, as the journal lists them."""
-        place = self._place
-        return place.file, place.start, place.stop, self._sha.hexdigest()
-
-
-def _writing_mean(
-    values: Iterable[Tensor], place: TensorInfo, record: Record, output: Output
-) -> Iterator[Tensor]:
-    """Pass the pieces of a mean on, and write them to the state as they come."""
-    writer = _Writer(output, place)
-    for value in values:
-        writer.write(value.to(FLOATS[place.dtype]))
-        yield value
-    record["written"].append(writer.entry())
-
-
-def _new_tensor(
-    plan: Plan, param: str, key: str, values: Iterable[Tensor], read: defaultdict[str, Any]
-) -> Iterable[Tensor]:
-    """Return what the result holds for a tensor of the base, in pieces, given its values; update
-    the digests of what is read.
-    """
-    info, dtype = plan.base.tensors[key], plan.places[key].dtype
-    grows = param in plan.vocabulary.params
-    kept = info.dtype not in FLOATS or not (param in plan.averaged or plan.merged or grows)
-    if kept and info.dtype == dtype and not isinstance(info, Encoded):
-        return _copied(plan, info, read)
-    if grows:
-        values = plan.vocabulary.grown(param, values, plan.dtype(key), read)
-    return _narrowed(values, key, FLOATS[dtype])
-
-
-def _copied(plan: Plan, info: TensorInfo, read: defaultdict[str, Any]) -> Iterator[Tensor]:
-    for piece in plan.base.opened[info.file].chunks(info):
-        read["base"].update(raw(piece))
-        yield piece
-
-
-def _narrowed(values: Iterable[Tensor], key: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    for value in values:
-        narrow = value.to(dtype)
-        if not is_finite(narrow) and is_finite(value):
-            raise ValueError(
-                f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype"
-            )
-        yield narrow
+        return self.place.file, self.place.start, self.place.stop, self._sha.hexdigest()
 
 
 def average_others(
@@ -149,83 +255,19 @@ def average_others(
     means = {}
     to_keep = means_to_keep(plan)
     for param in plan.averaged:
-        tasks = plan.joining(param)
-        counts[param] = plan.models_in_mean(param) + len(tasks)
         key = plan.others[param][0]
-        pieces = list(_values(plan, param, key, lambda source, value: None))
-        if not pieces:
+        tensor = OtherParam(plan, param, key, ReadDigests())
+        counts[param] = plan.models_in_mean(param) + len(tensor.tasks)
+        if not tensor.numel:
             continue
-        value = torch.cat(pieces).reshape(plan.base.tensors[key].shape)
-        if tasks:
+        bounds = _bounds(0, tensor.numel, tensor.piece_length)
+        value = torch.cat([tensor.piece(start, stop) for start, stop in bounds])
+        value = value.reshape(tensor.info.shape)
+        if tensor.tasks:
             write(key, value)
         if param in to_keep:
             means[mean_key(param)] = value.to(to_keep[param].dtype)
     return counts, means
-
-
-def _values(
-    plan: Plan, param: str, key: str, note: Callable[[str, Tensor], object]
-) -> Iterator[Tensor]:
-    """Yield the new values, flattened, piece by piece; ``note`` takes every piece that is read, by
-    its model.
-
-    A mean is yielded in float32 at least: the result rounds it once, and the state does not.
-    """
-    base, merged, dtype = plan.base, plan.merged, plan.dtype(key)
-    averaged = param in plan.averaged
-    joining = plan.joining(param)
-    models = list(joining.values())
-    if merged is not None:
-        models.append(merged)
-    numel = math.prod(base.tensors[key].shape)
-    length = _piece_length([base.tensors[key].unit, *(model.unit(param) for model in models)])
-    for start in range(0, numel, length):
-        stop = min(start + length, numel)
-        theta_0 = base.elements(key, start, stop)
-        note("base", theta_0)
-        theta_0 = theta_0.to(dtype)
-        value = theta_0
-        if merged is not None:
-            so_far = merged.elements(param, start, stop, theta_0)
-            note("merged", so_far)
-            value = so_far.to(dtype)
-            if averaged and plan.state is not None and mean_key(param) in plan.state.keys:
-                kept = plan.state.keys[mean_key(param)]
-                value = plan.state.source.elements(kept, start, stop).to(so_far.device)
-                note("state", value)
-                _check_belongs(plan, param, value, so_far)
-        if averaged:
-            for count, (source, task) in enumerate(joining.items(), plan.models_in_mean(param) + 1):
-                new = task.elements(param, start, stop, theta_0)
-                note(source, new)
-                if not is_finite(new):
-                    raise ValueError(
-                        f"model '{task.source.name}', tensor '{param}' has NaN or infinite values"
-                    )
-                value = running_mean(value, task.at_strength(new, theta_0), count)  # type: ignore[arg-type]
-            if not is_finite(value.to(dtype)):
-                raise ValueError(f"tensor '{param}': the mean has values that {dtype} can't hold")
-        yield value
-
-
-def _piece_length(units: Sequence[int]) -> int:
-    """Return the length of the pieces of a tensor, which cut no unit of the largest size, so that
-    none is decoded twice.
-    """
-    most = CHUNK_BYTES // 8
-    largest = max(units)
-    return most - most % largest if largest <= most else largest
-
-
-def _check_belongs(plan: Plan, param: str, mean: Tensor, rounded: Tensor) -> None:
-    """Refuse a mean in the state that is not the merged model's value once that has rounded it."""
-    assert plan.state is not None
-    is_rounded = rounded.dtype.itemsize < mean.dtype.itemsize
-    if is_rounded and not torch.equal(mean.to(rounded.dtype), rounded):
-        raise ValueError(
-            f"'{plan.state.source.name}' does not belong to the weights beside it: '{param}' "
-            "differs; remove it if the weights are right"
-        )
 
 
 def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:

@@ -9,11 +9,9 @@ import hashlib
 import json
 import math
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.utils.files import parse_json
-from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, is_finite, raw, wide_dtype
+from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
 
+from .digests import ReadDigests
 from .model import ModelWeights
 from .source import some
 
@@ -128,15 +127,16 @@ class Vocabulary:
             )
         return kept
 
-    def mean_row(self, param: str, row: int, read: Mapping[str, Any] | None = None) -> Tensor:
-        """Return the row of a new token, in float32 at least if several models have it; update the
-        digests in ``read``, by model.
+    def mean_row(self, param: str, row: int, digests: ReadDigests | None = None) -> Tensor:
+        """Return the row of a new token, in float32 at least if several models have it; note what
+        is read in ``digests``.
         """
-        mean, weight = None, 0.0
+        mean = None
+        weight = 0.0
         for holder in self.holders[row]:
             value = self._row(param, holder)
-            if read is not None:
-                read[holder.source].update(raw(value))
+            if digests is not None:
+                digests.add(holder.source, value)
             if not is_finite(value):
                 name = self.models[holder.source].source.name
                 raise ValueError(
@@ -156,38 +156,29 @@ class Vocabulary:
         """Return the rows of all new tokens, in the order of their numbers in the result."""
         return torch.stack([self.mean_row(param, row).float() for row in sorted(self.holders)])
 
-    def grown(
-        self, param: str, pieces: Iterable[Tensor], dtype: torch.dtype, read: Mapping[str, Any]
-    ) -> Iterator[Tensor]:
-        """Yield a flattened tensor of ``params`` with the rows of new tokens, given the pieces with
-        the base's rows.
+    def fill_rows(
+        self, param: str, piece: Tensor, start: int, dtype: torch.dtype, digests: ReadDigests
+    ) -> None:
+        """Put the rows of new tokens into a piece of a flattened tensor of ``params``, which begins
+        with element ``start``.
 
-        The digests in ``read``, by model, are updated.
+        A ValueError names a token whose row ``dtype`` can't hold.
         """
-        count, *shape = self.models["base"].params[param]
-        width, step, offset = math.prod(shape), CHUNK_BYTES // 8, 0
-        more = (self.rows - count) * width
-        tail = (
-            torch.zeros(min(step, more - start), dtype=dtype, device="cpu")
-            for start in range(0, more, step)
-        )
-        for piece in chain(pieces, tail):
-            end = offset + len(piece)
-            for row in range(offset // width, -(-end // width)):
-                if row not in self.holders:
-                    continue
-                value = self.mean_row(param, row, read)
-                if not is_finite(value.to(dtype)):
-                    raise ValueError(
-                        f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} "
-                        "can't hold"
-                    )
-                first, last = max(row * width, offset), min((row + 1) * width, end)
-                piece[first - offset : last - offset] = value[
-                    first - row * width : last - row * width
-                ]
-            offset = end
-            yield piece
+        width = math.prod(self.models["base"].params[param][1:])
+        stop = start + len(piece)
+        for row in range(start // width, -(-stop // width)):
+            if row not in self.holders:
+                continue
+            value = self.mean_row(param, row, digests)
+            if not is_finite(value.to(dtype)):
+                raise ValueError(
+                    f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} "
+                    "can't hold"
+                )
+            start_of_row = row * width
+            first = max(start_of_row, start)
+            last = min(start_of_row + width, stop)
+            piece[first - start : last - start] = value[first - start_of_row : last - start_of_row]
 
     def grown_layer(self, param: str, weight: Tensor, read: dict[str, str]) -> Tensor:
         """Return a layer with the rows of new tokens, and add digests of what is read to those of
@@ -195,10 +186,14 @@ class Vocabulary:
         """
         if param not in self.params:
             return weight
-        sha: defaultdict[str, Any] = defaultdict(hashlib.sha256)
-        pieces = list(self.grown(param, [weight.flatten().to("cpu", copy=True)], weight.dtype, sha))
-        read |= {source: read.get(source, "") + found.hexdigest() for source, found in sha.items()}
-        return torch.cat(pieces).reshape(-1, *weight.shape[1:])
+        digests = ReadDigests()
+        sides = weight.shape[1:]
+        grown = torch.zeros((self.rows, *sides), dtype=weight.dtype, device="cpu")
+        grown[: len(weight)] = weight
+        self.fill_rows(param, grown.flatten(), 0, weight.dtype, digests)
+        for source, digest in digests.by_source().items():
+            read[source] = read.get(source, "") + digest
+        return grown
 
 
 def new_rows_key(param: str) -> str:
