@@ -25,7 +25,7 @@ from fusion_bench_nufilt.merge.forecast import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.models import TargetConfig
-from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.files import escape_markup, parse_json, read_yaml, validate
 from fusion_bench_nufilt.utils.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.utils.schemas import Count, Input
@@ -170,7 +170,7 @@ def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str
     if unchanged:
         option = "" if plan.targets.other_params == "mean" else "; other_params=mean averages them"
         changes = f"whatever a task changed in {len(unchanged)} tensors is left out"
-        yield "", f"{changes}: {some(unchanged)}{option}"
+        yield "", f"{changes}: {format_names(unchanged)}{option}"
     if plan.vocabulary.params:
         yield "tokenizer", str(plan.vocabulary)
     if plan.settings.engine == "local":

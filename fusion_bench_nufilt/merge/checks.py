@@ -16,7 +16,7 @@ from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.coverage import coverage
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.module import module_source
-from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.ties import differing
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
@@ -129,7 +129,8 @@ def check_module(
     task = ModelWeights(module_source(name, model, drawn), architecture)
     if names := differing(architecture, task):
         raise ValueError(
-            f"model '{name}' has {some(names)} as weights of their own, which are one in its base: "
+            f"model '{name}' has "
+            f"{format_names(names)} as weights of their own, which are one in its base: "
             f"{COPY_HEAD}, and name that folder"
         )
     for each in (base, task):
@@ -216,9 +217,11 @@ def check_task(
     extra = [param for param in task.params if param not in base]
     extra = [param for param in extra if not architecture.is_computed(param)]
     if extra:
-        yield f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {some(extra)}"
+        yield (
+            f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {format_names(extra)}"
+        )
     if absent := sorted(param for param in averaged if not task.has(param)):
-        yield f"'{name}' is left out of the mean of {some(absent)}"
+        yield f"'{name}' is left out of the mean of {format_names(absent)}"
     rule = selection.targets.other_params
     yield from task.check_outside(chosen, selection.pretrained, rule, architecture)
 
@@ -232,7 +235,8 @@ def check_modules(plan: Plan, task: ModelWeights) -> Iterator[str]:
     other = [name for name, content in files.items() if not _same_content(base.get(name), content)]
     if other:
         yield (
-            f"'{task.source.name}' has other modules than the base, whose are kept: {some(other)}"
+            f"'{task.source.name}' has other modules than the base, whose are kept: "
+            f"{format_names(other)}"
         )
 
 
@@ -291,7 +295,7 @@ def _check_shapes(
                 raise ValueError(f"model '{name}', tensor '{param}': {differs}: {why}{hint}")
             task.ignore(param)
     if task.ignored:
-        yield f"'{name}': kept from the base because of their shape: {some(task.ignored)}"
+        yield f"'{name}': kept from the base because of their shape: {format_names(task.ignored)}"
 
 
 def check_state(plan: Plan, name: str) -> Iterator[str]:
@@ -340,7 +344,8 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
         raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
     if rounded_means:
         yield (
-            f"'{name}' does not have the means of {some(rounded_means)} in float32: going on from "
+            f"'{name}' does not have the means of "
+            f"{format_names(rounded_means)} in float32: going on from "
             "the rounded ones; all tasks at once, or --state from the first merge on, avoid that"
         )
 

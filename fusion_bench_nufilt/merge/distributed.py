@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
 
 from .encode import LayerBytes
@@ -58,7 +58,7 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
     """Return the function that merges layers, by params, on a node, which must have the driver's
     files.
     """
-    if other := some(plan.changed()):
+    if other := format_names(plan.changed()):
         remedy = (
             "put them on a file system that all nodes share, or copy them with their times (rsync "
             "-a)"

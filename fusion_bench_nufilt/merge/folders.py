@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
 from fusion_bench_nufilt.utils.files import CARD, disk_full_errors
@@ -77,7 +77,7 @@ def merge_folders(
         closing(Output(out, plan.description, headers, partial(_unchanged, plan))) as output,
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))
-        changed = some(plan.changed())
+        changed = format_names(plan.changed())
         if changed:
             raise ValueError(
                 f"{changed} was changed during the run: run the same command again, which makes "

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import labels
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.source import some
+from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.manifest import add_head, read_heads, read_manifest
 from fusion_bench_nufilt.utils.schemas import Head, Manifest
 from fusion_bench_nufilt.utils.tensors import FLOATS
@@ -109,7 +109,9 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
     heads = manifest.get("heads", {})
     if task not in heads:
         known = (
-            f"there are those of {some(heads)}" if heads else "its tasks have no heads of their own"
+            f"there are those of {format_names(heads)}"
+            if heads
+            else "its tasks have no heads of their own"
         )
         raise ValueError(f"'{folder}' has no head of '{task}': {known}")
     file, config = heads[task]["file"], heads[task]["config"]
@@ -119,7 +121,11 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
     model, missing = build(place, config)
     missing, unknown = missing - tensors.keys(), tensors.keys() - model.state_dict().keys()
     if missing or unknown:
-        what = f"no {some(sorted(missing))}" if missing else f"{some(sorted(unknown))} more"
+        what = (
+            f"no {format_names(sorted(missing))}"
+            if missing
+            else f"{format_names(sorted(unknown))} more"
+        )
         raise ValueError(
             f"'{folder}', head of '{task}': for {type(model).__name__} there is {what}"
         )

@@ -21,7 +21,7 @@ from .heads import labels
 from .last_read import LastRead
 from .model import ModelWeights
 from .names import with_same_ending
-from .source import Source, some
+from .source import Source, format_names
 from .targets import matches
 
 # Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
@@ -122,7 +122,8 @@ class LoraAdapter(ModelWeights):
         self._refuse_lost()
         if unknown:
             raise ValueError(
-                f"adapter '{self.source.name}': {some(unknown)}: no LoRA of a linear layer; "
+                f"adapter '{self.source.name}': "
+                f"{format_names(unknown)}: no LoRA of a linear layer; "
                 f"{with_peft(self.checkpoint, architecture)}"
             )
 
@@ -150,7 +151,7 @@ class LoraAdapter(ModelWeights):
             lost.append("trainable_token_indices")
         if lost:
             raise ValueError(
-                f"adapter '{self.source.name}' uses {some(lost)} and lacks tensors of it: "
+                f"adapter '{self.source.name}' uses {format_names(lost)} and lacks tensors of it: "
                 f"{SAVE_AGAIN}"
             )
 
@@ -431,7 +432,7 @@ class LoraAdapter(ModelWeights):
         if layers and all(layer.param not in self.params for layer in layers):
             raise ValueError(
                 f"adapter '{self.source.name}' changes none of the {len(layers)} layers to merge: "
-                f"it is of {some(self.params)}"
+                f"it is of {format_names(self.params)}"
             )
 
     def check_base_has(self, param: str, base: ModelWeights, architecture: Architecture) -> None:
@@ -469,14 +470,15 @@ class LoraAdapter(ModelWeights):
             if any(param not in architecture.views for param in dora):
                 could_be_layers = ""
             raise ValueError(
-                f"adapter '{self.source.name}' changes {some(dora)} by DoRA outside the merged "
+                f"adapter '{self.source.name}' changes "
+                f"{format_names(dora)} by DoRA outside the merged "
                 f"layers: {could_be_layers}{with_peft(self.checkpoint, architecture)}"
             )
         if rule == "pretrained":
             ignored = [name for name in self.params if name in base.params and name not in layers]
             ignored += [name for name in self.left_out if name not in ignored]
             if ignored:
-                yield f"adapter '{self.source.name}' also changes {some(ignored)}: ignored"
+                yield f"adapter '{self.source.name}' also changes {format_names(ignored)}: ignored"
 
     def check_effect(self, changed: Collection[str], layers: Collection[str]) -> Iterator[str]:
         if self.magnitudes or not self.keys.keys().isdisjoint(changed):

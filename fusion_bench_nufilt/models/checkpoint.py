@@ -34,7 +34,7 @@ from .small_files import (
     module_folders,
     read_files,
 )
-from .source import Source, some
+from .source import Source, format_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -102,7 +102,8 @@ class Checkpoint(Source):
         for file, found in files.items():
             if twice := sorted(self.tensors.keys() & found.keys()):
                 raise ValueError(
-                    f"'{name}' has {some(twice)} in '{file}' and in another file: remove one of "
+                    f"'{name}' has "
+                    f"{format_names(twice)} in '{file}' and in another file: remove one of "
                     "them"
                 )
             self.tensors |= found
@@ -157,7 +158,8 @@ class Checkpoint(Source):
         lost = sorted(promised.difference(*headers.values()))
         if lost:
             raise ValueError(
-                f"'{name}': {INDEX} names tensors that its files lack: {some(lost)}; fetch it again"
+                f"'{name}': {INDEX} names tensors that its files lack: "
+                f"{format_names(lost)}; fetch it again"
             )
         return checkpoint
 
@@ -325,9 +327,9 @@ class Checkpoint(Source):
             return info.elements(self.opened, start, stop)
         return self.file(key).elements(info, start, stop)
 
-    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
         stored = self._stored(key)
-        tensor = stored.to(where)
+        tensor = stored.to(device)
         if not is_finite(tensor):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
         return tensor, digest(stored)
@@ -381,7 +383,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
         if Path(file).name != file or not file.endswith(".safetensors")
     ]:
         raise ValueError(
-            f"'{folder / INDEX}' names {some(dict.fromkeys(wrong))}: no safetensors files of this "
+            f"'{folder / INDEX}' names "
+            f"{format_names(dict.fromkeys(wrong))}: no safetensors files of this "
             "folder"
         )
     return files
@@ -407,7 +410,8 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     if files := sorted(set(_weight_map(folder).values())):
         if absent := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(
-                f"'{name}': {INDEX} names shards that are not there: {some(absent)}; fetch them"
+                f"'{name}': {INDEX} names shards that are not there: "
+                f"{format_names(absent)}; fetch them"
             )
         return files
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -421,12 +425,14 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     inside = _models_inside(folder)
     if inside:
         raise ValueError(
-            f"'{name}' holds no safetensors file, and {some(inside)} does: give that one"
+            f"'{name}' holds no safetensors file, and {format_names(inside)} does: give that one"
         )
     pickles = [path.name for path in folder.iterdir() if path.suffix in PICKLES]
     pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
     if pickles:
-        pickled = f"pickled weights ({some(pickles)}), which run code when opened and are refused"
+        pickled = (
+            f"pickled weights ({format_names(pickles)}), which run code when opened and are refused"
+        )
         raise ValueError(
             f"'{name}' holds {pickled}. Where you trust them, convert them with: "
             f"{_conversion(folder)}"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint
-from .source import Source, some
+from .source import Source, format_names
 
 _LAYOUTS = ("rank_major", "grouped_by_expert")
 
@@ -128,7 +128,8 @@ def find_experts(
         shapes = f"A is {adapter.tensors[key_a].shape}, B {adapter.tensors[key_b].shape}"
         if len(fitting) > 1:
             raise ValueError(
-                f"adapter '{adapter.name}', '{module}': {shapes}, for {some(fitting)}: which of "
+                f"adapter '{adapter.name}', '{module}': {shapes}, for "
+                f"{format_names(fitting)}: which of "
                 f"them is meant depends on peft's version: {_WITH_PEFT}"
             )
         if not fitting:

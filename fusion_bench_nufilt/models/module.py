@@ -44,11 +44,11 @@ class MemorySource(Source):
                 key: split[key] if key in split else self._whole[key] for key in self.tensors
             }
 
-    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
         """Return a tensor, which shares the model's memory on its own device, and no digest."""
         if not is_finite(value := self._values[key]):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
-        return value.to(where), ""
+        return value.to(device), ""
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         return self._values[key].flatten()[start:stop]

@@ -42,7 +42,7 @@ class Source(ABC):
     in_memory = False
 
     @abstractmethod
-    def read(self, key: str, where: torch.device | str = "cpu") -> tuple[Tensor, str]:
+    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
         """Read a tensor, whose values must be finite, to a device; return it and the digest of its
         bytes.
         """
@@ -102,7 +102,8 @@ class Source(ABC):
         empty = [key for key in keys if 0 in self.tensors[key].shape]
         if empty:
             raise ValueError(
-                f"model '{self.name}' has {len(empty)} empty tensors: {some(empty)}. DeepSpeed "
+                f"model '{self.name}' has {len(empty)} empty tensors: "
+                f"{format_names(empty)}. DeepSpeed "
                 "ZeRO-3 leaves these where a model is saved without its gathered weights: save it "
                 "again with save_pretrained(FOLDER, state_dict=accelerator.get_state_dict(model))"
             )
@@ -135,6 +136,6 @@ def split_rows(
     return found
 
 
-def some(names: Iterable[str | Path]) -> str:
+def format_names(names: Iterable[str | Path]) -> str:
     first, rest = (names := list(names))[:4], names[4:]
     return ", ".join(f"'{name}'" for name in first) + (f" and {len(rest)} more" if rest else "")

@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
 
 from .digests import ReadDigests
 from .model import ModelWeights
-from .source import some
+from .source import format_names
 
 _TOKENIZER = (
     r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"
@@ -80,7 +80,7 @@ class Vocabulary:
 
     def __str__(self) -> str:
         new = f"{len(self.tokens)} new tokens" + (
-            f": {some(self.tokens.values())}" if self.tokens else ""
+            f": {format_names(self.tokens.values())}" if self.tokens else ""
         )
         return f"{self.tokenizer}, {self.rows} rows, {new}"
 
@@ -98,7 +98,8 @@ class Vocabulary:
                 if not all(torch.equal(first, other) for other in others):
                     names = [model.label for model in models]
                     what = (
-                        f"token '{self.tokens[row]}' is new in {some(names)} with different rows "
+                        f"token '{self.tokens[row]}' is new in "
+                        f"{format_names(names)} with different rows "
                         f"of '{param}'"
                     )
                     takes = (
@@ -251,7 +252,8 @@ class _Tokens:
             )
             return (
                 None,
-                f"the tokenizer of '{self.label}' ({some(self.files)}) can't be read: {reason}; "
+                f"the tokenizer of '{self.label}' ("
+                f"{format_names(self.files)}) can't be read: {reason}; "
                 f"{remedy}",
             )
 
@@ -380,7 +382,9 @@ def _owner(models: Models, choice: str) -> str:
     named = {model.source.name: source for source, model in models.items()}
     named |= {model.source.label: source for source, model in models.items()}
     if choice not in named:
-        labels = some(model.source.label for source, model in models.items() if source != "base")
+        labels = format_names(
+            model.source.label for source, model in models.items() if source != "base"
+        )
         raise ValueError(f"tokenizer '{choice}' is neither base nor union nor one of {labels}")
     return named[choice]
 
@@ -528,5 +532,5 @@ def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[st
     if lost := sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values())):
         yield (
             f"'{tokens.label}' has tokens that the result does not have "
-            f"(tokenizer={result.tokenizer}): {some(lost)}"
+            f"(tokenizer={result.tokenizer}): {format_names(lost)}"
         )
