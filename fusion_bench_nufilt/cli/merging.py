@@ -31,14 +31,11 @@ from fusion_bench_nufilt.utils.options import split_options, unknown, with_scope
 from fusion_bench_nufilt.utils.schemas import Count, Input
 
 from .options import SIZES
-from .settings_to_continue import find_model, inherited, todays_settings
+from .settings_to_continue import find_model, settings_to_continue, todays_settings
 from .terminal import bars_on, interruptible, warn
 
-_SETTINGS = [
-    each.name
-    for kind in (*(method.Options for method in METHODS.values()), TargetConfig, Settings)
-    for each in fields(kind)
-]
+_KINDS = [*(method.Options for method in METHODS.values()), TargetConfig, Settings]
+_SETTINGS = [field.name for field in chain.from_iterable(map(fields, _KINDS))]
 MODELS = ("base", "tasks", "merged", "out", "inputs")
 # What a manifest may not choose: where to compute, where to connect, and what to write.
 _OF_THE_USER = {*with_scope((Settings,), "run"), *MODELS}
@@ -56,14 +53,15 @@ def run(
     """Plan a merge, show the plan, and carry it out unless this is a dry run."""
     if as_json and not dry_run:
         raise ValueError("--json goes with --dry-run: a merge leaves its result in OUT/nufilt.json")
-    said = gather(words, typed, ["method", *_SETTINGS])
-    taken = inherited(said)
-    plan, folder = _plan({**said, **taken})
+    recipe = gather(words, typed, ["method", *_SETTINGS])
+    taken_over = settings_to_continue(recipe)
+    plan, folder = _plan({**recipe, **taken_over})
     if not as_json:
         table = Table(show_header=False, box=None, title="Plan", title_justify="left")
-        for key, value in _rows(plan, folder, taken):
+        for key, value in _rows(plan, folder, taken_over):
             table.add_row(key, escape_markup(value))
-        (Console() if dry_run else console).print(table, soft_wrap=False)
+        output = Console() if dry_run else console  # of a dry run, the plan is the result
+        output.print(table, soft_wrap=False)
         warn(console, plan.warnings)
     if dry_run:
         finished = check_output(plan, folder)
@@ -84,7 +82,9 @@ def _end(console: Console, plan: Plan, folder: Path, result: str) -> None:
 
 
 def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
-    for name in (name for name in SIZES if recipe.get(name) is not None):
+    for name in SIZES:
+        if recipe.get(name) is None:
+            continue
         try:
             recipe[name] = TypeAdapter(ByteSize).validate_python(recipe[name])
         except ValidationError:
@@ -94,15 +94,15 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     options, models = split_options(
         (kind.Options, TargetConfig, Settings), {**kind.defaults, **recipe}
     )
-    if foreign := [name for name in models if name not in MODELS]:
-        raise ValueError(f"'{foreign[0]}' is not an option of method={method}")
+    for name in models:
+        if name not in MODELS:
+            raise ValueError(f"'{name}' is not an option of method={method}")
     plan = plan_merge(
         models["base"], models["tasks"], models.get("merged"), *options, method=method
     )
     plan.warnings += check_inputs(plan, models.get("inputs", {}), "the recipe")
-    return plan, Path(
-        models["out"]
-    ).expanduser()  # the shell does not expand the ~ of --out=~/merged
+    out = Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
+    return plan, out
 
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
@@ -122,64 +122,72 @@ def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
 def _carry_out(console: Console, plan: Plan, out: Path) -> bool:
     """Carry out a plan, and return whether there was nothing left to do."""
 
-    def show(done: int, total: int) -> None:
+    def show(written: int, total: int) -> None:
         bar.total = total
-        bar.update(done - bar.n)
+        bar.update(written - bar.n)
 
     with (
         interruptible(console, str(work_folder(out))),
         bars_on(console)(desc="Merging", unit="tensor") as bar,
     ):
         merge_folders(plan, out, show)
-        return bar.total is None
+        return bar.total is None  # nothing was written
 
 
-def _rows(plan: Plan, out: Path, taken: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the table that shows a plan: a heading, and what it says."""
     yield "base", plan.base.name
     if plan.merged is not None:
         beside = ", with the state beside it" if plan.state else ""
         yield "merged so far", f"{plan.merged.source.name}{beside}"
-    if taken:
-        options = chain(*map(fields, (plan.method.Options, TargetConfig, Settings)))
-        usual = {
-            "base": taken.get("base"),
-            **{each.name: each.default for each in options},
-            **plan.method.defaults,
-        }
-        yield (
-            "taken over",
-            ", ".join(f"{key} {value}" for key, value in taken.items() if value != usual.get(key)),
-        )
+    if taken_over:
+        # Of the settings, those that would be others without the earlier merge.
+        defaults: dict[str, Any] = {"base": taken_over.get("base")}
+        for option in chain(*map(fields, (plan.method.Options, TargetConfig, Settings))):
+            defaults[option.name] = option.default
+        defaults |= plan.method.defaults
+        changed = []
+        for name, value in taken_over.items():
+            if value != defaults.get(name):
+                changed.append(f"{name} {value}")
+        yield "taken over", ", ".join(changed)
     for number, task in enumerate(plan.tasks, plan.first_step):
         yield f"step {number}", f"{task.source.name} ({task.kind})"
     yield "method", str(plan.method)
-    layers, averaged = plan.layers, len(plan.averaged)
-    yield (
-        "merged",
-        f"{len(layers)} layers, {layers[0].name} … {layers[-1].name} (known from {plan.origin})",
-    )
+    layers = plan.layers
+    first_and_last = f"{layers[0].name} … {layers[-1].name}"
+    yield "merged", f"{len(layers)} layers, {first_and_last} (known from {plan.origin})"
     yield "", f"{plan.coverage.merged[1]:.1%} of all elements"
     if plan.coverage.left_out:
         yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
-    yield "averaged", f"{averaged} tensors (other_params={plan.targets.other_params})"
+    other_params = plan.targets.other_params
+    num_averaged = len(plan.averaged)
+    yield "averaged", f"{num_averaged} tensors (other_params={other_params})"
     if plan.heads:
-        kept = (f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items())
-        yield "heads", f"kept for each task: {', '.join(kept)}"
-    yield "copied", f"{len(plan.others) - averaged} tensors, bit by bit"
+        heads = [f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items()]
+        yield "heads", f"kept for each task: {', '.join(heads)}"
+    yield "copied", f"{len(plan.others) - num_averaged} tensors, bit by bit"
     unchanged = kept_from_base(plan)
     if unchanged:
-        option = "" if plan.targets.other_params == "mean" else "; other_params=mean averages them"
-        changes = f"whatever a task changed in {len(unchanged)} tensors is left out"
-        yield "", f"{changes}: {format_names(unchanged)}{option}"
+        loss = f"whatever a task changed in {len(unchanged)} tensors is left out"
+        remedy = "" if other_params == "mean" else "; other_params=mean averages them"
+        yield "", f"{loss}: {format_names(unchanged)}{remedy}"
     if plan.vocabulary.params:
         yield "tokenizer", str(plan.vocabulary)
     if plan.settings.engine == "local":
         yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
     else:
-        for slots, number in Counter(node.slots for node in cluster_nodes(plan)).items():
-            held = f"{peak_memory(plan, slots) / 1e9:.2f} GB at most"
-            yield "workers", f"{number}, each on {slots} batches of layers at a time in {held}"
+        workers_by_slots = Counter(node.slots for node in cluster_nodes(plan))
+        for slots, number in workers_by_slots.items():
+            memory = f"{peak_memory(plan, slots) / 1e9:.2f} GB at most"
+            yield "workers", f"{number}, each on {slots} batches of layers at a time in {memory}"
     yield "disk", f"{disk_bytes(plan) / 1e9:.2f} GB in {out}"
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    return value
 
 
 class _Recipe(TypedDict, total=False):
@@ -188,9 +196,7 @@ class _Recipe(TypedDict, total=False):
     """
 
     base: str | None
-    tasks: Annotated[
-        list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-    ]
+    tasks: Annotated[list[str], BeforeValidator(_as_list)]
     merged: str | None
     out: str | None
     inputs: dict[str, Input]  # of a manifest: what its models are known by, by their roles
@@ -198,7 +204,7 @@ class _Recipe(TypedDict, total=False):
     settings: dict[Any, Any] | None
 
 
-class _Made(TypedDict):
+class _Result(TypedDict):
     """What a manifest tells about how its result is made again."""
 
     inputs: dict[str, Input]
@@ -215,31 +221,39 @@ def gather(
     A ValueError says which name is neither in ``MODELS`` nor in ``settings``, or what is wrong with
     a value or the file.
     """
-    files = [
-        word for word in words if "=" not in word or os.path.isfile(word)
-    ]  # a word may be too long for a name
+    # isfile, since Path.is_file raises an OSError where a word is too long for a name.
+    files = [word for word in words if "=" not in word or os.path.isfile(word)]
     if len(files) > 1:
         raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
-    gathered = read_recipe(Path(files[0])) if files else {}
-    said = dict(key_value(word) for word in words if word not in files) | dict(typed)
-    if "inputs" in gathered:  # but of those that the user names
-        roles = {role: "tasks" if _TASK.fullmatch(role) else role for role in gathered["inputs"]}
-        gathered["inputs"] = {
-            role: model for role, model in gathered["inputs"].items() if roles[role] not in said
-        }
-    gathered.update(said)
-    validate(gathered, _Recipe)
-    if strange := [str(name) for name in gathered if name not in (*MODELS, *settings)]:
-        raise ValueError(unknown("option", strange[0], [*MODELS, *settings]))
-    if isinstance(gathered.get("tasks"), str):
-        gathered["tasks"] = [gathered["tasks"]]
-    needed = (
-        ("tasks", "out") if gathered.get("merged") else ("base", "tasks", "out")
-    )  # the manifest names the base
-    if missing := [name for name in needed if not gathered.get(name)]:
+    recipe: dict[str, Any] = {}
+    if files:
+        recipe = read_recipe(Path(files[0]))
+    named = dict(key_value(word) for word in words if word not in files)
+    named.update(typed)
+    if "inputs" in recipe:
+        # A model that the user names need not be the one that the manifest knows.
+        inputs = {}
+        for role, model in recipe["inputs"].items():
+            option = "tasks" if _TASK.fullmatch(role) else role
+            if option not in named:
+                inputs[role] = model
+        recipe["inputs"] = inputs
+    recipe.update(named)
+    validate(recipe, _Recipe)
+    names = [*MODELS, *settings]
+    for name in recipe:
+        if name not in names:
+            raise ValueError(unknown("option", str(name), names))
+    if "tasks" in recipe:
+        recipe["tasks"] = _as_list(recipe["tasks"])
+    needed = ["tasks", "out"]
+    if not recipe.get("merged"):  # whose manifest names the base
+        needed.insert(0, "base")
+    missing = [name for name in needed if not recipe.get(name)]
+    if missing:
         options = " and ".join(f"--{name.removesuffix('s')}" for name in missing)
         raise ValueError(f"{options} must be given, or said in a recipe file")
-    return gathered
+    return recipe
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
@@ -249,26 +263,29 @@ def read_recipe(file: Path) -> dict[str, Any]:
             f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE"
         )
     try:
-        content: Any = (
-            parse_json(file.read_bytes(), object) if file.suffix == ".json" else read_yaml(file)
-        )
+        content: Any
+        if file.suffix == ".json":
+            content = parse_json(file.read_bytes(), object)
+        else:
+            content = read_yaml(file)
         if isinstance(content, dict) and "inputs" in content:
-            content = _recipe_of(validate(content, _Made), file.absolute().parent)
+            content = _recipe_of(validate(content, _Result), file.absolute().parent)
         elif isinstance(content, dict) and "merge_method" in content:
             raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")
-        settings = validate(content, _Recipe).pop("settings", None) or {}
-        return dict(validate({**content, **settings}, _Recipe))
+        recipe = validate(content, _Recipe)
+        settings = recipe.pop("settings", None) or {}
+        return dict(validate({**recipe, **settings}, _Recipe))
     except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
         ) from None
 
 
-def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
+def _recipe_of(result: _Result, folder: Path) -> dict[str, Any]:
     """Return the recipe of a result in a folder, beside which its models are looked for, too."""
     names = {}
     tasks = {}
-    for role, model in made["inputs"].items():
+    for role, model in result["inputs"].items():
         if "name" not in model:
             raise ValueError(f"field 'inputs.{role}.name': field required")
         names[role] = find_model(model, folder.parent)
@@ -277,11 +294,12 @@ def _recipe_of(made: _Made, folder: Path) -> dict[str, Any]:
             tasks[int(match[1])] = names[role]
     if "base" not in names:
         raise ValueError("field 'inputs.base': field required")
-    settings = todays_settings(made.get("settings", {}))
-    return {
-        **{role: names[role] for role in ("base", "merged") if role in names},
-        "tasks": [tasks[number] for number in sorted(tasks)],
-        "step": made["step"] - len(tasks) + 1,
-        "inputs": made["inputs"],
-        "settings": {key: value for key, value in settings.items() if key not in _OF_THE_USER},
-    }
+    settings = todays_settings(result.get("settings", {}))
+    recipe: dict[str, Any] = {"base": names["base"]}
+    if "merged" in names:
+        recipe["merged"] = names["merged"]
+    recipe["tasks"] = [tasks[number] for number in sorted(tasks)]
+    recipe["step"] = result["step"] - len(tasks) + 1  # the number of its first task
+    recipe["inputs"] = result["inputs"]
+    recipe["settings"] = {key: settings[key] for key in settings if key not in _OF_THE_USER}
+    return recipe

@@ -13,55 +13,58 @@ from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.schemas import Input, Manifest
 
 
-def inherited(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the base and the settings of the model to go on from, except what the user says.
+def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the base and the settings of the model to go on from, except what the user says in a
+    recipe.
 
     If that is another method, the earlier one's options are left out.
     """
-    if not (merged := said.get("merged")):
+    merged = recipe.get("merged")
+    if not merged:
         return {}
     folder = Checkpoint.open(merged).folder
-    made = read_manifest(folder) or Manifest()
-    before, found = todays_settings(made.get("settings", {})), {}
-    if method := str(
-        before.get("method", before.get("layer_method", ""))
-    ):  # the latter in a run of fusion_bench
-        same = said.get("method", method) == method
-        kinds = (
-            (find_method(method).Options, TargetConfig, Settings)
-            if same
-            else (TargetConfig, Settings)
-        )
-        names = with_scope(kinds, "stream", "merge")
-        found = {"method": method} | {name: before[name] for name in names if name in before}
-        if found.get("tokenizer") not in ("base", "union"):  # it names a task
-            found.pop("tokenizer", None)
-        found = {name: value for name, value in found.items() if name not in said}
-    if not said.get("base"):
-        found["base"] = _base(merged, folder, made)
-    return found
+    manifest = read_manifest(folder) or Manifest()
+    before = todays_settings(manifest.get("settings", {}))
+    settings: dict[str, Any] = {}
+    # In a run of fusion_bench, the key is layer_method.
+    method = str(before.get("method", before.get("layer_method", "")))
+    if method:
+        settings["method"] = method
+        kinds: list[type] = [TargetConfig, Settings]
+        if recipe.get("method", method) == method:
+            kinds.insert(0, find_method(method).Options)
+        for name in with_scope(kinds, "stream", "merge"):
+            if name in before:
+                settings[name] = before[name]
+        if settings.get("tokenizer") not in ("base", "union"):  # it names a task
+            settings.pop("tokenizer", None)
+        settings = {name: value for name, value in settings.items() if name not in recipe}
+    if not recipe.get("base"):
+        settings["base"] = _base(merged, folder, manifest)
+    return settings
 
 
 def todays_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a manifest; an earlier version had `accumulate` beside `state`."""
-    found = dict(settings)
-    accumulate = found.pop("accumulate", None)
+    today = dict(settings)
+    accumulate = today.pop("accumulate", None)
     if accumulate == "float32":
-        found["state"] = True
-    elif accumulate == "stored" and found.get("state"):  # its default, of which NUFILT kept nothing
-        del found["state"]
-    return found
+        today["state"] = True
+    elif accumulate == "stored" and today.get("state"):  # its default, of which NUFILT kept nothing
+        del today["state"]
+    return today
 
 
-def _base(merged: str, folder: Path, made: Manifest) -> str:
-    base = made.get("inputs", {}).get("base", {})
+def _base(merged: str, folder: Path, manifest: Manifest) -> str:
+    """Return the base of a merged model, if it can be found."""
+    base = manifest.get("inputs", {}).get("base", {})
     if "name" not in base:
         raise ValueError(f"--base must be given: '{merged}' does not say what it was made from")
-    found = find_model(base, folder.absolute().parent)
-    if Path(found).is_dir() or "/" in base["name"]:  # the hub's names have a slash
-        return found
+    name = find_model(base, folder.absolute().parent)
+    if Path(name).is_dir() or "/" in base["name"]:  # the hub's names have a slash
+        return name
     raise ValueError(
-        f"--base must be given: '{found}', which '{merged}' was made from, is neither here nor "
+        f"--base must be given: '{name}', which '{merged}' was made from, is neither here nor "
         "beside it"
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.cli.settings_to_continue import inherited
+from fusion_bench_nufilt.cli.settings_to_continue import settings_to_continue
 from tests.cli.helpers import nufilt
 from tests.continual.helpers import logging_to
 from tests.merge.helpers import (
@@ -106,7 +106,7 @@ def test_what_belongs_to_the_tasks_of_the_merge_before_is_not_taken_over(
         tmp_path / "one" / "nufilt.json",
         settings={**settings, "tokenizer": tokenizer, "weights": [0.5]},
     )
-    found = inherited({"merged": str(tmp_path / "one")})
+    found = settings_to_continue({"merged": str(tmp_path / "one")})
     assert (found.get("tokenizer"), "weights" in found, found["seed"]) == (taken, False, 42)
 
 
