@@ -48,8 +48,8 @@ def analyze(
         str | None,
         typer.Option(
             help="Methods to measure, as in nufilt compare, or none. By default NUFILT and its "
-            "ablations, with "
-            "ranks in proportion to the width, and the data-free methods of the paper.",
+            "ablations, with ranks in proportion to the width, and the data-free methods of the "
+            "paper.",
         ),
     ] = None,
     base: Annotated[
@@ -116,7 +116,8 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
         )
     if "merged" in typed and "base" not in typed:
         raise ValueError("--merged goes with --base and --task")
-    ignored = [f"--{name.replace('_', '-')}" for name in NEED_DATA if name in typed] + overrides
+    ignored = [f"--{name.replace('_', '-')}" for name in NEED_DATA if name in typed]
+    ignored += overrides
     if "base" in typed and ignored:
         raise ValueError(
             f"{ignored[0]} does not go with --base, which analyses folders without data: leave it "
@@ -131,9 +132,8 @@ def _plan(
     from fusion_bench_nufilt.models import TargetConfig
 
     settings = Settings(step=2 if merged else None)  # the number matters only in a merge
-    plan = plan_merge(
-        base, tasks, merged, targets=TargetConfig(target_modules=targets), settings=settings
-    )
+    target_config = TargetConfig(target_modules=targets)
+    plan = plan_merge(base, tasks, merged, targets=target_config, settings=settings)
     warn(console, plan.warnings)
     return plan
 

@@ -40,12 +40,8 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, **_SETTI
 
 def _print_versions(wanted: bool) -> None:
     if wanted:
-        print(
-            ", ".join(
-                f"{name} {version(name)}"
-                for name in ("fusion-bench-nufilt", "fusion-bench", "torch")
-            )
-        )
+        packages = ("fusion-bench-nufilt", "fusion-bench", "torch")
+        print(", ".join(f"{package} {version(package)}" for package in packages))
         raise typer.Exit
 
 
@@ -73,17 +69,16 @@ class _Lazy(TyperCommand):
         self, info_name: str | None, args: list[str], *others: Any, **more: Any
     ) -> Any:
         assert self.name is not None
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        examples = "\n\n".join(
-            ["Examples:", *(f"nufilt {self.name} {words}" for words in EXAMPLES[self.name])]
-        )
-        function = getattr(import_module(f"{__package__}.{self.name}"), self.name)
-        of_mergekit = {
-            "ignore_unknown_options": self.name == "mergekit"
-        }  # which takes its own options
-        settings = {**_SETTINGS["context_settings"], **of_mergekit}
-        alone.command(self.name, epilog=examples, context_settings=settings)(function)
-        return typer.main.get_command(alone).make_context(info_name, args, *others, **more)
+        module = import_module(f"{__package__}.{self.name}")
+        function = getattr(module, self.name)
+        examples = ["Examples:"]
+        for words in EXAMPLES[self.name]:
+            examples.append(f"nufilt {self.name} {words}")
+        settings = dict(_SETTINGS["context_settings"])
+        settings["ignore_unknown_options"] = self.name == "mergekit"  # it passes them on
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(self.name, epilog="\n\n".join(examples), context_settings=settings)(function)
+        return typer.main.get_command(single).make_context(info_name, args, *others, **more)
 
 
 for _name, _summary in COMMANDS.items():

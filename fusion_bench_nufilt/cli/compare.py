@@ -31,8 +31,7 @@ def compare(
         str | None,
         typer.Option(
             help="[LABEL=]NAME[:KEY=VALUE]..., with commas; all, the default: NUFILT and every "
-            "method that needs no "
-            "data; order_free: the methods that keep sums over the tasks."
+            "method that needs no data; order_free: the methods that keep sums over the tasks."
         ),
     ] = None,
     preset: Annotated[
@@ -86,13 +85,6 @@ def compare(
     can be added.
     """
     out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
-    how: Any = {
-        "evaluate": evaluate,
-        "overwrite": overwrite,
-        "keep_going": keep_going,
-        "preset": preset,
-    }
-    how |= {"validation": validation, "jobs": jobs, "engine": engine, "address": address}
     with terminal(quiet) as console:
         only_log_of("compare")
         words = with_config_dir(config_dir, overrides or ())
@@ -101,35 +93,48 @@ def compare(
 
         refuse_misplaced(words, "nufilt compare")
         refuse_foreign(out, "compare.json")
-        rows = _specs(methods, preset, with_data, modelpool, words)
+        method_specs = _specs(methods, preset, with_data, modelpool, words)
         loggers = configs.make_trackers(words, out)
-        how["overrides"] = [word for word in words if not configs.is_tracker(word)]
         with interruptible(console, str(out)):
-            found = run.compare(
-                modelpool, rows, specs.parse_seeds(seeds), out, bars=bars_on(console), **how
+            results = run.compare(
+                modelpool,
+                method_specs,
+                specs.parse_seeds(seeds),
+                out,
+                bars=bars_on(console),
+                overrides=[word for word in words if not configs.is_tracker(word)],
+                evaluate=evaluate,
+                overwrite=overwrite,
+                keep_going=keep_going,
+                preset=preset,
+                validation=validation,
+                jobs=jobs,
+                engine=engine,
+                address=address,
             )
-        files = found.save(out)
-        found.log(loggers, [out / file for file in files if file.endswith(".png")])
-        _print(found, as_json)
+        files = results.save(out)
+        results.log(loggers, [out / file for file in files if file.endswith(".png")])
+        _print(results, as_json)
         name_files(console, out, files)
-        raise_failures(_failures(found))
+        raise_failures(_failures(results))
 
 
-def _failures(found: Any) -> list[str]:
+def _failures(results: Any) -> list[str]:
+    """Return a line for each reason why a method failed."""
     failures = []
-    for label, method in found.methods.items():
+    for label, method in results.methods.items():
         for reason, seeds in method.failures.items():
             failures.append(f"{label}, seed {', '.join(map(str, seeds))}: {reason}")
     return failures
 
 
-def _print(found: Any, as_json: bool) -> None:
+def _print(results: Any, as_json: bool) -> None:
     from fusion_bench_nufilt.pages.comparison import print_comparison
 
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(results.as_json()))
     else:
-        print_comparison(found)
+        print_comparison(results)
 
 
 def _specs(
@@ -148,5 +153,9 @@ def _specs(
             "taskpool=dummy scores nothing, and a comparison is of scores: leave it out or name "
             "another"
         )
-    specs = parse_methods(methods or "all", words) if methods or not preset else []
-    return specs + preset_specs(preset, modelpool, words, with_data=with_data) if preset else specs
+    specs: list[Any] = []
+    if methods or not preset:
+        specs += parse_methods(methods or "all", words)
+    if preset:
+        specs += preset_specs(preset, modelpool, words, with_data=with_data)
+    return specs

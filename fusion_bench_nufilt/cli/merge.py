@@ -1,5 +1,6 @@
 """`nufilt merge`: its options, of which help is made; what it does is in :mod:`.merging`."""
 
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +15,11 @@ from .terminal import AsJson, Quiet, terminal
 KINDS = (*dict.fromkeys(OPTIONS.values()), TargetConfig, Settings)
 #: The options that most merges need, which stand first, with those in the signature.
 _COMMON = ("target_modules", "device")
+#: The options for which some methods have defaults of their own.
+_VARIED = set(chain.from_iterable(DEFAULTS.values()))
 
 
-@takes_options(
-    *KINDS, varied={name for values in DEFAULTS.values() for name in values}, common=_COMMON
-)
+@takes_options(*KINDS, varied=_VARIED, common=_COMMON)
 def merge(
     context: typer.Context,
     words: Annotated[
@@ -26,8 +27,8 @@ def merge(
         typer.Argument(
             metavar="RECIPE|KEY=VALUE",
             help="RECIPE: a YAML file with base, tasks, out and settings, or the nufilt.json of a "
-            "result; options win "
-            "over it. KEY=VALUE: another way to write an option, such as null_rank=64.",
+            "result; options win over it. KEY=VALUE: another way to write an option, such as "
+            "null_rank=64.",
         ),
     ] = None,
     base: Annotated[str | None, typer.Option(help="Pretrained model: folder or hub name.")] = None,
@@ -47,8 +48,8 @@ def merge(
         typer.Option(
             metavar="NAME",
             help=f"One of {', '.join(DEFAULTS)}. All but nufilt and nufilt/… keep sums over the "
-            "tasks, whose order then "
-            "does not matter; by default they merge all linear layers and average the rest.",
+            "tasks, whose order then does not matter; by default they merge all linear layers and "
+            "average the rest.",
             autocompletion=lambda: list(DEFAULTS),
         ),
     ] = "nufilt",

@@ -50,11 +50,14 @@ def mergekit(
         except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
             raise ValueError(f"'{config}' can't be read: {' '.join(str(error).split())}") from None
         _check_parameters(content)
-        words = [str(config), str(out), *(options or ()), *(["--quiet"] if quiet else [])]
+        words = [str(config), str(out), *(options or [])]
+        if quiet:
+            words.append("--quiet")
         try:
             main(words, prog_name="nufilt mergekit")
         except ValidationError as error:
-            raise ValueError("; ".join(each["msg"] for each in error.errors())) from None
+            messages = [entry["msg"] for entry in error.errors()]
+            raise ValueError("; ".join(messages)) from None
 
 
 def _check_parameters(content: dict[str, Any]) -> None:
@@ -69,10 +72,10 @@ def _check_parameters(content: dict[str, Any]) -> None:
         raise ValueError(unknown("merge_method", str(name), methods))
     if name not in METHODS:
         return
-    known = [parameter.name for parameter in methods[name].parameters]
+    names = [parameter.name for parameter in methods[name].parameters]
     for parameter, value in _parameters(content):
-        if parameter not in known:
-            raise ValueError(unknown(f"parameter of merge_method {name}", parameter, known))
+        if parameter not in names:
+            raise ValueError(unknown(f"parameter of merge_method {name}", parameter, names))
         if parameter != "weight" and isinstance(value, list | dict):
             raise ValueError(
                 f"{parameter}: mergekit reads a list as values from the first layer to the last, "
@@ -82,12 +85,10 @@ def _check_parameters(content: dict[str, Any]) -> None:
 
 def _one_value(parameter: str, value: Any) -> str:
     """Return what to write for a parameter in place of a list."""
-    if (
-        parameter in _PATTERNS
-        and isinstance(value, list)
-        and all(isinstance(name, str) for name in value)
-    ):
-        return f"write {parameter}: '(.*\\.)?({'|'.join(map(re.escape, value))})'"
+    is_list_of_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if parameter in _PATTERNS and is_list_of_names:
+        pattern = "|".join(map(re.escape, value))
+        return f"write {parameter}: '(.*\\.)?({pattern})'"
     return f"give {parameter} one value"
 
 

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.utils.options import choices
 
 # The options that are a number or a share of the width.
-RANKS = {each.name for each in dataclasses.fields(FusionConfig) if each.type == int | float}
+RANKS = {field.name for field in dataclasses.fields(FusionConfig) if field.type == int | float}
 # The options that are a number of bytes, or a size such as 4GB.
 SIZES = ("max_memory", "max_shard_size")
 ConfigDir = Annotated[
@@ -38,20 +38,23 @@ def takes_options(
         varied: those of their fields whose defaults a method may change.
         common: those that stand first in the help, under no heading.
     """
-    fields = defaultdict(list)
-    for each in chain(*map(dataclasses.fields, kinds)):
-        fields[each.name].append(each)
+    # Two methods may have an option of one name, which the command has once.
+    fields_by_name = defaultdict(list)
+    for field in chain.from_iterable(map(dataclasses.fields, kinds)):
+        fields_by_name[field.name].append(field)
 
     def decorate(command: _Command) -> _Command:
-        parameters = list(inspect.signature(command).parameters.values())[:-1]
-        for name, (each, *others) in fields.items():
-            kind, default = _as_typed(each)
-            depends = name in varied or any(other.default != each.default for other in others)
-            shown = "depends on the method" if depends else True
+        *parameters, _ = inspect.signature(command).parameters.values()  # but **options
+        for name, fields in fields_by_name.items():
+            field = fields[0]
+            kind, default = _as_typed(field)
+            show_default: bool | str = True
+            if name in varied or any(other.default != field.default for other in fields):
+                show_default = "depends on the method"
             info = typer.Option(
-                help=each.metadata["help"],
-                rich_help_panel=None if name in common else each.metadata.get("panel", "Method"),
-                show_default=shown,
+                help=field.metadata["help"],
+                rich_help_panel=None if name in common else field.metadata.get("panel", "Method"),
+                show_default=show_default,
             )
             annotation: Any = Annotated[kind, info]
             parameters.append(
@@ -64,11 +67,15 @@ def takes_options(
 
 
 def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
+    """Return the type and the default of an option on the command line."""
     if option.type is bool:  # --name and --no-name
         return bool, option.default
-    if values := choices(option):
-        words = tuple(str(value).lower() if isinstance(value, bool) else value for value in values)
-        return Literal[words], words[values.index(option.default)]
+    values = choices(option)
+    if values:
+        words = []
+        for value in values:
+            words.append(str(value).lower() if isinstance(value, bool) else value)
+        return Literal[tuple(words)], words[values.index(option.default)]
     if option.name in SIZES:
         return str | None, None
     if Sequence[str] in get_args(option.type):
@@ -91,6 +98,7 @@ def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str
 
 
 def was_typed(context: typer.Context, name: str) -> bool:
+    """Tell whether the user gave a parameter on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -99,10 +107,13 @@ def patterns(words: list[str] | None) -> str | list[str] | None:
     """Return words as in YAML: a special one or a regular expression by itself, plain ones as a
     list.
     """
-    if (
-        words
-        and len(words) == 1
-        and (words[0] in ("auto", "all-linear") or re.search(r"[\\*+?()\[\]|^$]", words[0]))
-    ):
-        return words[0]
-    return words or None
+    if not words:
+        return None
+    if len(words) > 1:
+        return words
+    word = words[0]
+    is_special = word in ("auto", "all-linear")
+    is_expression = re.search(r"[\\*+?()\[\]|^$]", word) is not None
+    if is_special or is_expression:
+        return word
+    return words

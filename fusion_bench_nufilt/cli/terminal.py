@@ -23,7 +23,8 @@ class _Log(RichHandler):
     """Prints the log above the progress bars."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(printable, record.getMessage().split("\n")))
+        lines = record.getMessage().split("\n")
+        return "\n".join(map(printable, lines))
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(self.console.file):
@@ -42,7 +43,7 @@ def terminal(quiet: bool = False) -> Iterator[Console]:
     """Open a console for the log and for progress; an error ends the command with one line and exit
     code 1.
     """
-    # a comparison silences sys.stderr later
+    # The file is named, since a comparison silences sys.stderr later.
     console = Console(file=sys.stderr, quiet=quiet, highlight=False, soft_wrap=True)
     logging.basicConfig(
         level=logging.INFO, handlers=[_Log(console=console, show_path=False, show_time=False)]
@@ -69,13 +70,14 @@ def raise_failures(failures: Sequence[str]) -> None:
     the work has been done and saved.
     """
     if failures:
-        raise ValueError("\n".join(["these failed, and all else is finished:", *failures]))
+        lines = ["these failed, and all else is finished:", *failures]
+        raise ValueError("\n".join(lines))
 
 
-def only_log_of(room: str) -> None:
-    """Log warnings alone of all but a room of this package."""
+def only_log_of(package: str) -> None:
+    """Log warnings alone of all but one package of this project."""
     logging.getLogger().setLevel(logging.WARNING)
-    logging.getLogger(f"fusion_bench_nufilt.{room}").setLevel(logging.INFO)
+    logging.getLogger(f"fusion_bench_nufilt.{package}").setLevel(logging.INFO)
 
 
 def bars_on(console: Console) -> "partial[tqdm[Any]]":
@@ -88,31 +90,32 @@ def interruptible(console: Console, kept: str) -> Iterator[None]:
     """Stop after the work at hand on Ctrl-C or SIGTERM, at once on a second one; say where finished
     work is kept.
     """
-    arrived: list[int] = []
+    arrived: list[int] = []  # the signals, in their order
 
-    def say(what: str) -> None:
+    def say(event: str) -> None:
+        advice = f"finished work is kept in {escape_markup(kept)}; the same command goes on"
         with tqdm.external_write_mode(console.file):
-            console.print(
-                f"{what}: finished work is kept in {escape_markup(kept)}; the same command goes on"
-            )
+            console.print(f"{event}: {advice}")
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # the other one keeps its handler: it may have arrived already
+        # The other signal keeps its handler: it may have arrived already.
+        signal.signal(number, signal.SIG_DFL)
         if arrived:
             os.kill(os.getpid(), number)
         arrived.append(number)
         say("stopping when the work at hand is done (once more: at once)")
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, stop)
     try:
         yield
     except KeyboardInterrupt:
         if not arrived:
             say("interrupted")
-        raise typer.Exit(128 + (arrived or [signal.SIGINT])[-1]) from None
+        last_signal = arrived[-1] if arrived else signal.SIGINT
+        raise typer.Exit(128 + last_signal) from None
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
