@@ -27,12 +27,10 @@ class Coverage:
     layers: int  # number of matrices that are merged
     merged: tuple[int, float]  # number of parameters, and share of elements
     others: tuple[int, float]
-    merged_share_of_blocks: (
-        float | None
-    )  # share of the elements in numbered blocks; None if there are no such blocks
-    left_out: dict[
-        str, int
-    ]  # names (with * for numbers) of matrices in blocks that are not merged, and their counts
+    # Share of the elements in numbered blocks; None if there are no such blocks.
+    merged_share_of_blocks: float | None
+    # Names (with * for numbers) of matrices in blocks that are not merged, and their counts.
+    left_out: dict[str, int]
     targets: TargetConfig
 
     def __str__(self) -> str:
@@ -53,9 +51,10 @@ class Coverage:
     @property
     def names_left_out(self) -> str:
         """The names in ``left_out``, with counts above one in brackets."""
-        return ", ".join(
-            f"{name} ({count})" if count > 1 else name for name, count in self.left_out.items()
-        )
+        names = []
+        for name, count in self.left_out.items():
+            names.append(f"{name} ({count})" if count > 1 else name)
+        return ", ".join(names)
 
     @property
     def warning(self) -> str | None:
@@ -72,12 +71,16 @@ class Coverage:
     def as_dict(self) -> dict[str, object]:
         """Return the counts and shares as a JSON file has them."""
         shares = {"merged": self.merged, "averaged": (0, 0.0), "kept": (0, 0.0)}
-        shares["averaged" if self.targets.other_params == "mean" else "kept"] = self.others
-        counts = {
-            name: {"parameters": count, "share": share} for name, (count, share) in shares.items()
-        }
-        blocks = {"merged_share_of_blocks": self.merged_share_of_blocks, "left_out": self.left_out}
-        return {"layers": self.layers, **counts, **blocks}
+        if self.targets.other_params == "mean":
+            shares["averaged"] = self.others
+        else:
+            shares["kept"] = self.others
+        content: dict[str, object] = {"layers": self.layers}
+        for name, (count, share) in shares.items():
+            content[name] = {"parameters": count, "share": share}
+        content["merged_share_of_blocks"] = self.merged_share_of_blocks
+        content["left_out"] = self.left_out
+        return content
 
 
 def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: TargetConfig) -> Coverage:
@@ -87,21 +90,22 @@ def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: Target
     merged: Counter[int] = Counter()  # merged elements by the identity of their parameter
     for view in layers.values():
         merged[id(model.get_parameter(view.key))] += math.prod(view.shape)
-    parameters = dict(
-        model.named_parameters()
-    )  # a shared parameter comes once, under its first name
+    # A shared parameter comes once, under its first name.
+    parameters = dict(model.named_parameters())
     in_blocks = list(filter(in_module_of_block, parameters))
     left_out: Counter[str] = Counter()
     for key in in_blocks:
         name, _, attribute = key.rpartition(".")
-        parameter, module = parameters[key], model.get_submodule(name)
-        if merged[id(parameter)] < parameter.numel() and looks_like_matrix(
-            module, attribute, parameter
-        ):
+        parameter = parameters[key]
+        is_matrix = looks_like_matrix(model.get_submodule(name), attribute, parameter)
+        if is_matrix and merged[id(parameter)] < parameter.numel():
             left_out[without_numbers(key)] += 1
     count = sum(elements > 0 for elements in merged.values())
     share = merged.total() / sum(parameter.numel() for parameter in parameters.values())
-    blocks = sum(parameters[key].numel() for key in in_blocks)
-    of_blocks = sum(merged[id(parameters[key])] for key in in_blocks) / blocks if blocks else None
+    share_of_blocks = None
+    elements_in_blocks = sum(parameters[key].numel() for key in in_blocks)
+    if elements_in_blocks:
+        merged_in_blocks = sum(merged[id(parameters[key])] for key in in_blocks)
+        share_of_blocks = merged_in_blocks / elements_in_blocks
     others = (len(parameters) - count, 1 - share)
-    return Coverage(len(layers), (count, share), others, of_blocks, dict(left_out), targets)
+    return Coverage(len(layers), (count, share), others, share_of_blocks, dict(left_out), targets)

@@ -43,12 +43,17 @@ class Expert:
         """Return the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layer's update, without
         its scaling.
         """
-        a = a.unflatten(0, (self.count, -1))[self.number]
-        sides = (self.count, -1) if self.grouped else (-1, self.count)
-        b = b.unflatten(1, sides).select(1 if self.grouped else 2, self.number)
-        left, right = (a.T, b.T) if self.transposed else (b, a)
+        right = a.unflatten(0, (self.count, -1))[self.number]
+        if self.grouped:
+            left = b.unflatten(1, (self.count, -1)).select(1, self.number)
+        else:
+            left = b.unflatten(1, (-1, self.count)).select(2, self.number)
+        if self.transposed:
+            left, right = right.T, left.T
         left = left[self.rows]
-        return (left.T, right.T) if self.flipped else (right, left)
+        if self.flipped:
+            return left.T, right.T
+        return right, left
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ class ExpertRows:
 
     def read(self, source: Source) -> Tensor:
         rows = source.elements(self.key, self.start, self.stop).reshape(-1, self.width)
-        return (rows.T if self.transposed else rows).reshape(self.shape)
+        if self.transposed:
+            rows = rows.T
+        return rows.reshape(self.shape)
 
 
 def find_saved_experts(
@@ -88,7 +95,7 @@ def find_saved_experts(
             f"adapter '{adapter.name}', tensor '{key}': shape {shape} differs from "
             f"{(count, height, width)} of the base: {_OTHER_BASE}"
         )
-    found = {}
+    places = {}
     for param, number, rows, flipped in _places(
         architecture, loaded[0], count, height, adapter.name
     ):
@@ -96,10 +103,10 @@ def find_saved_experts(
         first = number * height + rows.start
         last = number * height + rows.stop
         transposed = flipped != view.transposed
-        found[param] = ExpertRows(
+        places[param] = ExpertRows(
             key, first * width, last * width, width, transposed, view.part_shape
         )
-    return found
+    return places
 
 
 def find_experts(
@@ -113,54 +120,59 @@ def find_experts(
         ValueError: the factors fit no parameter of the base, or nothing tells how they are to be
             read.
     """
-    fits, transposed = {}, {}
+    fits = {}  # by the key of A, that of B, the parameter's name and its shape
+    transposed = {}  # by the key of A, whether the transpose of B A is added, where sides tell
     for key_a, module in modules.items():
         key_b = key_a.replace(".lora_A.", ".lora_B.")
         if key_b not in adapter.tensors:
             raise ValueError(f"adapter '{adapter.name}' has '{key_a}' and no '{key_b}'")
-        (total, a), (b, *_) = adapter.tensors[key_a].shape, adapter.tensors[key_b].shape
-        stacks = architecture.stacks_of(module)
-        fitting = [
-            name
-            for name, (count, *sides) in stacks.items()
-            if {a, b} == {*sides} and total % count == 0
-        ]
-        shapes = f"A is {adapter.tensors[key_a].shape}, B {adapter.tensors[key_b].shape}"
-        if len(fitting) > 1:
+        name, shape = _fitting_parameter(adapter, key_a, key_b, module, architecture)
+        fits[key_a] = (key_b, name, shape)
+        d_i = adapter.tensors[key_a].shape[1]
+        d_o = adapter.tensors[key_b].shape[0]
+        if d_i != d_o:
+            transposed[key_a] = shape[1:] != (d_o, d_i)
+    for key_a, (key_b, name, shape) in fits.items():
+        orders = set(transposed.values())
+        if key_a in transposed:
+            orders = {transposed[key_a]}
+        count, *sides = shape
+        if len(orders) != 1:
             raise ValueError(
-                f"adapter '{adapter.name}', '{module}': {shapes}, for "
-                f"{format_names(fitting)}: which of "
-                f"them is meant depends on peft's version: {_WITH_PEFT}"
+                f"adapter '{adapter.name}' changes the square experts of '{name}', {sides}, and no "
+                "other: whether B A or its transpose is added depends on peft's version: "
+                f"{_WITH_PEFT}"
             )
-        if not fitting:
-            raise ValueError(
-                f"adapter '{adapter.name}', '{module}': {shapes}, for one of {stacks}: "
-                f"{_OTHER_BASE}"
-            )
-        fits[key_a] = key_b, fitting[0], stacks[fitting[0]]
-        if a != b:
-            transposed[key_a] = stacks[fitting[0]][1:] != (b, a)
-    for key_a, (key_b, name, (count, *sides)) in fits.items():
-        alike = {transposed[key_a]} if key_a in transposed else {*transposed.values()}
-        if len(alike) != 1:
-            what = (
-                f"the square experts of '{name}', {sides}, and no other: whether B A or its "
-                "transpose is added"
-            )
-            raise ValueError(
-                f"adapter '{adapter.name}' changes {what} depends on peft's version: {_WITH_PEFT}"
-            )
+        is_transposed = orders == {True}
         grouped = _is_grouped(adapter, count, adapter.tensors[key_a].shape[0] // count)
-        places = _places(architecture, name, count, sides[0], adapter.name)
-        yield (
-            key_a,
-            key_b,
-            name,
-            {
-                param: Expert(number, count, rows, alike == {True}, flipped, grouped)
-                for param, number, rows, flipped in places
-            },
+        experts = {}
+        for param, number, rows, flipped in _places(
+            architecture, name, count, sides[0], adapter.name
+        ):
+            experts[param] = Expert(number, count, rows, is_transposed, flipped, grouped)
+        yield key_a, key_b, name, experts
+
+
+def _fitting_parameter(
+    adapter: Checkpoint, key_a: str, key_b: str, module: str, architecture: Architecture
+) -> tuple[str, tuple[int, ...]]:
+    """Return the name and shape of the parameter of a module that two factors fit."""
+    shape_a = adapter.tensors[key_a].shape
+    shape_b = adapter.tensors[key_b].shape
+    stacks = architecture.stacks_of(module)
+    fitting = []
+    for name, (count, *sides) in stacks.items():
+        if {shape_a[1], shape_b[0]} == set(sides) and shape_a[0] % count == 0:
+            fitting.append(name)
+    factors = f"adapter '{adapter.name}', '{module}': A is {shape_a}, B {shape_b}"
+    if len(fitting) > 1:
+        raise ValueError(
+            f"{factors}, for {format_names(fitting)}: which of them is meant depends on peft's "
+            f"version: {_WITH_PEFT}"
         )
+    if not fitting:
+        raise ValueError(f"{factors}, for one of {stacks}: {_OTHER_BASE}")
+    return fitting[0], stacks[fitting[0]]
 
 
 _OTHER_BASE = "it is for another base"
@@ -173,25 +185,21 @@ def _is_grouped(adapter: Checkpoint, count: int, rank: int) -> bool:
     """
     config: Mapping[str, Any] = adapter.adapter_config
     layout = config.get("lora_B_layout")
-    if min(count, rank) == 1 or layout in _LAYOUTS:
-        return min(count, rank) > 1 and layout == _LAYOUTS[1]
-    marked = (config.get("auto_mapping") or {}).get("unsloth_fixed")
-    if (
-        layout is None
-        and not marked
-        and not str(config.get("base_model_name_or_path")).startswith("unsloth/")
-    ):
+    if min(count, rank) == 1:
         return False
-    what = (
-        "is of unsloth and has no lora_B_layout"
-        if layout is None
-        else f"has lora_B_layout '{layout}'"
+    if layout in _LAYOUTS:
+        return bool(layout == "grouped_by_expert")
+    problem = f"has lora_B_layout '{layout}'"
+    if layout is None:
+        is_marked = (config.get("auto_mapping") or {}).get("unsloth_fixed")
+        base = str(config.get("base_model_name_or_path"))
+        if not is_marked and not base.startswith("unsloth/"):
+            return False
+        problem = "is of unsloth and has no lora_B_layout"
+    raise ValueError(
+        f"adapter '{adapter.name}' {problem}: set it in adapter_config.json to rank_major (peft, "
+        "and unsloth since 17 September 2026) or grouped_by_expert (unsloth before)"
     )
-    values = (
-        "rank_major (peft, and unsloth since 17 September 2026) or grouped_by_expert (unsloth "
-        "before)"
-    )
-    raise ValueError(f"adapter '{adapter.name}' {what}: set it in adapter_config.json to {values}")
 
 
 def _places(
@@ -214,9 +222,6 @@ def _places(
                     f"adapter '{adapter}' changes '{name}', which is no stack of layers: "
                     f"{_WITH_PEFT}"
                 )
-            yield (
-                part,
-                number,
-                slice(first, stop),
-                (rows.shape[-1] > 1) != architecture.views[part].transposed,
-            )
+            # The numbers of a stored row stand side by side if it is a column of the parameter.
+            flipped = (rows.shape[-1] > 1) != architecture.views[part].transposed
+            yield part, number, slice(first, stop), flipped

@@ -34,19 +34,20 @@ class MemorySource(Source):
 
     def split(self, parts: Mapping[str, Parts]) -> None:
         super().split(parts)
-        if parts:
-            split = {
-                part(key, rows): self._whole[key][slice(*rows)]
-                for key in parts
-                for rows in parts[key]
-            }
-            self._values = {
-                key: split[key] if key in split else self._whole[key] for key in self.tensors
-            }
+        if not parts:
+            return
+        values: dict[str, Tensor] = {}
+        for key, value in self._whole.items():
+            for rows in parts.get(key, ()):
+                values[part(key, rows)] = value[slice(*rows)]
+            if not parts.get(key):
+                values[key] = value
+        self._values = values
 
     def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
         """Return a tensor, which shares the model's memory on its own device, and no digest."""
-        if not is_finite(value := self._values[key]):
+        value = self._values[key]
+        if not is_finite(value):
             raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
         return value.to(device), ""
 
@@ -55,17 +56,23 @@ class MemorySource(Source):
 
     def same(self, key: str, other: str) -> bool:
         """Tell whether two tensors hold the same values, at once where they share their memory."""
-        value, its = self._values[key], self._values[other]
-        in_one_place = value.data_ptr() == its.data_ptr() and value.stride() == its.stride()
-        return (in_one_place and value.shape == its.shape) or super().same(key, other)
+        value = self._values[key]
+        other_value = self._values[other]
+        is_same_memory = (
+            value.data_ptr() == other_value.data_ptr()
+            and value.stride() == other_value.stride()
+            and value.shape == other_value.shape
+        )
+        return is_same_memory or super().same(key, other)
 
     def write(self, key: str, value: Tensor) -> None:
         self._values[key].copy_(value)
 
     def check_floats(self, keys: Iterable[str]) -> None:
         """Check the values as well, which are at hand: they must be finite."""
-        super().check_floats(keys := list(keys))
-        for key in keys:
+        all_keys = list(keys)
+        super().check_floats(all_keys)
+        for key in all_keys:
             self.read(key, self._values[key].device)
 
 
@@ -73,25 +80,25 @@ def module_source(name: str, model: nn.Module, without: Collection[str] = ()) ->
     """Return the source of a model's parameters and buffers, but those that were drawn at random
     for lack of others.
     """
-    state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
-    return MemorySource(
-        name, {key: state[key] for key in state if key not in without}, config_of(model)
-    )
+    tensors = {}
+    for key, value in model.state_dict().items():
+        if isinstance(value, Tensor) and key not in without:
+            tensors[key] = value
+    return MemorySource(name, tensors, config_of(model))
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
     """Return the labels and class of a transformers or timm model, in the form of its
     config.json.
     """
-    config, of_timm = getattr(model, "config", None), getattr(model, "pretrained_cfg", None) or {}
-    if callable(to_json := getattr(config, "to_json_string", None)):
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    if callable(to_json):
         return {**json.loads(to_json()), "architectures": [type(model).__name__]}
+    of_timm = getattr(model, "pretrained_cfg", None) or {}
     if "architecture" not in of_timm:
         return {}
-    classifier = {"classifier": of_timm.get("classifier")}
-    size = getattr(model, "num_classes", 0)
     return {
         "architecture": of_timm["architecture"],
-        "num_classes": size,
-        "pretrained_cfg": classifier,
+        "num_classes": getattr(model, "num_classes", 0),
+        "pretrained_cfg": {"classifier": of_timm.get("classifier")},
     }

@@ -20,17 +20,18 @@ def layer_name(name: str) -> str:
 class Block(NamedTuple):
     """The outermost numbered block around a layer."""
 
-    stack: (
-        str | None
-    )  # the name of what holds the blocks, with a dot, which tells stacks apart; None at the top
+    # The name of what holds the blocks, with a dot, which tells stacks apart; None at the top.
+    stack: str | None
     number: int
     inside: str  # the rest of the layer's name
 
 
 def block_of(name: str) -> Block | None:
     """Return the block of a layer, or None for a layer outside all blocks."""
-    found = _BLOCK.fullmatch(name)
-    return Block(found[1], int(found[2]), found[3]) if found else None
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return None
+    return Block(match[1], int(match[2]), match[3])
 
 
 def last_block_numbers(names: Iterable[str]) -> dict[str | None, int]:

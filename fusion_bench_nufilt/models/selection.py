@@ -23,6 +23,7 @@ class Family(NamedTuple):
     convolutions: bool = False  # whether convolutions are merged, too
 
 
+# Each family of models is told by a module that only it has.
 _VLM = "vision-language model, whose vision tower and projector count as other parameters"
 _BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
 # The first family that fits wins. CLIP and T5 merge the authors' layers, the others all projections
@@ -77,26 +78,30 @@ def select_layers(
             some of the names there); a named weight is quantised, or holds no matrix, such as a
             convolution in groups.
     """
-    there, unknown = views(model), unsupported_modules(model)
-    target = _rule(there, unknown, target_modules, _output_head(model))
-    nothing = _Rule("(?!)")  # which no name matches
-    exclude = (
-        nothing if exclude_modules is None else _rule(there, unknown, exclude_modules, head=None)
-    )
-    for name, why in unknown.items():
-        refused = "quantised" in why or target.explicit
-        if refused and target.names(name) and not exclude.names(name):
-            raise ValueError(f"{why}; exclude_modules can leave it out")
-    chosen = [view for view in there if target.takes(view) and not exclude.takes(view)]
+    all_views = views(model)
+    unsupported = unsupported_modules(model)
+    target = _rule(all_views, unsupported, target_modules, _output_head(model))
+    exclude = _Rule("(?!)")  # which no name matches
+    if exclude_modules is not None:
+        exclude = _rule(all_views, unsupported, exclude_modules, head=None)
+    for name, reason in unsupported.items():
+        is_refused = "quantised" in reason or target.explicit
+        if is_refused and target.names(name) and not exclude.names(name):
+            raise ValueError(f"{reason}; exclude_modules can leave it out")
+    chosen = [view for view in all_views if target.takes(view) and not exclude.takes(view)]
     if not chosen:
         raise ValueError(
             f"{target_modules=}, {exclude_modules=} leave no layer of {type(model).__name__} to "
-            f"merge; {_some(there)}"
+            f"merge; {_list_layers(all_views)}"
         )
-    once: dict[tuple[int, tuple[int, int]], MatrixView] = {}
+    layers: dict[str, MatrixView] = {}
+    seen = set()
     for view in chosen:
-        once.setdefault((id(model.get_parameter(view.key)), view.rows), view)
-    return {layer_name(view.name): view for view in once.values()}
+        weight = (id(model.get_parameter(view.key)), view.rows)
+        if weight not in seen:
+            seen.add(weight)
+            layers[layer_name(view.name)] = view
+    return layers
 
 
 class _Rule(NamedTuple):
@@ -116,41 +121,45 @@ class _Rule(NamedTuple):
 
 
 def _rule(
-    there: Sequence[MatrixView],
-    unknown: Iterable[str],
+    all_views: Sequence[MatrixView],
+    unsupported: Iterable[str],
     patterns: str | Sequence[str],
     head: str | None,
 ) -> _Rule:
     if patterns == "all-linear":
-        rest = "" if head is None else rf"(?!{re.escape(head)}$)"
-        return _Rule(rest + ".*", convolutions=False, explicit=False)
-    names = [*(view.name for view in there), *unknown]
+        pattern = ".*"
+        if head is not None:
+            pattern = rf"(?!{re.escape(head)}$).*"
+        return _Rule(pattern, convolutions=False, explicit=False)
+    names = [view.name for view in all_views]
+    names += unsupported
     if patterns == "auto":
-        return _auto(there, names)
+        return _auto(all_views, names)
     if isinstance(patterns, str):
         return _Rule(patterns)
-    names += [view.module for view in there]
+    names += [view.module for view in all_views]
     for word in patterns:
         if not any(f".{name}".endswith(f".{word}") for name in names):
-            how = (
-                "must be a name or its end after a dot, or write the regular expression "
-                f"'.*{re.escape(word)}.*'"
+            raise ValueError(
+                f"'{word}' of {patterns!r} names no layer; it must be a name or its end after a "
+                f"dot, or write the regular expression '.*{re.escape(word)}.*'; "
+                f"{_list_layers(all_views)}"
             )
-            raise ValueError(f"'{word}' of {patterns!r} names no layer; it {how}; {_some(there)}")
-    return _Rule(rf"(.*\.)?({'|'.join(map(re.escape, patterns))})")
+    words = "|".join(map(re.escape, patterns))
+    return _Rule(rf"(.*\.)?({words})")
 
 
-def _auto(there: Sequence[MatrixView], names: Sequence[str]) -> _Rule:
+def _auto(all_views: Sequence[MatrixView], names: Sequence[str]) -> _Rule:
     for family, mark, pattern, convolutions in FAMILIES:
         rule = _Rule(pattern, convolutions, explicit=False)
-        found = sum(map(rule.takes, there))
-        if found and any(re.fullmatch(mark, name) for name in names):
-            log.info("target_modules=auto: %s, %d layers match '%s'", family, found, pattern)
+        count = sum(map(rule.takes, all_views))
+        if count and any(re.fullmatch(mark, name) for name in names):
+            log.info("target_modules=auto: %s, %d layers match '%s'", family, count, pattern)
             return rule
     raise ValueError(
         "target_modules=auto knows CLIP vision towers, T5, and transformers and convolutional "
-        "networks with numbered "
-        f"blocks, and this model is none: name its layers, or say all-linear; {_some(there)}"
+        "networks with numbered blocks, and this model is none: name its layers, or say "
+        f"all-linear; {_list_layers(all_views)}"
     )
 
 
@@ -159,12 +168,19 @@ def _output_head(model: nn.Module) -> str | None:
     peft.
     """
     get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
-    return next((name for name, module in model.named_modules() if module is head), None)
+    if not callable(get_head):
+        return None
+    head = get_head()
+    for name, module in model.named_modules():
+        if module is head:
+            return name
+    return None
 
 
-def _some(there: Sequence[MatrixView], at_most: int = 8) -> str:
-    if not there:
+def _list_layers(all_views: Sequence[MatrixView], at_most: int = 8) -> str:
+    if not all_views:
         return "it has no layer"
-    more = f" and {len(there) - at_most} more" if len(there) > at_most else ""
-    return "its layers: " + ", ".join(view.name for view in there[:at_most]) + more
+    text = "its layers: " + ", ".join(view.name for view in all_views[:at_most])
+    if len(all_views) > at_most:
+        text += f" and {len(all_views) - at_most} more"
+    return text

@@ -22,9 +22,10 @@ def untie(model: nn.Module, names: Collection[str]) -> None:
     Raises:
         ValueError: a module that other names belong to is inside one that is shared as a whole.
     """
-    shared = {
-        name for held in shared_names(model) for name in held if not {*names}.isdisjoint(held)
-    }
+    shared: set[str] = set()
+    for names_of_one in shared_names(model):
+        if not set(names).isdisjoint(names_of_one):
+            shared.update(names_of_one)
     old = model.get_parameter(next(iter(names)))
     own = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
     for name in names:

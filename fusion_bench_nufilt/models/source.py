@@ -59,10 +59,12 @@ class Source(ABC):
         if info.shape != self.tensors[other].shape:
             return False
         numel = math.prod(info.shape)
-        for start in range(0, numel, CHUNK_BYTES // 8):
-            stop = min(start + CHUNK_BYTES // 8, numel)
+        length = CHUNK_BYTES // 8
+        for start in range(0, numel, length):
+            stop = min(start + length, numel)
             values = self.elements(key, start, stop).double()
-            if not torch.equal(values, self.elements(other, start, stop).double()):
+            other_values = self.elements(other, start, stop).double()
+            if not torch.equal(values, other_values):
                 return False
         return True
 
@@ -84,13 +86,14 @@ class Source(ABC):
                     f"model '{self.name}' was saved from a model of peft, with an adapter beside "
                     f"its weights: '{name}'. Give what merge_and_unload() returns"
                 )
-            found = [part for part in parts if part in _WRAPPERS]
-            found += [part for part in parts[:1] if part == "module"]
-            if found:
-                made_by = _WRAPPERS.get(found[0], "DistributedDataParallel or DeepSpeed")
+            wrappers = [part for part in parts if part in _WRAPPERS]
+            if parts[0] == "module":
+                wrappers.append("module")
+            if wrappers:
+                made_by = _WRAPPERS.get(wrappers[0], "DistributedDataParallel or DeepSpeed")
                 raise ValueError(
                     f"model '{self.name}' was saved from the wrapper of {made_by}: the name of "
-                    f"'{name}' has '{found[0]}.'. {self._unwrapping(found[0])}"
+                    f"'{name}' has '{wrappers[0]}.'. {self._unwrapping(wrappers[0])}"
                 )
 
     def _unwrapping(self, wrapper: str) -> str:
@@ -113,10 +116,13 @@ class Source(ABC):
         floating point.
         """
         for key in keys:
-            if (dtype := self.tensors[key].dtype) not in FLOATS:
-                only = f"only {', '.join(FLOATS)}; name the model it was quantised from"
-                stored = f"model '{self.name}', tensor '{key}' is stored as {dtype}"
-                raise ValueError(f"{stored}: quantised weights can't be merged, {only}")
+            dtype = self.tensors[key].dtype
+            if dtype not in FLOATS:
+                raise ValueError(
+                    f"model '{self.name}', tensor '{key}' is stored as {dtype}: quantised weights "
+                    f"can't be merged, only {', '.join(FLOATS)}; name the model it was quantised "
+                    "from"
+                )
 
 
 def part(key: str, rows: tuple[int, int]) -> str:
@@ -129,13 +135,19 @@ def split_rows(
     """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys
     of :func:`part`.
     """
-    found: dict[str, TensorInfo] = {}
+    split: dict[str, TensorInfo] = {}
     for key, info in tensors.items():
-        rows = parts.get(key)
-        found |= {part(key, row): info.rows(*row) for row in rows} if rows else {key: info}
-    return found
+        for rows in parts.get(key, ()):
+            split[part(key, rows)] = info.rows(*rows)
+        if not parts.get(key):
+            split[key] = info
+    return split
 
 
 def format_names(names: Iterable[str | Path]) -> str:
-    first, rest = (names := list(names))[:4], names[4:]
-    return ", ".join(f"'{name}'" for name in first) + (f" and {len(rest)} more" if rest else "")
+    """Return the first names in quotes, and how many more there are."""
+    all_names = list(names)
+    text = ", ".join(f"'{name}'" for name in all_names[:4])
+    if len(all_names) > 4:
+        text += f" and {len(all_names) - 4} more"
+    return text

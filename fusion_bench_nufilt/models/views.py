@@ -5,7 +5,7 @@ which rows of which parameter hold it, and whether they hold it transposed.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +33,16 @@ class MatrixView:
         are contiguous.
         """
         d_o, d_i = self.shape
-        return part.reshape(d_i, d_o).T if self.transposed else part.reshape(d_o, d_i)
+        if self.transposed:
+            return part.reshape(d_i, d_o).T
+        return part.reshape(d_o, d_i)
 
     def part(self, matrix: Tensor) -> Tensor:
         """Return a matrix in the form in which the parameter stores it; the inverse of
         :meth:`matrix`.
         """
-        return (matrix.T if self.transposed else matrix).reshape(self.part_shape)
+        stored = matrix.T if self.transposed else matrix
+        return stored.reshape(self.part_shape)
 
     def read(self, model: nn.Module) -> Tensor:
         """Return the matrix in a model, which shares the model's memory if the parameter is
@@ -63,44 +66,46 @@ def views(model: nn.Module) -> list[MatrixView]:
     """Return all matrices of a model in the order of its modules (``docs/checkpoints.md`` has a
     table).
     """
-    return [view for name, module in model.named_modules() for view in _views_of(name, module)]
+    all_views: list[MatrixView] = []
+    for name, module in model.named_modules():
+        all_views += _views_of(name, module)
+    return all_views
 
 
 def unsupported_modules(model: nn.Module) -> dict[str, str]:
     """Return the names of modules whose weights no view can hold, and why."""
-    found = {}
+    reasons = {}
     for name, module in model.named_modules():
-        known = {view.key for view in _views_of(name, module)}
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        grouped = isinstance(module, _ConvNd) and module.groups > 1
-        for attribute, tensor in own:
-            what = f"'{join(name, attribute)}' of shape {tuple(tensor.shape)}"
+        keys_of_views = {view.key for view in _views_of(name, module)}
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for attribute, tensor in tensors:
+            key = join(name, attribute)
+            label = f"'{key}' of shape {tuple(tensor.shape)}"
+            is_weight = attribute == "weight"
+            is_parameter = isinstance(tensor, nn.Parameter)
             if "weight" in attribute and tensor.dtype not in FLOATS:
-                found[name] = (
-                    f"{what} is stored as {tensor.dtype}: quantised weights can't be merged"
+                reasons[name] = (
+                    f"{label} is stored as {tensor.dtype}: quantised weights can't be merged"
                 )
-            elif grouped and attribute == "weight":
-                found[name] = (
-                    f"{what} is a convolution in {module.groups} groups, which is no matrix"
+            elif is_weight and isinstance(module, _ConvNd) and module.groups > 1:
+                reasons[name] = (
+                    f"{label} is a convolution in {module.groups} groups, which is no matrix"
                 )
-            elif (
-                join(name, attribute) not in known
-                and isinstance(tensor, nn.Parameter)
-                and _long_sides(tensor) > 2
-            ):
-                found[name] = (
-                    f"{what} of {type(module).__name__} is no matrix or stack of matrices that is "
-                    "known"
+            elif key not in keys_of_views and is_parameter and _long_sides(tensor) > 2:
+                reasons[name] = (
+                    f"{label} of {type(module).__name__} is no matrix or stack of matrices that "
+                    "is known"
                 )
-    return found
+    return reasons
 
 
 def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
     """Tell whether a parameter has the shape of a matrix or of several, and is neither an embedding
     nor a bias.
     """
-    table = isinstance(module, nn.Embedding | nn.EmbeddingBag) or attribute.endswith("bias")
-    return _long_sides(parameter) >= 2 and not table
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or attribute.endswith("bias"):
+        return False
+    return _long_sides(parameter) >= 2
 
 
 def join(name: str, attribute: str) -> str:
@@ -114,66 +119,86 @@ def _long_sides(tensor: Tensor) -> int:
     return sum(size > 1 for size in tensor.shape)
 
 
-def _views_of(name: str, module: nn.Module) -> Iterator[MatrixView]:
-    own = {
-        name: parameter
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.numel()
-    }
-
-    def one(
-        attribute: str, part: str = "", *, transposed: bool = False, linear: bool = True
-    ) -> Iterator[MatrixView]:
-        parameter = own.get(attribute)
-        if parameter is not None and parameter.dtype in FLOATS and parameter.ndim >= 2:
-            yield from several(attribute, [part], transposed=transposed, linear=linear)
-
-    def several(
-        attribute: str, parts: Sequence[str], *, transposed: bool = False, linear: bool = True
-    ) -> Iterator[MatrixView]:
-        parameter = own[attribute]
-        size = len(parameter) // len(parts)
-        stored = (size, *parameter.shape[1:])
-        height, *sides = stored[1:] if size == 1 and parameter.ndim == 3 and linear else stored
-        width = math.prod(sides)
-        shape = (width, height) if transposed else (height, width)
-        for i, part in enumerate(parts):
-            rows = (i * size, (i + 1) * size)
-            yield MatrixView(
-                join(name, part),
-                name,
-                join(name, attribute),
-                shape,
-                rows,
-                stored,
-                transposed,
-                linear,
-            )
-
+def _views_of(name: str, module: nn.Module) -> list[MatrixView]:
+    """Return the matrices in a module's own parameters."""
+    own = {}
+    for attribute, parameter in module.named_parameters(recurse=False):
+        if parameter.numel():
+            own[attribute] = parameter
     if isinstance(module, nn.Linear):
-        yield from one("weight")
-    elif _is_conv1d(module):
-        yield from one("weight", transposed=True)
-    elif isinstance(module, _ConvNd):
-        if module.groups == 1 and not module.transposed:
-            yield from one("weight", linear=False)
-    elif (
-        "in_proj_weight" in own
-        and own["in_proj_weight"].ndim == 2
-        and len(own["in_proj_weight"]) % 3 == 0
-    ):
-        yield from several("in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])
-    elif isinstance(module, nn.MultiheadAttention):  # keys or values differ in size from queries
-        for part in ("q_proj", "k_proj", "v_proj"):
-            yield from one(f"{part}_weight", part)
-    elif (transposed := _orientation(own)) is not None:
+        return _whole(name, own, "weight")
+    if _is_conv1d(module):
+        return _whole(name, own, "weight", transposed=True)
+    if isinstance(module, _ConvNd):
+        if module.groups > 1 or module.transposed:
+            return []
+        return _whole(name, own, "weight", linear=False)
+    packed = own.get("in_proj_weight")
+    if packed is not None and packed.ndim == 2 and len(packed) % 3 == 0:
+        return _parts(name, own, "in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])
+    if isinstance(module, nn.MultiheadAttention):  # keys or values differ in size from queries
+        return [
+            *_whole(name, own, "q_proj_weight", "q_proj"),
+            *_whole(name, own, "k_proj_weight", "k_proj"),
+            *_whole(name, own, "v_proj_weight", "v_proj"),
+        ]
+    transposed = _orientation(own)
+    if transposed is not None:
+        all_views = []
         for attribute in ("gate_up_proj", "down_proj"):
             experts = [f"{expert}.{attribute}" for expert in range(len(own[attribute]))]
-            yield from several(attribute, experts, transposed=transposed)
-    elif "weight" in own and own["weight"].ndim == 3:
-        sizes = getattr(module, "output_size", None), getattr(module, "input_size", None)
-        if own["weight"].shape[1:] == sizes:
-            yield from several("weight", list(map(str, range(len(own["weight"])))))
+            all_views += _parts(name, own, attribute, experts, transposed=transposed)
+        return all_views
+    weight = own.get("weight")
+    if weight is not None and weight.ndim == 3:
+        sizes = (getattr(module, "output_size", None), getattr(module, "input_size", None))
+        if weight.shape[1:] == sizes:
+            return _parts(name, own, "weight", list(map(str, range(len(weight)))))
+    return []
+
+
+def _whole(
+    name: str,
+    own: Mapping[str, nn.Parameter],
+    attribute: str,
+    part: str = "",
+    *,
+    transposed: bool = False,
+    linear: bool = True,
+) -> list[MatrixView]:
+    """Return the matrix that is a whole parameter, if the module has it."""
+    parameter = own.get(attribute)
+    if parameter is None or parameter.dtype not in FLOATS or parameter.ndim < 2:
+        return []
+    return _parts(name, own, attribute, [part], transposed=transposed, linear=linear)
+
+
+def _parts(
+    name: str,
+    own: Mapping[str, nn.Parameter],
+    attribute: str,
+    parts: Sequence[str],
+    *,
+    transposed: bool = False,
+    linear: bool = True,
+) -> list[MatrixView]:
+    """Return the matrices that lie in a parameter one below another."""
+    parameter = own[attribute]
+    size = len(parameter) // len(parts)
+    part_shape = (size, *parameter.shape[1:])
+    sides = part_shape
+    if size == 1 and parameter.ndim == 3 and linear:  # a stack of experts
+        sides = part_shape[1:]
+    height = sides[0]
+    width = math.prod(sides[1:])
+    shape = (width, height) if transposed else (height, width)
+    key = join(name, attribute)
+    all_views = []
+    for number, part in enumerate(parts):
+        rows = (number * size, (number + 1) * size)
+        view = MatrixView(join(name, part), name, key, shape, rows, part_shape, transposed, linear)
+        all_views.append(view)
+    return all_views
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -193,16 +218,16 @@ def _orientation(own: dict[str, nn.Parameter]) -> bool | None:
     With n inputs and m hidden units, ``gate_up_proj`` and ``down_proj`` of an expert are (2m, n)
     and (n, m), or (n, 2m) and (m, n) if transposed. For no n and m are the two cases the same.
     """
-    gate_up, down = own.get("gate_up_proj"), own.get("down_proj")
-    if (
-        gate_up is None
-        or down is None
-        or gate_up.ndim != 3
-        or down.ndim != 3
-        or len(gate_up) != len(down)
-    ):
+    gate_up = own.get("gate_up_proj")
+    down = own.get("down_proj")
+    if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3:
         return None
-    (_, *up), (_, *back) = gate_up.shape, down.shape
-    if up == [2 * back[1], back[0]]:
+    if len(gate_up) != len(down):
+        return None
+    height_up, width_up = gate_up.shape[1:]
+    height_down, width_down = down.shape[1:]
+    if (height_up, width_up) == (2 * width_down, height_down):
         return False
-    return True if up == [back[1], 2 * back[0]] else None
+    if (height_up, width_up) == (width_down, 2 * height_down):
+        return True
+    return None
