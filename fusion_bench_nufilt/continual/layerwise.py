@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from fusion_bench_nufilt.merge.encode import state_to_keep
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
 from fusion_bench_nufilt.merge.others import average_others
-from fusion_bench_nufilt.merge.plan import Plan, select
+from fusion_bench_nufilt.merge.plan import Plan, Selection, select
 from fusion_bench_nufilt.merge.relation import check_relation
 from fusion_bench_nufilt.merge.settings import Settings
-from fusion_bench_nufilt.methods import Report, find_method
+from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.models import Heads, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.model import ModelWeights
@@ -61,43 +60,68 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             names it.
     """
 
+    layer_method: str  # the name of the method
+    method_class: type[LayerMethod]
+
+    # These are set when a run starts, from the attributes that have the options' names.
+    options: Any  # of the method, an instance of its `Options`
+    targets: TargetConfig
+    device_config: DeviceConfig
+
+    # These describe the last run.
+    method: LayerMethod
+    task_heads: dict[str, Head]  # the heads that are kept, by task
+    head_tensors: dict[str, dict[str, Tensor]]
+    _architecture: Architecture
+    _base: ModelWeights  # the pretrained model
+    _heads: Heads
+    _selection: Selection  # the layers to merge
+    _states: dict[str, Tensor]  # what is kept to go on from, as in the file beside a merged model
+    _has_float32_layers: bool  # whether that has layers in more digits than the model
+    _mean_counts: dict[str, int]  # models in the mean of a tensor, where not one for each step
+    _ignored_keys: dict[str, set[str]]  # by model: weights that it lacks, or in another shape
+    _first_params: dict[str, str]  # of tied weights, in a merge that is gone on from
+    _reports: list[dict[str, Any]]  # the rows of layers.csv
+
     def __init__(self, layer_method: str, **kwargs: Any) -> None:
-        self._kind = find_method(layer_method)
-        plain = {
-            key: list(value) if isinstance(value, ListConfig) else value
-            for key, value in kwargs.items()
-        }
-        self._own: tuple[type[Any], ...] = (self._kind.Options, TargetConfig, DeviceConfig)
-        made, protocol = split_options(self._own, {**self._kind.defaults, **plain})
+        self.layer_method = layer_method
+        self.method_class = find_method(layer_method)
+        values = dict(self.method_class.defaults)
+        for key, value in kwargs.items():
+            if isinstance(value, ListConfig):
+                value = list(value)
+            values[key] = value
+        # This checks the values, too.
+        option_classes = [self.method_class.Options, TargetConfig, DeviceConfig]
+        instances, protocol = split_options(option_classes, values)
+        # FusionBench saves as the algorithm's configuration the attributes that the mapping names.
+        # auto_register_config can't know these, since they depend on the method.
         self._config_mapping = type(self)._config_mapping.copy()
-        for options in ({"layer_method": layer_method}, *map(vars, made)):
-            for key, value in options.items():
+        self._config_mapping["layer_method"] = "layer_method"
+        for instance in instances:
+            for key, value in vars(instance).items():
                 self._config_mapping[key] = key
                 setattr(self, key, value)
         super().__init__(**protocol)
 
     @property
     def name(self) -> str:
-        return self._kind.label
+        return self.method_class.label
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        self.options, self.targets, self.device_config = (
-            options_of(kind, self) for kind in self._own
-        )
-        self.task_heads: dict[str, Head] = {}
-        self.head_tensors: dict[str, dict[str, Tensor]] = {}
-        # What is kept to go on from, as in the file beside a merged model.
-        self._states: dict[str, Tensor] = {}
-        self._wide_layers = False  # whether that has layers in more digits than the model
-        self._mean_counts: dict[
-            str, int
-        ] = {}  # of tensors outside the merged layers, where not one for each step
-        self._reports: list[dict[str, Any]] = []  # the rows of layers.csv
-        self._lacking: dict[
-            str, set[str]
-        ] = {}  # weights that the models lack, or have in another shape
+        # A caller may have changed an attribute since the constructor.
+        self.options = options_of(self.method_class.Options, self)
+        self.targets = options_of(TargetConfig, self)
+        self.device_config = options_of(DeviceConfig, self)
+        self.task_heads = {}
+        self.head_tensors = {}
+        self._states = {}
+        self._has_float32_layers = False
+        self._mean_counts = {}
+        self._reports = []
+        self._ignored_keys = {}
         self._architecture = Architecture(pretrained)
-        self._earlier: dict[str, str] = {}  # params of tied weights in a merge that is gone on from
+        self._first_params = {}
         self._base = self._model(PRETRAINED, pretrained, ())
         stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).params
         config = self._base.source.config
@@ -109,9 +133,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._architecture.embeddings(stored),
         )
         self._heads.keep(self.before.get("heads", {}).values())
-        self._heads.add(
-            PRETRAINED, self._base.params, config, ()
-        )  # a head that its checkpoint lacks counts, too
+        # A head that its checkpoint lacks counts, too.
+        self._heads.add(PRETRAINED, self._base.params, config, ())
         self._select()
         log.info("%s", self.method)
 
@@ -123,44 +146,52 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def _select(self) -> None:
         """Select the layers, without those of the heads that are known by now."""
         self._selection = select(self._base, self._architecture, self.targets, self._heads)
-        self.method = self._kind(
+        self.method = self.method_class(
             self.options, list(self.layers), self.seed, self._architecture.last_blocks
         )
         log.info("%s", self._selection.coverage)
         shapes = [view.shape for view in self.layers.values()]
-        doubts = self._selection.coverage.warning, self.method.warning(shapes, self.door)
-        for warning in filter(None, doubts):
-            _warn_once("%s", warning)
+        for warning in (self._selection.coverage.warning, self.method.warning(shapes, self.door)):
+            if warning:
+                _warn_once("%s", warning)
 
-    def _model(self, name: str, model: nn.Module, lacking: Collection[str]) -> ModelWeights:
-        opened = ModelWeights(module_source(name, model, lacking), self._architecture)
-        opened.tie(self._architecture)
-        return opened
+    def _model(self, name: str, model: nn.Module, ignored: Collection[str]) -> ModelWeights:
+        """Return the weights of a module, but those of the ignored keys."""
+        weights = ModelWeights(module_source(name, model, ignored), self._architecture)
+        weights.tie(self._architecture)
+        return weights
 
     def _untie(
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str]
     ) -> None:
         """Untie what a model has as two weights, and the pretrained one as one."""
-        opened = ModelWeights(module_source(name, model, missing_keys), self._architecture)
-        before = self._architecture.weights
+        weights = ModelWeights(module_source(name, model, missing_keys), self._architecture)
+        tied_before = self._architecture.weights
         if name == MERGED:
-            self._earlier = earlier_params(self._architecture, opened)
-            tie_weights(self._architecture, [opened], [], self.targets)
+            self._first_params = earlier_params(self._architecture, weights)
+            tie_weights(self._architecture, [weights], [], self.targets)
         else:
             step = self.first_step + self.names.index(name)
-            tie_weights(self._architecture, [], [opened], self.targets, step)
-        if self._architecture.weights != before:
-            self._base = self._model(PRETRAINED, pretrained, ())
-            self._select()
-            earlier = {name: self._architecture.first(names) for names in before for name in names}
-            carry_over(self._architecture, self._mean_counts, earlier)
-            carry_over(self._architecture, self._states, earlier, mean_key)
+            tie_weights(self._architecture, [], [weights], self.targets, step)
+        if self._architecture.weights == tied_before:
+            return
+        self._base = self._model(PRETRAINED, pretrained, ())
+        self._select()
+        # What was kept of a tied weight goes to each of those that it has become.
+        first_params = {}
+        for names in tied_before:
+            for param in names:
+                first_params[param] = self._architecture.first(names)
+        carry_over(self._architecture, self._mean_counts, first_params)
+        carry_over(self._architecture, self._states, first_params, mean_key)
 
     @property
     def solving_share(self) -> float | None:
         """The share of the merging time that the solver took; None for a method without one."""
-        solving = sum(row.get("solving_seconds", 0.0) for row in self._reports)
-        return solving / sum(row["seconds"] for row in self._reports) if solving else None
+        solving_seconds = sum(row.get("solving_seconds", 0.0) for row in self._reports)
+        if not solving_seconds:
+            return None
+        return solving_seconds / sum(row["seconds"] for row in self._reports)
 
     def prepare(self, merged: nn.Module) -> None:
         untie_model(self._architecture, merged)
@@ -180,21 +211,27 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
         self._mean_counts = dict(manifest.get("mean_counts", {}))
         self.task_heads = dict(manifest.get("heads", {}))
-        self.files = {} if folder is None else read_heads(folder, manifest)
-        self.head_tensors = {
-            task: load(self.files[head["file"]]) for task, head in self.task_heads.items()
-        }
-        self._states = {} if folder is None else load_state(folder)
-        carry_over(self._architecture, self._mean_counts, self._earlier)
-        carry_over(self._architecture, self._states, self._earlier, mean_key)
+        self.files = {}
+        self._states = {}
+        source = MERGED
+        if folder is not None:
+            self.files = read_heads(folder, manifest)
+            self._states = load_state(folder)
+            source = str(folder)
+        self.head_tensors = {}
+        for task, head in self.task_heads.items():
+            self.head_tensors[task] = load(self.files[head["file"]])
+        carry_over(self._architecture, self._mean_counts, self._first_params)
+        carry_over(self._architecture, self._states, self._first_params, mean_key)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), before=manifest)
-        for warning in check_state(plan, MERGED if folder is None else str(folder)):
+        for warning in check_state(plan, source):
             log.warning("%s", warning)
         self._states = {key: self._states[stored] for key, stored in stored_keys(plan).items()}
-        self._wide_layers = self.method.state_is_weight and any(
-            layer.keys[0] in self._states for layer in plan.layers if has_state(plan, layer)
-        )
+        # Of a method that keeps nothing but the weight, a state is the weight in float32.
+        if self.method.state_is_weight:
+            layers = [layer for layer in plan.layers if has_state(plan, layer)]
+            self._has_float32_layers = any(layer.keys[0] in self._states for layer in layers)
 
     def check_model(
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str] = ()
@@ -202,53 +239,58 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         if name != PRETRAINED:
             self._untie(pretrained, model, name, missing_keys)
         if name in (PRETRAINED, MERGED):
-            merged = {view.key for view in self.layers.values()}
-            refuse_missing_keys(
-                name, [key for key in missing_keys if key in merged], can_exclude=True
-            )
+            merged_keys = {view.key for view in self.layers.values()}
+            missing_layers = [key for key in missing_keys if key in merged_keys]
+            refuse_missing_keys(name, missing_layers, can_exclude=True)
             if name == MERGED:
                 check_made_from(self._base, self._model(name, model, ()), ())
             return
-        task, before = self._model(name, model, missing_keys), self._heads.of(self._base.params)
+        task = self._model(name, model, missing_keys)
+        head_params = self._heads.of(self._base.params)
         find_head(self._heads, task)
-        if self._heads.of(self._base.params) != before:
+        if self._heads.of(self._base.params) != head_params:
             self._refuse_late_head(name)
             self._select()
         take_head(self._heads, task)
-        if lost := self._heads.of(map(self._architecture.param, missing_keys)):
-            why = f"its checkpoint has no head ('{lost[0]}' was drawn at random)"
-            log.warning("model '%s': %s: none is kept", name, why)
+        missing_heads = self._heads.of(map(self._architecture.param, missing_keys))
+        if missing_heads:
+            log.warning(
+                "model '%s': its checkpoint has no head ('%s' was drawn at random): none is kept",
+                name,
+                missing_heads[0],
+            )
         plan = self._plan([task], self.first_step + self.names.index(name))
-        for warning in chain(
-            check_task(plan, task, self._architecture, plan.averaged), check_relation(plan)
-        ):
+        for warning in check_task(plan, task, self._architecture, plan.averaged):
             log.warning("%s", warning)
-        ignored = (
-            key for key in task.source.tensors if self._architecture.param(key) in task.ignored
-        )
-        self._lacking[name] = {*missing_keys, *ignored}
+        for warning in check_relation(plan):
+            log.warning("%s", warning)
+        self._ignored_keys[name] = set(missing_keys)
+        for key in task.source.tensors:
+            if self._architecture.param(key) in task.ignored:
+                self._ignored_keys[name].add(key)
 
     def _refuse_late_head(self, name: str) -> None:
         """Refuse a head that is found after a step has merged it as a layer."""
         if not self._checked_first and self.first_step + len(self.merge_seconds) > 1:
             heads = ", ".join(sorted(self._heads.modules))
-            said = (
+            raise ValueError(
                 f"model '{name}' has a head of its own ({heads}), which the models before it had "
-                "not"
+                f"not: set heads='{heads}', or leave check_models on"
             )
-            raise ValueError(f"{said}: set heads='{heads}', or leave check_models on")
 
     def _plan(
         self, tasks: list[ModelWeights], step: int, merged: ModelWeights | None = None
     ) -> Plan:
         """Return the plan of a step."""
-        state = MemorySource("the state", self._states)
+        state = None
+        if self._states:
+            state = ModelWeights(MemorySource("the state", self._states), self._architecture)
         devices = self.device_config.choose(self.fabric.device)
         settings = Settings(
             seed=self.seed,
             step=step,
             device=",".join(map(str, devices)),
-            state=True if self._wide_layers else None,
+            state=True if self._has_float32_layers else None,
         )
         before = Manifest(step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads)
         return Plan(
@@ -258,14 +300,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             settings=settings,
             before=before,
             merged=merged,
-            state=ModelWeights(state, self._architecture) if self._states else None,
+            state=state,
             heads=describe_heads(self._heads, self._base, tasks, before),
         )
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
-        model = self._model(name, task, self._lacking[name])
+        model = self._model(name, task, self._ignored_keys[name])
         take_head(self._heads, model)
         self.prepare(merged)
         so_far = self._model(MERGED, merged, ())
@@ -305,33 +347,37 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         """Keep the head of the plan's task, if it has one."""
         files = new_heads(plan)
         self.files = {**self.files, **files}
-        new = {name: head for name, head in plan.heads.items() if name not in self.task_heads}
-        self.head_tensors |= {name: load(files[head["file"]]) for name, head in new.items()}
+        for name, head in plan.heads.items():
+            if name not in self.task_heads:
+                self.head_tensors[name] = load(files[head["file"]])
         self.task_heads = plan.heads
 
     def restore(self, step: int) -> None:
-        if self.folder is not None and (file := self.folder.path / "layers.csv").is_file():
-            try:
-                rows = read_table(file, "task layer step")
-                self._reports = rows[rows["step"] <= step].to_dict("records")
-            except ValueError as error:
-                log.warning("%s: it begins anew with step %d", error, step + 1)
+        if self.folder is None:
+            return
+        file = self.folder.path / "layers.csv"
+        if not file.is_file():
+            return
+        try:
+            rows = read_table(file, "task layer step")
+            self._reports = rows[rows["step"] <= step].to_dict("records")
+        except ValueError as error:
+            log.warning("%s: it begins anew with step %d", error, step + 1)
 
     def _report(self, name: str, reports: Mapping[str, Report]) -> None:
-        self._reports += [
-            {"step": row["step"], "task": name, "layer": layer, **row}
-            for layer, row in reports.items()
-        ]
+        """Add what a step did to the layers to ``layers.csv``, and its means to the loggers."""
+        for layer, row in reports.items():
+            self._reports.append({"step": row["step"], "task": name, "layer": layer, **row})
         if self.folder is None:
             return
         write_text(self.folder.path / "layers.csv", pd.DataFrame(self._reports).to_csv(index=False))
         if self.fabric.loggers:
-            step = next(row["step"] for row in reports.values())
-            means = {
-                key: sum(row[key] for row in reports.values()) / len(reports)
-                for key in self.method.logged
-            }
-            self.log_dict({f"layers/{key}": mean for key, mean in means.items()}, step=step)
+            step = next(iter(reports.values()))["step"]
+            means = {}
+            for key in self.method.logged:
+                values = [row[key] for row in reports.values()]
+                means[f"layers/{key}"] = sum(values) / len(values)
+            self.log_dict(means, step=step)
 
 
 @auto_register_config
