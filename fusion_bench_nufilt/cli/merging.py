@@ -5,7 +5,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -100,7 +100,8 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     plan = plan_merge(
         models["base"], models["tasks"], models.get("merged"), *options, method=method
     )
-    plan.warnings += check_inputs(plan, models.get("inputs", {}), "the recipe")
+    about_inputs = check_inputs(plan, models.get("inputs", {}), "the recipe")
+    plan = replace(plan, warnings=[*plan.warnings, *about_inputs])
     out = Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
     return plan, out
 

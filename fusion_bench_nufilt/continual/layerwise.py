@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.merge.beside import has_state, mean_key, state_tensors, stored_keys
-from fusion_bench_nufilt.merge.checks import check_made_from, check_state, check_task
+from fusion_bench_nufilt.merge.checks import check_made_from, check_shapes, check_state, check_task
 from fusion_bench_nufilt.merge.encode import state_to_keep
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
@@ -260,6 +260,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 missing_heads[0],
             )
         plan = self._plan([task], self.first_step + self.names.index(name))
+        for param in check_shapes(plan, task, self._architecture):
+            task.ignore(param)
         for warning in check_task(plan, task, self._architecture, plan.averaged):
             log.warning("%s", warning)
         for warning in check_relation(plan):

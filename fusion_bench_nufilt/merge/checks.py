@@ -1,8 +1,11 @@
-"""What a merge refuses before anything large is read, and what it warns of."""
+"""What a merge refuses before anything large is read, and what it warns of.
+
+A check changes nothing: it raises a ValueError, or returns its warnings.
+"""
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -36,7 +39,7 @@ log = logging.getLogger(__name__)
 CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 
-def check_merged(plan: Plan, merged: ModelWeights) -> Iterator[str]:
+def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     """Check that a merged model has the base's keys and shapes, and was made from this base with
     the same settings.
     """
@@ -45,49 +48,58 @@ def check_merged(plan: Plan, merged: ModelWeights) -> Iterator[str]:
         advice = "say with --step which number the new one has"
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
     check_made_from(plan.pretrained, merged, plan.computed)
+    warnings: list[str] = []
     inputs = plan.before.get("inputs", {})
     if "base" in inputs:
-        yield from check_inputs(plan, {"base": inputs["base"]}, f"'{name}'")
-    now = plan.options()
-    before = plan.before.get("settings", {})
+        warnings += check_inputs(plan, {"base": inputs["base"]}, f"'{name}'")
+    saved_options = plan.before.get("settings", {})
+    options = json.loads(json.dumps(plan.options()))  # as a manifest has them
     kinds = (type(plan.method.options), TargetConfig, Settings)
-    lasting = [key for key in ("method", *with_scope(kinds, "stream")) if key in before]
+    lasting = []
+    for key in ("method", *with_scope(kinds, "stream")):
+        if key in saved_options and key in options:
+            lasting.append(key)
     differing = differences(
-        {key: before[key] for key in lasting if key in now},
-        json.loads(json.dumps({key: now[key] for key in lasting if key in now})),
+        {key: saved_options[key] for key in lasting},
+        {key: options[key] for key in lasting},
     )
     if differing:
         changed = "; ".join(map(str, differing))
-        yield f"settings differ from those that '{name}' was made with: {changed}"
+        warnings.append(f"settings differ from those that '{name}' was made with: {changed}")
+    return warnings
 
 
-def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> Iterator[str]:
+def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> list[str]:
     """Refuse a model that is not the one that a manifest names for its role in the merge, and warn
     where the manifest can't tell.
 
     ``of`` says whose manifest it is.
     """
+    warnings = []
     for role, saved in inputs.items():
         if role not in plan.models or not plan.settings.verify:
             continue
-        now = plan.models[role].checkpoint.identity()
+        identity = plan.models[role].checkpoint.identity()
         name = f"'{plan.models[role].source.name}'"
         known_by = [key for key in ("revision", "files") if key in saved]
         differing = differences(
             {key: saved[key] for key in known_by},
-            {key: now.get(key) for key in known_by},
+            {key: identity.get(key) for key in known_by},
         )
         if not differing:
             continue
         line = in_one_line(differing)
         if not without_times(differing):
-            yield f"{name} may have changed since it was the {role} of {of}: {line}"
-        elif known_by[0] not in now:
-            yield f"{name} may not be the {role} of {of}, which is known by its {known_by[0]}"
+            warnings.append(f"{name} may have changed since it was the {role} of {of}: {line}")
+        elif known_by[0] not in identity:
+            warnings.append(
+                f"{name} may not be the {role} of {of}, which is known by its {known_by[0]}"
+            )
         else:
             raise ValueError(
                 f"{name} is not the {role} of {of}: {line}; name that one, or add --no-verify"
             )
+    return warnings
 
 
 def check_module(
@@ -108,33 +120,32 @@ def check_module(
     """
     architecture = Architecture(pretrained)
     base = ModelWeights(module_source("_pretrained_", pretrained), architecture)
-    found = [
-        Layer(view.name, param, (base.keys[param],), view)
-        for param, view in architecture.views.items()
-        if layers is None or view.key in layers
-    ]
-    others = architecture.others(base.source, found)
-    computed = set(filter(architecture.is_computed, others))
+    required_layers = []
+    for param, view in architecture.views.items():
+        if layers is None or view.key in layers:
+            required_layers.append(Layer(view.name, param, (base.keys[param],), view))
+    others = architecture.others(base.source, required_layers)
     targets = TargetConfig(other_params="mean")
     selection = Selection(
-        base,
-        targets,
-        found,
-        others,
-        set(),
-        computed,
-        coverage(pretrained, {}, targets),
-        architecture.origin,
+        pretrained=base,
+        targets=targets,
+        layers=required_layers,
+        others=others,
+        head_params=set(),
+        computed=set(filter(architecture.is_computed, others)),
+        coverage=coverage(pretrained, {}, targets),
+        origin=architecture.origin,
     )
     task = ModelWeights(module_source(name, model, drawn), architecture)
-    if names := differing(architecture, task):
+    separate = differing(architecture, task)
+    if separate:
         raise ValueError(
-            f"model '{name}' has "
-            f"{format_names(names)} as weights of their own, which are one in its base: "
-            f"{COPY_HEAD}, and name that folder"
+            f"model '{name}' has {format_names(separate)} as weights of their own, which are one "
+            f"in its base: {COPY_HEAD}, and name that folder"
         )
-    for each in (base, task):
-        each.tie(architecture)
+    base.tie(architecture)
+    task.tie(architecture)
+    check_shapes(selection, task, architecture)
     for warning in check_task(selection, task, architecture, selection.averaged_at(1)):
         log.info("%s", warning)
 
@@ -144,48 +155,49 @@ def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collecti
 
     It may lack those that are ``computed`` when a model is built.
     """
-    expected = {
-        param: shape
-        for param, shape in base.params.items()
-        if param in merged.params or param not in computed
-    }
-    for param, shape in expected.items():
-        other = merged.params.get(param)
-        if other != shape:
-            but = f"'{param}' is {other} there and {shape} in the base"
-            what = (
+    float_keys = []
+    for param, shape in base.params.items():
+        if param not in merged.params and param in computed:
+            continue
+        merged_shape = merged.params.get(param)
+        if merged_shape != shape:
+            raise ValueError(
                 f"the merged model '{merged.source.name}' was not made from the base "
-                f"'{base.source.name}'"
+                f"'{base.source.name}': '{param}' is {merged_shape} there and {shape} in the base"
             )
-            raise ValueError(f"{what}: {but}")
-    floats = [param for param in expected if base.source.tensors[base.keys[param]].dtype in FLOATS]
-    merged.source.check_floats(merged.keys[param] for param in floats)
+        if base.source.tensors[base.keys[param]].dtype in FLOATS:
+            float_keys.append(merged.keys[param])
+    merged.source.check_floats(float_keys)
 
 
-def verify_merged(plan: Plan) -> Iterator[str]:
+def verify_merged(plan: Plan) -> list[str]:
     """Refuse a merged model on this disk if a file of it is not what was saved; with ``verify``
     off, warn where that file is not read.
     """
     if plan.merged is None or plan.merged.source.remote:
-        return
+        return []
     merged = plan.merged.checkpoint
-    small = [
-        name
-        for name in plan.before.get("files", {})
-        if name != CARD and not name.endswith(".safetensors")
-    ]
+    small_files = []
+    for name in plan.before.get("files", {}):
+        if name != CARD and not name.endswith(".safetensors"):
+            small_files.append(name)
     if plan.settings.verify:
-        state = plan.state.source.opened if plan.state else ()
-        of_state = [f"{Path(STATE_FILE).parent}/{name}" for name in state]
-        verify_files(merged.folder, plan.before, CHANGED, [*merged.opened, *of_state, *small])
-        return
-    for name in small:
+        state_files = []
+        if plan.state is not None:
+            state_folder = Path(STATE_FILE).parent
+            state_files = [f"{state_folder}/{name}" for name in plan.state.source.opened]
+        names = [*merged.opened, *state_files, *small_files]
+        verify_files(merged.folder, plan.before, CHANGED, names)
+        return []
+    warnings = []
+    for name in small_files:
         try:
             verify_files(
                 merged.folder, plan.before, "configurations in the result are the base's", [name]
             )
         except ValueError as error:
-            yield str(error)
+            warnings.append(str(error))
+    return warnings
 
 
 def kept_from_base(plan: Plan) -> list[str]:
@@ -199,45 +211,105 @@ def kept_from_base(plan: Plan) -> list[str]:
     return list(kept)
 
 
+def check_shapes(selection: Selection, task: ModelWeights, architecture: Architecture) -> list[str]:
+    """Refuse a task whose tensors have other shapes than the base's.
+
+    Where ``on_shape_mismatch`` allows them outside the layers, return the params of those tensors,
+    which are to stay as they are in the base.
+    """
+    pretrained = selection.pretrained
+    merged_params = {layer.param for layer in selection.layers}
+    task.source.check_unwrapped(set(task.params) - set(pretrained.params))
+    selection.base.check_unwrapped(set(pretrained.params) - set(task.params))
+    with_elements = {param for param, shape in pretrained.params.items() if 0 not in shape}
+    task.source.check_not_empty(
+        key
+        for param, key in task.keys.items()
+        if param in with_elements or architecture.parts(param)
+    )
+    kept = []
+    for param, shape in task.params.items():
+        # The parts of a tensor that was not split, since it has another shape.
+        parts = architecture.parts(param)
+        expected = architecture.shape(param) if parts else pretrained.params.get(param)
+        if expected is None:
+            task.check_base_has(param, pretrained, architecture)
+            continue
+        if shape == expected:
+            continue
+        is_outside = merged_params.isdisjoint([param, *parts])
+        if is_outside and selection.targets.on_shape_mismatch != "error":
+            kept.append(param)
+            continue
+        reason = (
+            "it comes from another base, its vocabulary was changed, or it is a head that "
+            "--heads can name"
+        )
+        if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
+            reason = (
+                "transformers 5 saves these experts transposed: load the other model with "
+                "it and save it again"
+            )
+        if is_outside:
+            reason += "; on_shape_mismatch=keep-base leaves it as it is in the base"
+        raise ValueError(
+            f"model '{task.source.name}', tensor '{param}': shape {shape} differs from {expected} "
+            f"of the base '{selection.base.name}': {reason}"
+        )
+    return kept
+
+
 def check_task(
     selection: Selection, task: ModelWeights, architecture: Architecture, averaged: set[str]
-) -> Iterator[str]:
-    """Refuse a task that has not the base's layers in the base's shapes, and yield warnings.
+) -> list[str]:
+    """Refuse a task that lacks layers of the base or has no numbers in them, and return warnings.
 
-    ``averaged`` has the other tensors that the task is to change.
+    Its shapes have passed :func:`check_shapes`. ``averaged`` has the other tensors that the task
+    is to change.
     """
     name = task.source.name
-    base = selection.pretrained.params
-    chosen = {layer.param for layer in selection.layers}
-    yield from _check_shapes(selection, task, architecture, chosen)
-    yield from task.check_base(selection.base)
-    task.check_layers(selection.layers, selection.pretrained)
-    changed = chosen | averaged
+    pretrained = selection.pretrained
+    merged_params = {layer.param for layer in selection.layers}
+    changed = merged_params | averaged
+    warnings = []
+    if task.ignored:
+        warnings.append(
+            f"'{name}': kept from the base because of their shape: {format_names(task.ignored)}"
+        )
+    warnings += task.check_base(selection.base)
+    task.check_layers(selection.layers, pretrained)
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
-    extra = [param for param in task.params if param not in base]
-    extra = [param for param in extra if not architecture.is_computed(param)]
+    extra = []
+    for param in task.params:
+        if param not in pretrained.params and not architecture.is_computed(param):
+            extra.append(param)
     if extra:
-        yield (
+        warnings.append(
             f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {format_names(extra)}"
         )
-    if absent := sorted(param for param in averaged if not task.has(param)):
-        yield f"'{name}' is left out of the mean of {format_names(absent)}"
+    absent = sorted(param for param in averaged if not task.has(param))
+    if absent:
+        warnings.append(f"'{name}' is left out of the mean of {format_names(absent)}")
     rule = selection.targets.other_params
-    yield from task.check_outside(chosen, selection.pretrained, rule, architecture)
+    warnings += task.check_outside(merged_params, pretrained, rule, architecture)
+    return warnings
 
 
-def check_modules(plan: Plan, task: ModelWeights) -> Iterator[str]:
+def check_modules(plan: Plan, task: ModelWeights) -> list[str]:
     """Warn of the modules that sentence-transformers puts behind a task's model and the base has
     otherwise: they are not merged.
     """
-    base = plan.pretrained.checkpoint.module_files()
-    files = task.module_files()
-    other = [name for name, content in files.items() if not _same_content(base.get(name), content)]
-    if other:
-        yield (
-            f"'{task.source.name}' has other modules than the base, whose are kept: "
-            f"{format_names(other)}"
-        )
+    base_files = plan.pretrained.checkpoint.module_files()
+    differing = []
+    for name, content in task.module_files().items():
+        if not _same_content(base_files.get(name), content):
+            differing.append(name)
+    if not differing:
+        return []
+    return [
+        f"'{task.source.name}' has other modules than the base, whose are kept: "
+        f"{format_names(differing)}"
+    ]
 
 
 def _same_content(one: bytes | None, other: bytes) -> bool:
@@ -249,72 +321,28 @@ def _same_content(one: bytes | None, other: bytes) -> bool:
         others = load(other)
     except SafetensorError:
         return False
-    return tensors.keys() == others.keys() and all(
-        torch.equal(value, others[name]) for name, value in tensors.items()
-    )
+    if tensors.keys() != others.keys():
+        return False
+    return all(torch.equal(value, others[name]) for name, value in tensors.items())
 
 
-def _check_shapes(
-    selection: Selection, task: ModelWeights, architecture: Architecture, chosen: set[str]
-) -> Iterator[str]:
-    """Check that a task's tensors have the base's shapes; have it ignore others if
-    ``on_shape_mismatch`` allows it.
-    """
-    name, base = task.source.name, selection.base.name
-    task.source.check_unwrapped(set(task.params) - set(selection.pretrained.params))
-    selection.base.check_unwrapped(set(selection.pretrained.params) - set(task.params))
-    full = {param: shape for param, shape in selection.pretrained.params.items() if 0 not in shape}
-    task.source.check_not_empty(
-        key for param, key in task.keys.items() if param in full or architecture.parts(param)
-    )
-    for param, shape in list(task.params.items()):
-        parts = architecture.parts(
-            param
-        )  # of a tensor that was not split, since it has another shape
-        expected = architecture.shape(param) if parts else selection.pretrained.params.get(param)
-        if expected is None:
-            task.check_base_has(param, selection.pretrained, architecture)
-        elif shape != expected:
-            outside = chosen.isdisjoint([param, *parts])
-            if not outside or selection.targets.on_shape_mismatch == "error":
-                differs = f"shape {shape} differs from {expected} of the base '{base}'"
-                why = (
-                    "it comes from another base, its vocabulary was changed, or it is a head that "
-                    "--heads can name"
-                )
-                if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
-                    why = (
-                        "transformers 5 saves these experts transposed: load the other model with "
-                        "it and save it again"
-                    )
-                hint = (
-                    "; on_shape_mismatch=keep-base leaves it as it is in the base"
-                    if outside
-                    else ""
-                )
-                raise ValueError(f"model '{name}', tensor '{param}': {differs}: {why}{hint}")
-            task.ignore(param)
-    if task.ignored:
-        yield f"'{name}': kept from the base because of their shape: {format_names(task.ignored)}"
-
-
-def check_state(plan: Plan, name: str) -> Iterator[str]:
+def check_state(plan: Plan, name: str) -> list[str]:
     """Check that the method can go on from the state beside the merged model of this name."""
     method = plan.method
-    before = plan.before.get("settings", {})
     made_by = plan.before.get("method", method.label)  # a variant has its method's label
     if made_by != method.label and not method.state_is_weight:
         raise ValueError(
             f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
             f"from: merge all of its tasks again with {method.name}, or go on with its own method"
         )
-    stored = plan.state.keys if plan.state else {}
-    if plan.state is None and before.get("state") is False and not method.state_is_weight:
+    had_state = plan.before.get("settings", {}).get("state")
+    if plan.state is None and had_state is False and not method.state_is_weight:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
         raise ValueError(
             f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
             f"{remedy}"
         )
+    stored = plan.state.keys if plan.state else {}
     missing = []
     known = {mean_key(param) for param in plan.others}
     known |= {new_rows_key(param) for param in plan.pretrained.params}
@@ -331,23 +359,27 @@ def check_state(plan: Plan, name: str) -> Iterator[str]:
             _check_stored(plan, mean_key(param), like)
         elif plan.models_in_mean(param) > 0 and _is_rounded(plan, param):
             rounded_means.append(param)
-    others = sorted(stored.keys() - known)
+    unknown = sorted(stored.keys() - known)
+    warnings = []
     if method.state_is_weight:
         if plan.keeps_state and missing and plan.before:
-            yield (
+            warnings.append(
                 f"'{name}' does not have all merged layers in float32: going on from the rounded "
                 "ones"
             )
-    elif missing or others:
-        what = f"no '{missing[0]}'" if missing else f"'{others[0]}'"
-        own = f"{method.label} goes on from its own merges of the same layers only"
-        raise ValueError(f"the merged model '{name}' has {what} in {STATE_FILE}: {own}")
-    if rounded_means:
-        yield (
-            f"'{name}' does not have the means of "
-            f"{format_names(rounded_means)} in float32: going on from "
-            "the rounded ones; all tasks at once, or --state from the first merge on, avoid that"
+    elif missing or unknown:
+        content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
+        raise ValueError(
+            f"the merged model '{name}' has {content} in {STATE_FILE}: {method.label} goes on from "
+            "its own merges of the same layers only"
         )
+    if rounded_means:
+        warnings.append(
+            f"'{name}' does not have the means of {format_names(rounded_means)} in float32: going "
+            "on from the rounded ones; all tasks at once, or --state from the first merge on, "
+            "avoid that"
+        )
+    return warnings
 
 
 def _check_stored(plan: Plan, param: str, like: Tensor) -> None:

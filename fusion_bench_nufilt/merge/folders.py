@@ -64,7 +64,7 @@ def merge_folders(
     if check_output(plan, out):
         clear_work_folder(out)  # the run may have been killed before it cleaned up
         return out
-    _fetch(plan)
+    warnings = [*plan.warnings, *_fetch(plan)]
     check_disk(plan, out)
     files = plan.small_files | head_files(plan)
     state_header, state_places = state_layout(plan)
@@ -83,7 +83,7 @@ def merge_folders(
                 f"{changed} was changed during the run: run the same command again, which makes "
                 "anew what was made from it"
             )
-        about = _about(plan, output.done)
+        about = _about(plan, output.done, warnings)
         write_files(output.model, files)
         (output.model / CARD).write_text(model_card(plan, about["warnings"]))
         write_manifest(output.model, about)
@@ -164,8 +164,8 @@ def _nearest(out: Path) -> Path:
     return next(parent for parent in out.absolute().parents if parent.exists())
 
 
-def _fetch(plan: Plan) -> None:
-    """Download the weights that are still on the hub, and give the warnings that only they can
+def _fetch(plan: Plan) -> list[str]:
+    """Download the weights that are still on the hub, and return the warnings that only they can
     tell.
     """
     remote = [checkpoint for checkpoint in plan.checkpoints if checkpoint.remote]
@@ -173,11 +173,13 @@ def _fetch(plan: Plan) -> None:
         checkpoint.fetch()
     plan.vocabulary.check()
     if not remote:
-        return
+        return []
+    warnings = []
     for text in [*verify_merged(plan), *check_relation(plan)]:
         if text not in plan.warnings:
-            plan.warnings.append(text)
+            warnings.append(text)
             log.warning("%s", text)
+    return warnings
 
 
 def _merge(
@@ -230,32 +232,34 @@ def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
     return [record for record, now in pairs if record["read"] == now]
 
 
-def _about(plan: Plan, done: Mapping[str, Record]) -> dict[str, Any]:
+def _about(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -> dict[str, Any]:
     """Return the manifest's content: what the result depends on, and what became of it."""
-    warnings = list(plan.warnings)
+    public_warnings = list(warnings)
     for checkpoint in plan.checkpoints:  # without the user's directories
         name = f"'{checkpoint.name}'"
-        warnings = [text.replace(name, f"'{checkpoint.label}'") for text in warnings]
-    reports = {layer.name: done[layer.param]["reports"] for layer in plan.layers}
+        label = f"'{checkpoint.label}'"
+        public_warnings = [text.replace(name, label) for text in public_warnings]
     mean_counts = {}
     for param in plan.others:
         record = done[param]
         if "not_finite" in record:
-            warnings.append(NOT_FINITE % record["not_finite"])
-        if record.get("mean_count", plan.last_step) != plan.last_step:
-            mean_counts[param] = record["mean_count"]
+            public_warnings.append(NOT_FINITE % record["not_finite"])
+        count = record.get("mean_count", plan.last_step)
+        if count != plan.last_step:
+            mean_counts[param] = count
     averaged = len(plan.averaged)
+    tensors = {
+        "merged": len(plan.layers),
+        "averaged": averaged,
+        "copied": len(plan.others) - averaged,
+    }
     return {
         "method": plan.method.label,
         **plan.description,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
-        "tensors": {
-            "merged": len(plan.layers),
-            "averaged": averaged,
-            "copied": len(plan.others) - averaged,
-        },
-        "warnings": warnings,
+        "tensors": tensors,
+        "warnings": public_warnings,
         "mean_counts": mean_counts,
-        "layers": reports,
+        "layers": {layer.name: done[layer.param]["reports"] for layer in plan.layers},
     }

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,9 +35,7 @@ class Selection:
     targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
     others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by param
-    head_params: set[
-        str
-    ]  # the base's tensors of heads that tasks have for themselves, which stay as they are
+    head_params: set[str]  # tensors of heads that tasks have for themselves: the base's stay
     computed: set[str]  # the base's other tensors that are computed, and not trained
     coverage: Coverage  # how much of the model the layers cover
     origin: str  # where the layers are known from
@@ -50,11 +49,10 @@ class Selection:
         """The params of ``others`` that the task of a step (from 1) changes."""
         if not self.targets.changes_others(step):
             return set()
-        floats = {
-            param
-            for param, keys in self.others.items()
-            if self.base.tensors[keys[0]].dtype in FLOATS
-        }
+        floats = set()
+        for param, keys in self.others.items():
+            if self.base.tensors[keys[0]].dtype in FLOATS:
+                floats.add(param)
         return floats - self.head_params - self.computed
 
 
@@ -67,6 +65,7 @@ def select(
     source = pretrained.source
     layers = architecture.layers(source, targets, heads)
     others = architecture.others(source, layers)
+    views = {layer.name: layer.view for layer in layers}
     return Selection(
         pretrained=pretrained,
         targets=targets,
@@ -74,9 +73,7 @@ def select(
         others=others,
         head_params=set(heads.of(pretrained.params)),
         computed=set(filter(architecture.is_computed, others)),
-        coverage=coverage(
-            architecture.model, {layer.name: layer.view for layer in layers}, targets
-        ),
+        coverage=coverage(architecture.model, views, targets),
         origin=architecture.origin,
     )
 
@@ -91,14 +88,13 @@ class Plan(Selection):
     before: Manifest  # that of `merged`; empty if it has none
     merged: ModelWeights | None = None  # the result to merge into; None means the base
     state: ModelWeights | None = None  # what was kept beside `merged` to go on from
-    heads: dict[str, Head] = field(
-        default_factory=dict
-    )  # of all tasks in the result that have their own, by task
-    small_files: dict[str, bytes] = field(
-        default_factory=dict
-    )  # by path: all but weights, card and manifest
+    #: Of all tasks in the result that have a head of their own, by task.
+    heads: dict[str, Head] = field(default_factory=dict)
+    #: All files of the result but weights, card and manifest, by path.
+    small_files: dict[str, bytes] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)  # the tensors in each file of the result
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # of the checks
     strengths: list[float] = field(default_factory=list)  # of the tasks, once they are measured
 
     @cached_property
@@ -108,9 +104,9 @@ class Plan(Selection):
 
     def averaged_of(self, task: ModelWeights) -> set[str]:
         """The params of ``others`` that a task changes."""
-        return (
-            self.averaged if self.targets.other_params == "mean" or task is self.tasks[0] else set()
-        )
+        if self.targets.other_params == "mean" or task is self.tasks[0]:
+            return self.averaged
+        return set()
 
     def models_in_mean(self, param: str) -> int:
         """Return the number of models in the mean of a tensor before this merge, without the
@@ -128,17 +124,6 @@ class Plan(Selection):
         return joining
 
     @cached_property
-    def files(self) -> Files:
-        """The tensors in each file of the result."""
-        params = {**self.others, **{layer.param: layer.keys for layer in self.layers}}
-        rows = {
-            key: self.vocabulary.rows for param in self.vocabulary.params for key in params[param]
-        }
-        return arrange(
-            self.pretrained.checkpoint, rows, self.settings.dtype, self.settings.max_shard_size
-        )
-
-    @cached_property
     def headers(self) -> dict[str, bytes]:
         """The header of each file of the result, once the base is on this disk."""
         return make_headers(self.pretrained.checkpoint, self.files)
@@ -151,9 +136,7 @@ class Plan(Selection):
     @property
     def models(self) -> dict[str, ModelWeights]:
         """All models by their role in the merge (base, merged, state, task 0, ...)."""
-        named = {"base": self.pretrained, "merged": self.merged, "state": self.state}
-        named |= {f"task {number}": task for number, task in enumerate(self.tasks)}
-        return {source: model for source, model in named.items() if model is not None}
+        return models_by_role(self.pretrained, self.merged, self.state, self.tasks)
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -161,16 +144,17 @@ class Plan(Selection):
 
     def changed(self) -> list[str]:
         """Return the names of the models whose weights were written to since they were opened."""
-        return [
-            each.name
-            for each in self.checkpoints
-            if any(file.changed() for file in each.opened.values())
-        ]
+        names = []
+        for checkpoint in self.checkpoints:
+            if any(file.changed() for file in checkpoint.opened.values()):
+                names.append(checkpoint.name)
+        return names
 
     @property
     def names(self) -> list[str]:
         """The names of all tasks in the result, in merging order."""
-        return [*self.before.get("tasks", []), *(task.source.label for task in self.tasks)]
+        labels = [task.source.label for task in self.tasks]
+        return [*self.before.get("tasks", []), *labels]
 
     @property
     def first_step(self) -> int:
@@ -197,9 +181,8 @@ class Plan(Selection):
         result's.
         """
         info = self.base.tensors[key]
-        return torch.promote_types(
-            FLOATS[info.dtype], FLOATS[as_written(info, self.settings.dtype).dtype]
-        )
+        written = as_written(info, self.settings.dtype)
+        return torch.promote_types(FLOATS[info.dtype], FLOATS[written.dtype])
 
     def options(self) -> dict[str, Any]:
         """Return the options of the merge that its result records, by name, including the
@@ -216,18 +199,49 @@ class Plan(Selection):
     @cached_property
     def description(self) -> dict[str, Any]:
         """All that the result depends on, as its manifest and the journal have it."""
-        content = {
+        inputs = {role: model.checkpoint.identity() for role, model in self.models.items()}
+        digests = {
+            name: hashlib.sha256(content).hexdigest() for name, content in self.small_files.items()
+        }
+        description = {
             "step": self.last_step,
             "tasks": self.names,
-            "inputs": {role: model.checkpoint.identity() for role, model in self.models.items()},
+            "inputs": inputs,
             "settings": self.options(),
             "device": self.settings.devices[0].type,
             "heads": self.heads,
             "vocabulary": self.vocabulary.as_dict(),
-            "small_files": {
-                name: hashlib.sha256(content).hexdigest()
-                for name, content in self.small_files.items()
-            },
+            "small_files": digests,
             "versions": package_versions(),
         }
-        return dict(json.loads(json.dumps(content)))  # as it will be read
+        return dict(json.loads(json.dumps(description)))  # as it will be read
+
+
+def models_by_role(
+    base: ModelWeights,
+    merged: ModelWeights | None,
+    state: ModelWeights | None,
+    tasks: Sequence[ModelWeights],
+) -> dict[str, ModelWeights]:
+    """Return the models of a merge by their role in it (base, merged, state, task 0, ...)."""
+    models = {"base": base}
+    if merged is not None:
+        models["merged"] = merged
+    if state is not None:
+        models["state"] = state
+    for number, task in enumerate(tasks):
+        models[f"task {number}"] = task
+    return models
+
+
+def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settings) -> Files:
+    """Return the tensors in each file of the result."""
+    keys_by_param = dict(selection.others)
+    for layer in selection.layers:
+        keys_by_param[layer.param] = layer.keys
+    rows = {}
+    for param in vocabulary.params:
+        for key in keys_by_param[param]:
+            rows[key] = vocabulary.rows
+    base = selection.pretrained.checkpoint
+    return arrange(base, rows, settings.dtype, settings.max_shard_size)

@@ -1,7 +1,7 @@
 """Plan a merge of folders: open the models and check them."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
@@ -17,17 +17,25 @@ from fusion_bench_nufilt.models.ties import (
     is_untied,
     tie_weights,
 )
-from fusion_bench_nufilt.models.vocabulary import join_vocabularies, new_rows_key
+from fusion_bench_nufilt.models.vocabulary import Vocabulary, join_vocabularies, new_rows_key
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.schemas import Manifest
 
 from .beside import mean_key
-from .checks import CHANGED, check_merged, check_modules, check_state, check_task, verify_merged
+from .checks import (
+    CHANGED,
+    check_merged,
+    check_modules,
+    check_shapes,
+    check_state,
+    check_task,
+    verify_merged,
+)
 from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
 from .layout import small_files_of
-from .plan import Plan, select
+from .plan import Plan, arrange_files, models_by_role, select
 from .relation import check_relation
 from .settings import Settings
 
@@ -58,9 +66,12 @@ def plan_merge(
         ValueError: there is no such method, or a model does not fit; the message names it and says
             what to do.
     """
-    kind, settings = find_method(method), settings or Settings()
-    (own, usual), _ = split_options((kind.Options, TargetConfig), kind.defaults)
-    options, targets = options or own, targets or usual
+    kind = find_method(method)
+    settings = settings or Settings()
+    defaults, _ = split_options((kind.Options, TargetConfig), kind.defaults)
+    default_options, default_targets = defaults
+    options = options or default_options
+    targets = targets or default_targets
     if not isinstance(options, kind.Options):
         raise ValueError(
             f"the options of method {method} are {kind.Options.__name__}, got "
@@ -72,14 +83,18 @@ def plan_merge(
         raise ValueError(
             f"step {settings.step} needs the merged model that holds the tasks before it: name it"
         )
+
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
     pretrained = ModelWeights(checkpoint, architecture)
     so_far, before, state = _open_merged(merged, architecture, kind)
     opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
-    lasting = [model for model in (pretrained, so_far) if model is not None]
+    lasting = [pretrained]
+    earlier: dict[str, str] = {}
+    if so_far is not None:
+        lasting.append(so_far)
+        earlier = earlier_params(architecture, so_far)
     first_step = settings.step or before.get("step", 0) + 1
-    earlier = {} if so_far is None else earlier_params(architecture, so_far)
     tie_weights(architecture, lasting, opened, targets, first_step)
     complete_base(architecture, pretrained, [*lasting, *opened])
     if "mean_counts" in before:
@@ -88,30 +103,51 @@ def plan_merge(
         state.tie(architecture)
         carry_over(architecture, state.keys, earlier, mean_key)
         carry_over(architecture, state.keys, earlier, new_rows_key)
+
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     selection = select(pretrained, architecture, targets, heads)
+    pretrained.source.check_floats(key for layer in selection.layers for key in layer.keys)
+    merged_by = kind(
+        options,
+        [layer.name for layer in selection.layers],
+        settings.seed,
+        architecture.last_blocks,
+    )
+    small_files = checkpoint.small_files() | checkpoint.module_files()
+    vocabulary = _join_vocabularies(
+        models_by_role(pretrained, so_far, None, opened),
+        architecture,
+        targets,
+        settings.tokenizer,
+        small_files,
+        before,
+        state,
+    )
+    # A tokenizer that changes nothing is not recorded as chosen.
+    changes_tokens = bool(vocabulary.params) and settings.tokenizer is not None
+    tokenizer = vocabulary.tokenizer if changes_tokens else None
+    settings = dataclasses.replace(settings, tokenizer=tokenizer)
+    for task in opened:
+        for param in check_shapes(selection, task, architecture):
+            task.ignore(param)
+    files = arrange_files(selection, vocabulary, settings)
+    untied = bool(checkpoint.copies) and is_untied(architecture, checkpoint.config)
     plan = Plan(
         **vars(selection),
         tasks=opened,
-        method=kind(
-            options,
-            [layer.name for layer in selection.layers],
-            settings.seed,
-            architecture.last_blocks,
-        ),
+        method=merged_by,
         settings=settings,
         before=before,
         merged=so_far,
         state=state,
         heads=describe_heads(heads, pretrained, opened, before),
-        small_files=checkpoint.small_files() | checkpoint.module_files(),
+        small_files=small_files_of(
+            vocabulary.files or small_files, checkpoint, files, settings.dtype, untied
+        ),
+        files=files,
+        vocabulary=vocabulary,
     )
-    plan.warnings += _check(plan, architecture)
-    untied = bool(checkpoint.copies) and is_untied(architecture, checkpoint.config)
-    plan.small_files = small_files_of(
-        plan.small_files, checkpoint, plan.files, settings.dtype, untied
-    )
-    return plan
+    return dataclasses.replace(plan, warnings=_check(plan, architecture))
 
 
 def _open(what: str, name: str, advice: str) -> Checkpoint:
@@ -154,70 +190,76 @@ def _open_tasks(
     ]
 
 
-def _join_vocabularies(plan: Plan, architecture: Architecture) -> Iterator[str]:
-    """Enter the result's tokens into the plan, and have its models present the base's rows."""
-    if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
-        return
-    models = {source: model for source, model in plan.models.items() if source != "state"}
-    params, choice = (
-        architecture.embeddings(plan.pretrained.params),
-        plan.settings.tokenizer or "union",
-    )
-    joined = join_vocabularies(
+def _join_vocabularies(
+    models: Mapping[str, ModelWeights],
+    architecture: Architecture,
+    targets: TargetConfig,
+    tokenizer: str | None,
+    small_files: Mapping[str, bytes],
+    before: Manifest,
+    state: ModelWeights | None,
+) -> Vocabulary:
+    """Return the result's tokens, and have the models present the base's rows."""
+    if tokenizer is None and targets.on_shape_mismatch == "keep-base":
+        return Vocabulary()
+    return join_vocabularies(
         models,
-        params,
-        choice,
-        plan.small_files,
-        plan.before.get("vocabulary", {}).get("token_weights", {}),
-        first_alone=plan.targets.other_params == "first",
-        kept=plan.state,
+        architecture.embeddings(models["base"].params),
+        tokenizer or "union",
+        small_files,
+        before.get("vocabulary", {}).get("token_weights", {}),
+        first_alone=targets.other_params == "first",
+        kept=state,
     )
-    plan.vocabulary, plan.small_files = joined, joined.files or plan.small_files
-    # One that changes nothing is not recorded as chosen.
-    chosen = joined.tokenizer if joined.params and plan.settings.tokenizer else None
-    plan.settings = dataclasses.replace(plan.settings, tokenizer=chosen)
-    yield from joined.warnings
 
 
 def _refuse_twice(plan: Plan) -> None:
     """Refuse a task that comes twice, by one name or two, or that is the model to merge into."""
-    folders = {} if plan.merged is None else {plan.merged.checkpoint.folder.resolve(): "--merged"}
+    names_by_folder = {}
+    if plan.merged is not None:
+        names_by_folder[plan.merged.checkpoint.folder.resolve()] = "--merged"
     for task in plan.tasks:
         folder = task.checkpoint.folder.resolve()
-        if folder in folders:
+        if folder in names_by_folder:
             raise ValueError(
-                f"task '{task.source.name}' is also {folders[folder]}: name it once, and set its "
-                "strength by --weights"
+                f"task '{task.source.name}' is also {names_by_folder[folder]}: name it once, and "
+                "set its strength by --weights"
             )
-        folders[folder] = f"task '{task.source.name}'"
+        names_by_folder[folder] = f"task '{task.source.name}'"
 
 
-def _check(plan: Plan, architecture: Architecture) -> Iterator[str]:
-    """Refuse what does not fit, and yield warnings about what is doubtful, as do all checks
-    below.
+def _check(plan: Plan, architecture: Architecture) -> list[str]:
+    """Refuse what does not fit, and return warnings about what is doubtful, as do all checks
+    here.
     """
-    plan.base.check_floats(key for layer in plan.layers for key in layer.keys)
-    yield from _join_vocabularies(plan, architecture)
+    warnings = list(plan.vocabulary.warnings)
     if plan.merged is not None:
-        yield from check_merged(plan, plan.merged)
+        warnings += check_merged(plan, plan.merged)
     if plan.coverage.warning:
-        yield plan.coverage.warning
+        warnings.append(plan.coverage.warning)
     shapes = [layer.view.shape for layer in plan.layers]
     warning = plan.method.warning(shapes, "nufilt merge")
     if warning is not None:
-        yield warning
+        warnings.append(warning)
     _refuse_twice(plan)
     for task in plan.tasks:
-        yield from check_task(plan, task, architecture, plan.averaged)
-        yield from check_modules(plan, task)
+        warnings += check_task(plan, task, architecture, plan.averaged)
+        warnings += check_modules(plan, task)
     if plan.merged is not None:
-        yield from check_state(plan, plan.merged.source.name)
-    yield from check_relation(plan)
+        warnings += check_state(plan, plan.merged.source.name)
+    warnings += check_relation(plan)
+    _check_memory(plan)
+    warnings += verify_merged(plan)
+    return warnings
+
+
+def _check_memory(plan: Plan) -> None:
+    """Refuse a ``max_memory`` in which the largest layer has no room."""
     bound = plan.settings.max_memory
-    needed = process_memory(plan.settings.workers) + max(
-        layer_memory(plan, layer) for layer in plan.layers
-    )
-    if bound is not None and needed > bound:
+    if bound is None:
+        return
+    largest = max(layer_memory(plan, layer) for layer in plan.layers)
+    needed = process_memory(plan.settings.workers) + largest
+    if needed > bound:
         needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
         raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
-    yield from verify_merged(plan)

@@ -1,7 +1,7 @@
 """Was a model fine-tuned from the base? Its weights tell: they are close to the base's."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,28 +17,31 @@ from .plan import Plan
 
 # A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one
 # of about 0.
-_LEAST_COSINE, _MOST_CHANGE = 0.9, 0.5  # of a whole model
+_LEAST_COSINE = 0.9  # of a whole model
+_MOST_CHANGE = 0.5  # of a whole model
 _LEAST_COSINE_OF_A_LAYER = 0.1
-_SAMPLED_LAYERS, _SAMPLED_ELEMENTS = 8, 2**20
+_SAMPLED_LAYERS = 8
+_SAMPLED_ELEMENTS = 2**20
 
 
-def check_relation(plan: Plan) -> Iterator[str]:
+def check_relation(plan: Plan) -> list[str]:
     """Warn if the weights suggest another base or no training, and refuse a layer that was drawn at
     random.
 
     Of files, a sample of the layers is read, each layer once; of models in memory, all layers.
     """
+    warnings: list[str] = []
+    merged_params = {layer.param for layer in plan.layers}
     for task in plan.tasks:
-        changed = {layer.param for layer in plan.layers} | plan.averaged_of(task)
+        changed = merged_params | plan.averaged_of(task)
         updated = _sample([layer for layer in plan.layers if task.is_update(layer.param)])
-        yield from task.check_effect(changed, [layer.param for layer in updated])
-    models = [
-        model
-        for model in plan.models.values()
-        if model.is_complete and model is not plan.pretrained and not model.source.remote
-    ]
+        warnings += task.check_effect(changed, [layer.param for layer in updated])
+    models = []
+    for model in plan.models.values():
+        if model.is_complete and model is not plan.pretrained and not model.source.remote:
+            models.append(model)
     if not models or plan.base.remote:
-        return
+        return warnings
     layers = plan.layers if plan.base.in_memory else _sample(plan.layers)
     products: list[dict[Layer, Tensor]] = [{} for _ in models]
     for layer in layers:
@@ -49,7 +52,10 @@ def check_relation(plan: Plan) -> Iterator[str]:
                 y = model.elements(layer.param, 0, count, x)
                 of_layers[layer] = _inner_products(x.double(), y.double())
     for model, of_layers in zip(models, products, strict=True):
-        yield from _compare(plan, model, of_layers)
+        warning = _compare(plan, model, of_layers)
+        if warning is not None:
+            warnings.append(warning)
+    return warnings
 
 
 def _sample(layers: Sequence[Layer]) -> list[Layer]:
@@ -68,31 +74,38 @@ def _inner_products(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([x @ x, y @ y, x @ y, (y - x) @ (y - x)]).cpu()
 
 
-def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) -> Iterator[str]:
-    base, name = plan.base, model.source.name
-    apart = [layer for layer, each in products.items() if _unrelated(*each[:3].tolist())]
+def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) -> str | None:
+    """Return the warning about a model's weights, if they call for one."""
+    name = model.source.name
+    apart = []
+    for layer, of_layer in products.items():
+        xx, yy, xy, _ = of_layer.tolist()
+        if _unrelated(xx, yy, xy):
+            apart.append(layer)
     nothing = torch.zeros(4, dtype=torch.float64, device="cpu")
     xx, yy, xy, dd = sum(products.values(), nothing).tolist()
     if not xx * yy > 0:
-        return
+        return None
     if 0 < len(apart) <= (len(products) + 1) // 2:
-        layer, why = (
-            apart[0],
-            "has nothing to do with the pretrained model's: one of them was drawn at random",
-        )
+        layer = apart[0]
         raise ValueError(
-            f"model '{name}', layer '{layer.name}' {layer.view.shape} {why}"
+            f"model '{name}', layer '{layer.name}' {layer.view.shape} has nothing to do with the "
+            "pretrained model's: one of them was drawn at random"
             f"{exclude_hint(layer.name)}"
         )
-    cosine, change = xy / (xx * yy) ** 0.5, (dd / xx) ** 0.5
     if _names_base(plan, model):  # that of another base is refused elsewhere
-        return
+        return None
+    cosine = xy / (xx * yy) ** 0.5
+    change = (dd / xx) ** 0.5
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
-        evidence = f"their weights have cosine {cosine:.3f}, ||tau|| / ||theta_0|| is {change:.2f}"
-        other = f"'{name}' looks as if it was made from another base than '{base.name}'"
-        yield f"{other}: over {len(products)} layers {evidence}"
-    elif not dd:
-        yield f"'{name}' does not differ from the base in the {len(products)} layers looked at"
+        return (
+            f"'{name}' looks as if it was made from another base than '{plan.base.name}': over "
+            f"{len(products)} layers their weights have cosine {cosine:.3f}, "
+            f"||tau|| / ||theta_0|| is {change:.2f}"
+        )
+    if not dd:
+        return f"'{name}' does not differ from the base in the {len(products)} layers looked at"
+    return None
 
 
 def _unrelated(xx: float, yy: float, xy: float) -> bool:

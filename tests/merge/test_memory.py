@@ -34,7 +34,7 @@ options = FusionConfig(null_rank=16, lora_rank=8, max_steps=1) if method == "nuf
 plan = plan_merge(f"{folder}/base", names, None, options, method=method)
 if bounded:  # there is room for one of the largest layers, not for two
     bound = process_memory(2) + 2 * layer_budget(plan) // 3
-    plan.settings = replace(plan.settings, max_memory=bound)
+    plan = replace(plan, settings=replace(plan.settings, max_memory=bound))
 alone, predicted = process_memory(2), peak_memory(plan)
 merge_folders(plan, Path(folder) / f"out{tasks}{method}{bounded}")
 # Unlike getrusage, this does not begin with the memory of the process that started this one.
