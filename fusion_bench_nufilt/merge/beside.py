@@ -24,7 +24,11 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
         return {"weight": (key, layer.param, _wide_like(plan, key))}
     theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
     state = plan.method.start(layer.name, theta_0)
-    return {name: (key := f"{layer.name}.{name}", key, value) for name, value in state.items()}
+    tensors = {}
+    for name, value in state.items():
+        key = f"{layer.name}.{name}"
+        tensors[name] = (key, key, value)
+    return tensors
 
 
 def has_state(plan: Plan, layer: Layer) -> bool:
@@ -41,8 +45,11 @@ def means_to_keep(plan: Plan) -> dict[str, Tensor]:
     """Return a meta tensor for each running mean that the model alone would round, by param."""
     if plan.targets.other_params != "mean":
         return {}
-    keys = {param: keys[0] for param, keys in plan.others.items() if param in plan.averaged}
-    return {param: _wide_like(plan, key) for param, key in keys.items() if plan.rounds(key)}
+    kept = {}
+    for param, keys in plan.others.items():
+        if param in plan.averaged and plan.rounds(keys[0]):
+            kept[param] = _wide_like(plan, keys[0])
+    return kept
 
 
 def new_rows_to_keep(plan: Plan) -> dict[str, Tensor]:

@@ -10,9 +10,8 @@ from fusion_bench_nufilt.models.targets import matches
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_VOCABULARY = re.compile(
-    r"embed|lm_head|(^|\.)(wte|wpe|shared)\."
-)  # as long as the vocabulary, not as the labels
+# Tensors that are as long as the vocabulary, not as the labels.
+_VOCABULARY = re.compile(r"embed|lm_head|(^|\.)(wte|wpe|shared)\.")
 
 
 class Heads:
@@ -40,16 +39,22 @@ class Heads:
         backbone: str = "",
         embeddings: Collection[str] = (),
     ) -> None:
-        self.rule, self.base, self.labels = rule, base, labels(config)
-        self._class, self._embeddings = config.get("architectures"), embeddings
+        self.rule = rule
+        self.base = base
+        self.labels = labels(config)
         self.modules: set[str] = set()
-        within_backbone = any(name.startswith(f"{backbone}.") for name in base)
-        self._backbone = f"{backbone}." if within_backbone else ""
+        self._class = config.get("architectures")
+        self._embeddings = embeddings
+        self._backbone = ""
+        if any(name.startswith(f"{backbone}.") for name in base):
+            self._backbone = f"{backbone}."
 
     def keep(self, heads: Iterable[Mapping[str, Any]]) -> None:
         """Add the modules of the heads of an earlier merge, as its manifest lists them."""
-        if self.rule != "none":
-            self.modules.update(module for head in heads for module in head["modules"])
+        if self.rule == "none":
+            return
+        for head in heads:
+            self.modules.update(head["modules"])
 
     def add(
         self,
@@ -63,24 +68,31 @@ class Heads:
         ``trained`` names the modules that an adapter holds in full (peft's ``modules_to_save``); a
         task's model has None, and the base, which need not have a head, has none of them.
         """
-        if self.rule == "auto":
-            whole = (
-                key
-                for key in self._matrices(task)
-                if not {*(trained or ())}.isdisjoint(key.split("."))
-            )
-            self.modules |= self._own(
-                task, config, _named(config) or {key.rpartition(".")[0] for key in whole}
-            )
-            if trained is None and config.get("architectures") != self._class:
-                self.modules |= self._of_base(task)
-        elif self.rule != "none":
-            found = {
-                path for key in task for path in _paths(key) if matches(self.rule, path, of="heads")
-            }
-            if not found and trained is None:
-                raise ValueError(f"model '{name}': heads={self.rule!r} matches none of its modules")
-            self.modules |= found
+        if self.rule == "none":
+            return
+        if self.rule != "auto":
+            self._add_matching(name, task, is_whole=trained is None)
+            return
+        classifiers: Collection[str] = _named(config)
+        if not classifiers:
+            classifiers = set()
+            for key in self._matrices(task):
+                if not set(trained or ()).isdisjoint(key.split(".")):
+                    classifiers.add(key.rpartition(".")[0])
+        self.modules |= self._own(task, config, classifiers)
+        if trained is None and config.get("architectures") != self._class:
+            self.modules |= self._of_base(task)
+
+    def _add_matching(self, name: str, task: Shapes, is_whole: bool) -> None:
+        """Add the modules that the user's expression matches, of which a whole model has some."""
+        modules = set()
+        for key in task:
+            for path in _paths(key):
+                if matches(self.rule, path, of="heads"):
+                    modules.add(path)
+        if not modules and is_whole:
+            raise ValueError(f"model '{name}': heads={self.rule!r} matches none of its modules")
+        self.modules |= modules
 
     def of(self, names: Iterable[str]) -> list[str]:
         """Return those of the tensor names that belong to heads."""
@@ -88,34 +100,46 @@ class Heads:
 
     def modules_of(self, names: Iterable[str]) -> list[str]:
         """Return the modules of heads to which the named tensors belong."""
-        return sorted({path for name in names for path in _paths(name)} & self.modules)
+        paths: set[str] = set()
+        for name in names:
+            paths.update(_paths(name))
+        return sorted(paths & self.modules)
 
     def _own(self, task: Shapes, config: Mapping[str, Any], named: Collection[str]) -> set[str]:
+        """Return the modules of a task's head; ``named`` has its output layers where they are
+        known.
+        """
         theirs = labels(config)
         outside = {name for name in task if _within(name, named) or self._is_outside(name)}
-        outputs = [name for name in self._matrices(task) if not self._backbone or name in outside]
+        outputs = self._matrices(task)
+        if self._backbone:
+            outputs = [name for name in outputs if name in outside]
         if named:
             outputs = [name for name in outputs if _within(name, named)]
-        else:  # without labels in the configuration, the last one whose length differs
+        else:
+            of_length = []
+            if theirs:
+                of_length = [name for name in outputs if task[name][0] == len(theirs)]
+            # Without labels in the configuration, the last one whose length differs.
             resized = [
                 name for name in outputs if self._is_resized(name, task, or_new=theirs is None)
-            ][-1:]
-            outputs = [
-                name for name in outputs if theirs and task[name][0] == len(theirs)
-            ] or resized
-        known = self.labels is not None and theirs is not None
-        relabelled = theirs != self.labels and not (
-            known and len(theirs or ()) != len(self.labels or ())
-        )
-        own = {
-            name.rpartition(".")[0]
-            for name in outputs
-            if relabelled or self.base.get(name) != task[name]
-        }
-        if not own:
+            ]
+            outputs = of_length or resized[-1:]
+        if not self._is_relabelled(theirs):
+            outputs = [name for name in outputs if self.base.get(name) != task[name]]
+        if not outputs:
             return set()
-        head = {name for name in task if name in outside or _within(name, own)}
+        modules = {name.rpartition(".")[0] for name in outputs}
+        head = {name for name in task if name in outside or _within(name, modules)}
         return _modules(head, task)
+
+    def _is_relabelled(self, theirs: Mapping[str, str] | None) -> bool:
+        """Tell whether a task has other labels than the base, and as many if both are known."""
+        if theirs == self.labels:
+            return False
+        if self.labels is None or theirs is None:
+            return True
+        return len(theirs) == len(self.labels)
 
     def _of_base(self, task: Shapes) -> set[str]:
         """Return the modules outside the backbone that the base has and a task lacks.
@@ -124,15 +148,12 @@ class Heads:
         """
         if not self._backbone:
             return set()
-        head = {
-            name for name in self.base if not name.startswith(self._backbone) and name not in task
-        }
-        layers = [
-            name
-            for name in head - {*self._embeddings}
-            if name.endswith(".weight") and len(self.base[name]) >= 2
-        ]
-        return _modules(head, self.base) if layers else set()
+        outside = [name for name in self.base if not name.startswith(self._backbone)]
+        head = {name for name in outside if name not in task}
+        for name in head.difference(self._embeddings):
+            if name.endswith(".weight") and len(self.base[name]) >= 2:
+                return _modules(head, self.base)
+        return set()
 
     def _is_outside(self, name: str) -> bool:
         if self._backbone and not name.startswith(self._backbone):
@@ -142,21 +163,21 @@ class Heads:
     def _is_resized(self, name: str, task: Shapes, *, or_new: bool) -> bool:
         if name not in self.base:
             return or_new
-        vocabulary = {
-            shape[0]
-            for other, shape in task.items()
-            if _VOCABULARY.search(other) and len(shape) > 1
-        }
-        same_width = self.base[name][1:] == task[name][1:]
-        return same_width and self.base[name] != task[name] and task[name][0] not in vocabulary
+        before = self.base[name]
+        after = task[name]
+        if before == after or before[1:] != after[1:]:
+            return False
+        of_vocabulary = [shape for other, shape in task.items() if _VOCABULARY.search(other)]
+        return all(len(shape) < 2 or shape[0] != after[0] for shape in of_vocabulary)
 
     def _matrices(self, task: Shapes) -> list[str]:
-        there = (
-            name for name, shape in task.items() if name.endswith(".weight") and len(shape) >= 2
-        )
-        return [
-            name for name in there if not (in_module_of_block(name) or _VOCABULARY.search(name))
-        ]
+        """Return the names of matrices outside the blocks and the embeddings."""
+        names = []
+        for name, shape in task.items():
+            is_matrix = name.endswith(".weight") and len(shape) >= 2
+            if is_matrix and not in_module_of_block(name) and not _VOCABULARY.search(name):
+                names.append(name)
+        return names
 
 
 def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
@@ -166,9 +187,8 @@ def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
     if "architecture" in config:  # timm's
         names = dict(enumerate(config.get("label_names") or range(config.get("num_classes", 0))))
     elif "model_type" in config:
-        names = config.get("id2label") or {
-            i: f"LABEL_{i}" for i in range(config.get("num_labels") or 2)
-        }
+        count = config.get("num_labels") or 2
+        names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(count)}
     else:
         return None
     return {str(number): str(name) for number, name in names.items()}
@@ -176,14 +196,23 @@ def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
 
 def _named(config: Mapping[str, Any]) -> Collection[str]:
     """Return the modules that a timm configuration calls the classifier."""
-    names = (config.get("pretrained_cfg") or {}).get("classifier") or ()
-    return [names] if isinstance(names, str) else names
+    names: str | Collection[str] = (config.get("pretrained_cfg") or {}).get("classifier") or ()
+    if isinstance(names, str):
+        return [names]
+    return names
 
 
 def _modules(tensors: Collection[str], model: Iterable[str]) -> set[str]:
     """Return the outermost modules that hold some tensors of a model, and no other of it."""
-    others = {path for name in model if name not in tensors for path in _paths(name)}
-    return {next(path for path in _paths(name) if path not in others) for name in tensors}
+    paths_of_others: set[str] = set()
+    for name in model:
+        if name not in tensors:
+            paths_of_others.update(_paths(name))
+    modules = set()
+    for name in tensors:
+        outermost = [path for path in _paths(name) if path not in paths_of_others]
+        modules.add(outermost[0])
+    return modules
 
 
 def _paths(name: str) -> list[str]:

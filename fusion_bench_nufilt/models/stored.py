@@ -45,42 +45,42 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
     changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     joining = [change for change in changes if hasattr(change, "operations")]
     renaming = [change for change in changes if change not in joining]
-    own = {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    parameters = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters[name] = parameter.detach()
     backbone = getattr(model, "base_model_prefix", None)
     kept = set()  # patterns of tensors that are stored in the shape in which the model has them
     for key, info in tensors.items():
-        name, pattern = rename_source_key(key, renaming, joining, backbone, own)
-        if name in own and own[name].shape == info.shape:
+        name, pattern = rename_source_key(key, renaming, joining, backbone, parameters)
+        if name in parameters and parameters[name].shape == info.shape:
             kept.add(pattern)
-    idle = [
-        change
-        for change in joining
-        if _by_shape(change) and kept.issuperset(change.source_patterns)
-    ]
+    idle = []
+    for change in joining:
+        if _by_shape(change) and kept.issuperset(change.source_patterns):
+            idle.append(change)
     used = [change for change in changes if change.was_used() and change not in idle]
     prefixes = [change for change in used if _adds_prefix(change)]
     names: dict[str, str] = {}
     undo: Undo = dict
-    if undone := [change for change in used if change not in prefixes]:
+    undone = [change for change in used if change not in prefixes]
+    if undone:
         holder: Any = SimpleNamespace(_weight_conversions=undone, config=model.config)
-        holder.get_parameter = lambda name: SimpleNamespace(
-            shape=None
-        )  # another than any tensor's: it is transposed
+        # The shape is another than any tensor's, so that it is transposed.
+        holder.get_parameter = lambda name: SimpleNamespace(shape=None)
         undo = partial(revert_weight_conversion, holder)
-        stored = undo(own)
+        stored = undo(parameters)
         key_of = {id(tensor): key for key, tensor in stored.items()}
-        names = {name: key_of[id(tensor)] for name, tensor in own.items() if id(tensor) in key_of}
+        for name, tensor in parameters.items():
+            if id(tensor) in key_of:
+                names[name] = key_of[id(tensor)]
         model = _rebuilt(model, stored, {key: name for name, key in names.items()})
     return model, lambda key: names.get(key) or rename_source_key(key, prefixes, [])[0], undo
 
 
 def _rename(patterns: Mapping[str, str], key: str) -> str:
     for pattern, replacement in patterns.items():
-        key, found = re.subn(pattern, replacement, key)
-        if found:
+        key, count = re.subn(pattern, replacement, key)
+        if count:
             break
     return key
 
@@ -95,9 +95,8 @@ def _by_shape(change: Any) -> bool:
     """Tell whether the change transposes those tensors whose shape is not the model's, as of
     Qwen3-VL's experts.
     """
-    return any(
-        getattr(operation, "check_dims", False) for operation in getattr(change, "operations", ())
-    )
+    operations = getattr(change, "operations", ())
+    return any(getattr(operation, "check_dims", False) for operation in operations)
 
 
 def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> nn.Module:
@@ -107,49 +106,34 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
     A module of ``model`` is used where it holds what is stored. Any other with a matrix was linear
     in transformers 4.
     """
-    routers = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith("TopKRouter")
-    ]
-    leaves = {
-        name: module
-        for name, module in model.named_modules()
-        if not module._modules and name not in routers
-    }
-    root: Any = type(
-        type(model).__name__,
-        (nn.Module,),
-        {name: staticmethod(getattr(model, name)) for name in _KEPT},
-    )()
-    for key in [
-        *names,
-        *sorted(stored.keys() - names.keys(), reverse=True),
-    ]:  # a weight before its bias
-        (path, _, attribute), (home, _, before) = (
-            key.rpartition("."),
-            names.get(key, "").rpartition("."),
-        )
+    leaves = {}
+    for name, module in model.named_modules():
+        is_router = type(module).__name__.endswith("TopKRouter")
+        if not module._modules and not is_router:
+            leaves[name] = module
+    kept = {name: staticmethod(getattr(model, name)) for name in _KEPT}
+    root: Any = type(type(model).__name__, (nn.Module,), kept)()
+    joined = sorted(stored.keys() - names.keys(), reverse=True)  # a weight before its bias
+    for key in [*names, *joined]:
+        path, _, attribute = key.rpartition(".")
         *parents, last = path.split(".")
         parent = submodule(root, parents)
-        if (
-            before == attribute
-            and home in leaves
-            and parent._modules.get(last, leaves[home]) is leaves[home]
-        ):
-            parent.add_module(last, leaves[home])
+        path_before, _, attribute_before = names.get(key, "").rpartition(".")
+        leaf = leaves.get(path_before)
+        has_same_attribute = leaf is not None and attribute_before == attribute
+        if has_same_attribute and parent._modules.get(last, leaf) is leaf:
+            parent.add_module(last, leaf)
             continue
         if attribute == "weight" and stored[key].ndim == 2:
             parent.add_module(last, nn.Linear(1, 1, bias=False, device="meta"))
-        module: Any = submodule(root, path.split(".") if path else [])
+        own: Any = submodule(root, path.split(".") if path else [])
         if attribute == "weight" and stored[key].ndim == 3:
-            _, module.output_size, module.input_size = stored[key].shape
-        parameter = (
-            model.get_parameter(names[key])
-            if key in names
-            else nn.Parameter(stored[key], requires_grad=False)
-        )
-        module.register_parameter(attribute, parameter)
+            _, own.output_size, own.input_size = stored[key].shape
+        if key in names:
+            parameter = model.get_parameter(names[key])
+        else:
+            parameter = nn.Parameter(stored[key], requires_grad=False)
+        own.register_parameter(attribute, parameter)
     return root
 
 
