@@ -4,7 +4,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +48,8 @@ _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 class Layer(NamedTuple):
     name: str  # its name in the model, which seeds the adapter
     param: str
-    keys: tuple[
-        str, ...
-    ]  # of the base checkpoint; more than one where a tied weight is stored more than once
+    # Of the base checkpoint; more than one where a tied weight is stored more than once.
+    keys: tuple[str, ...]
     view: MatrixView  # how the param's tensor holds the layer's matrix
 
 
@@ -81,9 +80,14 @@ class Architecture:
         origin: str = "the modules",
         loaded: nn.Module | None = None,
     ) -> None:
-        self.model, self._rename, self.undo, self.origin = model, rename, undo, origin
-        parameters = (loaded or model).named_parameters()
-        self._stacks = {name: tuple(value.shape) for name, value in parameters if value.ndim == 3}
+        self.model = model
+        self.undo = undo
+        self.origin = origin
+        self._rename = rename
+        self._stacks: dict[str, tuple[int, ...]] = {}  # shapes of parameters of three dimensions
+        for name, parameter in (loaded or model).named_parameters():
+            if parameter.ndim == 3:
+                self._stacks[name] = tuple(parameter.shape)
         self.backbone = getattr(self.model, "base_model_prefix", "")
         self.embedding, self.head, self._tables = _token_tables(self.model)
         self._params: dict[str, str] = {}
@@ -99,13 +103,18 @@ class Architecture:
     def _find_layers(self) -> None:
         self.views: dict[str, MatrixView] = {}  # of all layers, by param
         self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
-        for key, group in groupby(views(self.model), lambda view: view.key):
-            held, param = list(group), self._params[key]
-            if len(held) > 1:
-                self._parts[param] = [view.rows for view in held]
-                parts = ((name, rows) for name in self.names(param) for rows in self._parts[param])
-                self._params |= {part(name, rows): part(param, rows) for name, rows in parts}
-            self.views |= {self.param_of(view): view for view in held}
+        views_by_key: dict[str, list[MatrixView]] = {}
+        for view in views(self.model):
+            views_by_key.setdefault(view.key, []).append(view)
+        for key, views_of_key in views_by_key.items():
+            param = self._params[key]
+            if len(views_of_key) > 1:
+                self._parts[param] = [view.rows for view in views_of_key]
+                for name in self.names(param):
+                    for rows in self._parts[param]:
+                        self._params[part(name, rows)] = part(param, rows)
+            for view in views_of_key:
+                self.views[self.param_of(view)] = view
 
     @classmethod
     def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
@@ -127,7 +136,9 @@ class Architecture:
 
     def param_of(self, view: MatrixView) -> str:
         param = self._params[view.key]
-        return part(param, view.rows) if param in self._parts else param
+        if param in self._parts:
+            return part(param, view.rows)
+        return param
 
     def names(self, param: str) -> list[str]:
         """Return the model's names for the tensor of a param; a tied tensor has several."""
@@ -162,7 +173,9 @@ class Architecture:
 
     def rows(self, param: str) -> int:
         """Return the number of rows of a tensor, zero for one that the model does not have."""
-        return self.shape(param)[0] if param in self._params else 0
+        if param not in self._params:
+            return 0
+        return self.shape(param)[0]
 
     def parts(self, param: str) -> list[str]:
         return [part(param, rows) for rows in self._parts.get(param, ())]
@@ -174,23 +187,26 @@ class Architecture:
         """Split the tensors of a model that hold several layers; those of another shape stay
         whole.
         """
-        params = {key: param for key in source.tensors if (param := self.param(key)) in self._parts}
-        whole = (
-            key for key, param in params.items() if source.tensors[key].shape == self.shape(param)
-        )
-        source.split({key: self._parts[params[key]] for key in whole})
+        parts = {}
+        for key, info in source.tensors.items():
+            param = self.param(key)
+            if param in self._parts and info.shape == self.shape(param):
+                parts[key] = self._parts[param]
+        source.split(parts)
 
     def param(self, key: str) -> str:
         """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
-        return self._params.get(name := self.module_name(key), name)
+        name = self.module_name(key)
+        return self._params.get(name, name)
 
     def name(self, key: str) -> str:
         """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
         it is tied to.
         """
         name = self.module_name(key)
-        tied = any(name in names for names in self.shared)
-        return name if tied else self._params.get(name, name)
+        if any(name in names for names in self.shared):
+            return name
+        return self._params.get(name, name)
 
     def by_param(self, source: Source) -> dict[str, list[str]]:
         """Return a model's keys by param, in its own order."""
@@ -203,9 +219,13 @@ class Architecture:
         """Return the model's name for a checkpoint's key, renamed as transformers does when it
         loads one.
         """
-        return next((name for name in self._names(key) if name in self._params), key)
+        for name in self._names(key):
+            if name in self._params:
+                return name
+        return key
 
     def _names(self, key: str) -> tuple[str, ...]:
+        """Return what the model may call a tensor, with and without the name of its backbone."""
         name = self._rename(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
@@ -227,10 +247,8 @@ class Architecture:
 
     def holds_layers(self, name: str) -> bool:
         """Return whether a parameter of the loaded model is stored as layers or holds several."""
-        stored = self.undo(
-            {name: torch.empty(self._stacks[name], dtype=torch.float32, device="meta")}
-        )
-        params = [self.param(key) for key in stored]
+        stack = torch.empty(self._stacks[name], dtype=torch.float32, device="meta")
+        params = [self.param(key) for key in self.undo({name: stack})]
         return all(self.parts(param) or param in self.views for param in params)
 
     def _unused(self, base: Source) -> list[str]:
@@ -239,62 +257,78 @@ class Architecture:
         """
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         known = set(map(without_numbers, self._params))
-        unknown = (key for key in base.tensors if self.module_name(key) not in self._params)
-        alike = (
-            key for key in unknown if known.intersection(map(without_numbers, self._names(key)))
-        )
-        return [key for key in alike if not any(re.search(pattern, key) for pattern in ignored)]
+        unused = []
+        for key in base.tensors:
+            if self.module_name(key) in self._params:
+                continue
+            is_ignored = any(re.search(pattern, key) for pattern in ignored)
+            if not is_ignored and known.intersection(map(without_numbers, self._names(key))):
+                unused.append(key)
+        return unused
 
     def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the params of the tensors with a row for every token, given the stored tensors'
         shapes by param.
         """
-        params = dict.fromkeys(self._params[name] for name in self._tables)
-        found = [param for param in params if param in stored]
-        return [param for param in found if stored[param][0] == stored[found[0]][0]]
+        params = []
+        for name in self._tables:
+            param = self._params[name]
+            if param in stored and param not in params:
+                params.append(param)
+        return [param for param in params if stored[param][0] == stored[params[0]][0]]
 
     def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config
         do not match.
         """
         selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
-        selected = {name: view for name, view in selected.items() if not heads.of([view.key])}
-        chosen = {self.param_of(view): name for name, view in selected.items()}
-        stored, name = self.by_param(base), base.name
-        wholes = [self._params[view.key] for view in selected.values()]
-        base.check_not_empty(key for whole in wholes for key in stored.get(whole, ()))
+        layers_by_param = {}
+        wholes = []  # the params of the parameters that hold the layers
+        for name, view in selected.items():
+            if not heads.of([view.key]):
+                layers_by_param[self.param_of(view)] = name
+                wholes.append(self._params[view.key])
+        stored = self.by_param(base)
+        base.check_not_empty(chain.from_iterable(stored.get(whole, ()) for whole in wholes))
         for whole in wholes:
             for key in stored.get(whole, ()):
                 base.check_floats([key])
-                if (shape := base.tensors[key].shape) != (promised := self.shape(whole)):
-                    but = f"shape {shape} differs from {promised}, which its config.json promises"
-                    raise ValueError(f"model '{name}', tensor '{key}': {but}: {_NOT_TOGETHER}")
-        lost = sorted(chosen.keys() - stored.keys())
+                self._check_shape(base, key, whole)
+        lost = sorted(layers_by_param.keys() - stored.keys())
         if lost:
             base.check_unwrapped(stored.keys() - self._params.keys())
-            what = (
-                f"the weight of {len(lost)} layers that its config.json promises, '{lost[0]}' first"
-            )
             raise ValueError(
-                f"model '{name}' lacks {what}: {_NOT_TOGETHER}{exclude_hint(chosen[lost[0]])}"
+                f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json "
+                f"promises, '{lost[0]}' first: {_NOT_TOGETHER}"
+                f"{exclude_hint(layers_by_param[lost[0]])}"
             )
-        if unused := self._unused(base):
-            what = (
-                f"{len(unused)} tensors of layers that its config.json does not have, "
-                f"'{unused[0]}' first"
+        unused = self._unused(base)
+        if unused:
+            raise ValueError(
+                f"model '{base.name}' stores {len(unused)} tensors of layers that its config.json "
+                f"does not have, '{unused[0]}' first: {_NOT_TOGETHER}"
             )
-            raise ValueError(f"model '{name}' stores {what}: {_NOT_TOGETHER}")
-        merged = {param: tuple(keys) for param, keys in stored.items() if param in chosen}
-        return [
-            Layer(chosen[param], param, keys, self.views[param]) for param, keys in merged.items()
-        ]
+        layers = []
+        for param, keys in stored.items():
+            if param in layers_by_param:
+                layer = Layer(layers_by_param[param], param, tuple(keys), self.views[param])
+                layers.append(layer)
+        return layers
+
+    def _check_shape(self, base: Source, key: str, param: str) -> None:
+        shape = base.tensors[key].shape
+        promised = self.shape(param)
+        if shape != promised:
+            raise ValueError(
+                f"model '{base.name}', tensor '{key}': shape {shape} differs from {promised}, "
+                f"which its config.json promises: {_NOT_TOGETHER}"
+            )
 
     def others(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
         """Return the base's keys of every tensor outside the layers, by param."""
         chosen = {layer.param for layer in layers}
-        return {
-            param: tuple(keys) for param, keys in self.by_param(base).items() if param not in chosen
-        }
+        by_param = self.by_param(base)
+        return {param: tuple(keys) for param, keys in by_param.items() if param not in chosen}
 
 
 def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
@@ -347,21 +381,26 @@ def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
     with a row for every token, and all names of both; all are empty if it does not tell.
     """
     try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # not a transformers model, or with two towers
         return "", [], []
     if not isinstance(embedding, nn.Embedding):
         return "", [], []
     paths = {id(module): path for path, module in model.named_modules()}
-    name, of_head, tables = f"{paths.get(id(embedding))}.weight", [], [embedding.weight]
-    for attribute, table in head.named_parameters() if isinstance(head, nn.Module) else ():
-        if len(table) == embedding.num_embeddings:
-            tables.append(table)
-        if table.shape == embedding.weight.shape:
-            of_head.append(f"{paths.get(id(head))}.{attribute}")
-    held = {id(table) for table in tables}
-    names = model.named_parameters(remove_duplicate=False)
-    return name, of_head, [name for name, parameter in names if id(parameter) in held]
+    names_of_head = []
+    tables = {id(embedding.weight)}
+    if isinstance(head, nn.Module):
+        for attribute, table in head.named_parameters():
+            if len(table) == embedding.num_embeddings:
+                tables.add(id(table))
+            if table.shape == embedding.weight.shape:
+                names_of_head.append(f"{paths.get(id(head))}.{attribute}")
+    names_of_tables = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in tables:
+            names_of_tables.append(name)
+    return f"{paths.get(id(embedding))}.weight", names_of_head, names_of_tables
 
 
 def _untie_head(model: Any) -> None:
@@ -384,31 +423,31 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
     root = nn.Module()
-    packing = [info.shape for key, info in tensors.items() if _GPT2.fullmatch(key)]
-    like_gpt2 = any(shape[1:] == (3 * shape[0],) for shape in packing)
+    shapes_of_gpt2 = [info.shape for key, info in tensors.items() if _GPT2.fullmatch(key)]
+    like_gpt2 = any(shape[1:] == (3 * shape[0],) for shape in shapes_of_gpt2)
     for key, info in tensors.items():
         path = key.removesuffix(".weight")
         *parents, last = path.split(".")
-        plain = path != key and len(info.shape) == 2
-        packed = path == key and len(info.shape) == _PACKED.get(last)
-        if not (packed or plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
+        is_plain = path != key and len(info.shape) == 2
+        is_packed = path == key and len(info.shape) == _PACKED.get(last)
+        if not (is_packed or is_plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
             continue
         try:
             module = submodule(root, parents)
-            if packed:
+            if is_packed:
                 values = torch.empty(info.shape, dtype=torch.float32, device="meta")
                 module.register_parameter(last, nn.Parameter(values))
                 continue
             rows, columns = info.shape
-            transposed = like_gpt2 and last.startswith("c_")
+            linear: nn.Module
             with torch.device("meta"):
-                linear = (
-                    Conv1D(columns, rows) if transposed else nn.Linear(columns, rows, bias=False)
-                )
-            for name, inner in (
-                module._modules.get(last) or nn.Module()
-            ).named_children():  # a.b.weight came first
-                linear.add_module(name, inner)
+                if like_gpt2 and last.startswith("c_"):
+                    linear = Conv1D(columns, rows)
+                else:
+                    linear = nn.Linear(columns, rows, bias=False)
+            if last in module._modules:  # a.b.weight came before a.weight
+                for name, inner in module.get_submodule(last).named_children():
+                    linear.add_module(name, inner)
             module.add_module(last, linear)
         except KeyError as error:
             log.warning("tensor '%s' is not merged as a layer: %s", printable(key), error.args[0])
