@@ -163,7 +163,7 @@ class Experiment:
 
     def make_method(self, config: dict[str, Any]) -> Any:
         method = make("method", DictConfig(config), self.fabric, load_algorithm_from_config)
-        method.door = "nufilt compare"
+        method.entry_point = "nufilt compare"
         return method
 
     @property

@@ -25,7 +25,7 @@ from fusion_bench_nufilt.pages.write import try_write_report
 from fusion_bench_nufilt.utils.files import write_text
 from fusion_bench_nufilt.utils.manifest import package_versions
 from fusion_bench_nufilt.utils.options import (
-    Door,
+    EntryPoint,
     split_options,
     takes_options,
     unknown,
@@ -70,7 +70,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         ValueError: a value is out of its range, or there is no such option; the message names it.
     """
 
-    door: Door = "Python"  # where the user gave the options, for warnings
+    entry_point: EntryPoint = "Python"  # where the user gave the options, for warnings
 
     # These describe the last run.
     folder: RunFolder | None  # the log directory
@@ -177,7 +177,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def on_run_start(self) -> None:
         """Use the task pool that the model pool brings along, unless the user named one."""
-        self.door = "fusion_bench"
+        self.entry_point = "fusion_bench"
         use_bundled_taskpool(self._program)
 
     def on_run_end(self) -> None:

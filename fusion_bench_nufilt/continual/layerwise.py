@@ -151,7 +151,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         )
         log.info("%s", self._selection.coverage)
         shapes = [view.shape for view in self.layers.values()]
-        for warning in (self._selection.coverage.warning, self.method.warning(shapes, self.door)):
+        for warning in (
+            self._selection.coverage.warning,
+            self.method.warning(shapes, self.entry_point),
+        ):
             if warning:
                 _warn_once("%s", warning)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fusion_bench_nufilt.utils.options import Door, typed
+from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 
 _PACKAGE = Path(__file__).parents[1]
 #: The configurations: a wheel carries them inside the package, a checkout has them beside it.
@@ -16,7 +16,7 @@ if not CONFIG.is_dir():
     CONFIG = _PACKAGE.parent / "config"
 
 
-def refuse_misplaced(words: Sequence[str], door: Door) -> None:
+def refuse_misplaced(words: Sequence[str], entry_point: EntryPoint) -> None:
     """Raise a ValueError, with the right spelling, for a word such as ``+null_rank=0.1667``.
 
     Hydra adds a key that begins with ``+`` at the top level of the configuration, where nothing
@@ -25,9 +25,9 @@ def refuse_misplaced(words: Sequence[str], door: Door) -> None:
     Args:
         words: the words of the command line of `fusion_bench`, where they matter only if they
             name a method that comes with this package, or of `nufilt compare`.
-        door: where they were typed.
+        entry_point: where they were typed.
     """
-    if door == "fusion_bench" and not _name_a_method(words):
+    if entry_point == "fusion_bench" and not _name_a_method(words):
         return
     options = None
     for word in words:
@@ -38,13 +38,15 @@ def refuse_misplaced(words: Sequence[str], door: Door) -> None:
             options = _options_of_methods()
         name, value = match.groups()
         if name in options:
-            _refuse(word, name, value, words, door)
+            _refuse(word, name, value, words, entry_point)
 
 
-def _refuse(word: str, name: str, value: str, words: Sequence[str], door: Door) -> None:
-    for_all_methods = typed("fusion_bench", {name: value})
-    if door == "nufilt compare":
-        for_one_method = typed(door, {name: value})
+def _refuse(
+    word: str, name: str, value: str, words: Sequence[str], entry_point: EntryPoint
+) -> None:
+    for_all_methods = as_typed("fusion_bench", {name: value})
+    if entry_point == "nufilt compare":
+        for_one_method = as_typed(entry_point, {name: value})
         spelling = f"{for_one_method} in --methods, or {for_all_methods} for all methods"
         if name == "seed":
             spelling = f"--seeds {value} (in nufilt analyze: --seed {value})"

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.nufilt.fusion import Layers, TaskLayers, check_layers
 from fusion_bench_nufilt.nufilt.step import LowRank, clock
 from fusion_bench_nufilt.utils.devices import Devices, check_devices, map_on_devices
 from fusion_bench_nufilt.utils.failures import solve_alone
-from fusion_bench_nufilt.utils.options import Door
+from fusion_bench_nufilt.utils.options import EntryPoint
 from fusion_bench_nufilt.utils.tensors import widened
 
 _R = TypeVar("_R")
@@ -180,9 +180,9 @@ class LayerMethod(ABC):
         else:
             yield from _solve_each(weigh, states, pretrained, device)
 
-    def warning(self, shapes: Sequence[tuple[int, int]], door: Door) -> str | None:
+    def warning(self, shapes: Sequence[tuple[int, int]], entry_point: EntryPoint) -> str | None:
         """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``,
-        with others as they are typed at the door.
+        with others as they are typed at the entry point.
         """
         return None
 

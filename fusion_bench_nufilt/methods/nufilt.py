@@ -10,7 +10,7 @@ from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.nufilt.fusion import Layers, TaskLayers, fuse_each
 from fusion_bench_nufilt.nufilt.step import working_bytes
 from fusion_bench_nufilt.utils.devices import Devices, stack_size
-from fusion_bench_nufilt.utils.options import Door, typed
+from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 
 from .base import Added, LayerMethod, State, States
 
@@ -63,12 +63,12 @@ class Nufilt(LayerMethod):
         for layer, weight, report in each:
             yield layer, {"weight": weight}, dataclasses.asdict(report)
 
-    def warning(self, shapes: Sequence[tuple[int, int]], door: Door) -> str | None:
+    def warning(self, shapes: Sequence[tuple[int, int]], entry_point: EntryPoint) -> str | None:
         rank = self.options.null_rank
         covered = sum(2 * min(self.options.ranks(d_i).null, d_i) > d_i for _, d_i in shapes)
         if self.options.null_space is not True or 2 * covered <= len(shapes):
             return None
-        ranks = typed(door, {"null_rank": 0.1667, "lora_rank": 0.0833}, method="nufilt")
+        ranks = as_typed(entry_point, {"null_rank": 0.1667, "lora_rank": 0.0833}, method="nufilt")
         return (
             f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} "
             "layers. Unless all linear layers are merged, little of a later task gets in; the "

@@ -35,17 +35,17 @@ def option(
     )
 
 
-Door = Literal["fusion_bench", "nufilt compare", "nufilt merge", "Python"]
+EntryPoint = Literal["fusion_bench", "nufilt compare", "nufilt merge", "Python"]
 """Where a user gives options."""
 
 
-def typed(door: Door, options: Mapping[str, object], method: str = "NAME") -> str:
-    """Return options as they are typed at a door; ``method`` is the name of their method."""
-    if door == "fusion_bench":
+def as_typed(entry_point: EntryPoint, options: Mapping[str, object], method: str = "NAME") -> str:
+    """Return options as they are typed at an entry point, of the method of that name."""
+    if entry_point == "fusion_bench":
         return " ".join(f"method.{name}={value}" for name, value in options.items())
-    if door == "nufilt compare":
+    if entry_point == "nufilt compare":
         return method + "".join(f":{name}={value}" for name, value in options.items())
-    if door == "nufilt merge":
+    if entry_point == "nufilt merge":
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 

@@ -1,5 +1,5 @@
-"""Bad input of every door but `nufilt merge`'s checkpoints, generated from the files and options
-that are read.
+"""Bad input of every entry point but `nufilt merge`'s checkpoints, generated from the files and
+options that are read.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from fusion_bench_nufilt.continual.models import merged_before
 from fusion_bench_nufilt.continual.run_folder import RunFolder
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.utils.manifest import save_checkpoint
-from tests.adversary.doors import CODES, VALUES, Case, json_cases, nufilt, table_cases
+from tests.adversary.entry_points import CODES, VALUES, Case, json_cases, nufilt, table_cases
 from tests.compare.helpers import TASKS, finished
 from tests.pages.helpers import FOLDERS
 
@@ -66,7 +66,7 @@ _OTHERS = (
 
 def option_cases() -> Iterator[Case]:
     """Every option of every command times every word."""
-    for door, command, arguments in (
+    for entry_point, command, arguments in (
         ("options of nufilt merge", merge, ("merge", *_MODELS)),
         ("options of nufilt compare", compare, ("compare", "--out", "new", "--methods", "sum")),
         ("options of nufilt analyze", analyze, ("analyze", "--out", "new")),
@@ -81,7 +81,7 @@ def option_cases() -> Iterator[Case]:
             for word in WORDS:
                 option = f"--{name.replace('_', '-')}={word}"
                 yield Case(
-                    door,
+                    entry_point,
                     repr(option)[:60],
                     lambda _, option=option, a=arguments: nufilt(*a, option),
                 )
@@ -243,8 +243,8 @@ def step_cases(good: Path) -> Iterator[Case]:
     file = str((folder / "nufilt.json").relative_to(good))
     content = json.loads((good / file).read_text())
     typed = ("step|settings|inputs|files",)
-    for door, use in (("method.resume=true", resume), ("_merged_", merged)):
-        yield from json_cases(door, file, content, typed, use)
+    for entry_point, use in (("method.resume=true", resume), ("_merged_", merged)):
+        yield from json_cases(entry_point, file, content, typed, use)
 
 
 def cases(good: Path) -> list[Case]:
@@ -269,7 +269,7 @@ def cases(good: Path) -> list[Case]:
                 found += table_cases(f"nufilt report, {name}", f"{name}/{table.name}", rows, name)
     content = json.loads((good / "one" / "nufilt.json").read_text())
     content["layers"] = dict(list(content["layers"].items())[:1])
-    for door, command in (
+    for entry_point, command in (
         ("a manifest as recipe", ("merge", "one/nufilt.json", "--dry-run", "--out", "out")),
         ("a manifest to go on from", ("merge", "--merged", "one", *_MODELS)),
     ):
@@ -277,7 +277,7 @@ def cases(good: Path) -> list[Case]:
         def merge_of(_: Path, wrong: bool, command: tuple[str, ...] = command) -> str:
             return nufilt(*command, wrong=wrong)
 
-        found += json_cases(door, "one/nufilt.json", content, ("step|settings",), merge_of)
+        found += json_cases(entry_point, "one/nufilt.json", content, ("step|settings",), merge_of)
     return [*found, *store_cases(good), *step_cases(good)]
 
 

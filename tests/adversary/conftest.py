@@ -39,9 +39,9 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(
             "\n".join(f"{name:32} {COUNTS[name]:6}" for name in (*GOOD, *BAD))
         )
-        from tests.adversary import doors
+        from tests.adversary import entry_points
 
-        terminalreporter.write_line(doors.report())
+        terminalreporter.write_line(entry_points.report())
 
 
 @pytest.fixture(scope="session")

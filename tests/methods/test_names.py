@@ -1,5 +1,5 @@
-"""A layer-wise method has one name, which every door takes, with the same settings and the same
-result.
+"""A layer-wise method has one name, which every entry point takes, with the same settings and the
+same result.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_every_method_has_a_file_of_its_name_and_the_other_files_are_of_fusion_b
 @pytest.mark.parametrize(
     "name", ["nufilt", "nufilt/all_linear", "nufilt/release", "best", "spectral", "wudi_sums"]
 )
-def test_a_name_is_the_same_merge_at_every_door(name, tmp_path):
+def test_a_name_is_the_same_merge_at_every_entry_point(name, tmp_path):
     models = saved_pool(tmp_path, pool(tasks=2))
     run = fusion_bench(tmp_path / "run", name, models)
     out = merge(tmp_path, "out", "--method", name)
@@ -103,8 +103,10 @@ def test_an_option_wins_over_the_setting_behind_a_name(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("door", ["merge", "compare", "recipe"])
-def test_a_misspelt_name_is_answered_with_the_one_that_was_meant_and_without_a_list(door, tmp_path):
+@pytest.mark.parametrize("entry_point", ["merge", "compare", "recipe"])
+def test_a_misspelt_name_is_answered_with_the_one_that_was_meant_and_without_a_list(
+    entry_point, tmp_path
+):
     (tmp_path / "recipe.yaml").write_text("method: bst\nbase: b\ntasks: [t]\nout: o\n")
     models = ("--base", "b", "--task", "t", "--out", tmp_path / "out")
     words = {
@@ -112,7 +114,7 @@ def test_a_misspelt_name_is_answered_with_the_one_that_was_meant_and_without_a_l
         "compare": ("compare", "--methods", "bst", "--out", tmp_path / "out"),
         "recipe": ("merge", tmp_path / "recipe.yaml"),
     }
-    code, text = nufilt(*words[door])
+    code, text = nufilt(*words[entry_point])
     assert (code, "'bst'; did you mean 'best'?" in text, "spectral" in text) == (1, True, False), (
         text
     )

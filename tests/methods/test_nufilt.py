@@ -41,16 +41,16 @@ def test_the_ranks_are_advised_as_they_are_typed_where_the_user_stands(tmp_path)
     shapes = [(32, 32)]
     method = NufiltContinualMergingAlgorithm()
     kind = Nufilt(FusionConfig(), ["layer"], 42)
-    assert kind.warning(shapes, method.door).endswith("null_rank=0.1667, lora_rank=0.0833")
+    assert kind.warning(shapes, method.entry_point).endswith("null_rank=0.1667, lora_rank=0.0833")
     method.on_run_start()  # FusionBench's program calls it
     ranks = ["method.null_rank=0.1667", "method.lora_rank=0.0833"]
-    assert kind.warning(shapes, method.door).endswith(" ".join(ranks))
+    assert kind.warning(shapes, method.entry_point).endswith(" ".join(ranks))
     config = compose_run(["method=nufilt", "modelpool=nufilt_demo", *ranks])
     assert (config.method.null_rank, config.method.lora_rank) == (0.1667, 0.0833)
 
     experiment = Experiment(config)
     method = experiment.make_method(OmegaConf.to_container(config.method, resolve=True))
-    words = kind.warning(shapes, method.door).split()[-1]
+    words = kind.warning(shapes, method.entry_point).split()[-1]
     assert words == "nufilt:null_rank=0.1667:lora_rank=0.0833"
     (spec,) = parse_methods(words)
     assert list(spec.overrides[1:]) == ranks

@@ -1,7 +1,7 @@
-"""How bad input is made of good files and options, and what is counted of each door.
+"""How bad input is made of good files and options, and what is counted of each entry point.
 
 A case spoils one field of one good file, or one option, and runs the command in this process. The
-outcomes are counted by door; all but those in ``FINE`` are faults.
+outcomes are counted by entry point; all but those in ``FINE`` are faults.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ VALUES: dict[str, Any] = {
     "a long word": "x" * 10**5,
     "nothing": ...,
 }
-#: What the doors themselves write: results, locks, and the files that are made wrong.
+#: What the entry points themselves write: results, locks, and the files that are made wrong.
 OWN = re.compile(
     r"(run|comparison|analysis|merge)/(index\.html|.*\.(png|pdf|md|tex)|(accuracy_matrix|table|per_task|overhead)\.csv)|"
     r"store/.*|new/.*|recipe\.yaml|(.*/)?\.nufilt\.lock"
@@ -70,7 +70,7 @@ class Hang(BaseException):
 
 
 class Case(NamedTuple):
-    door: str
+    entry_point: str
     name: str
     run: Callable[[Path], str]  # on the folder with good inputs; returns an outcome
     quick: bool = True
@@ -100,12 +100,12 @@ def spoilt(case: Case, folder: Path) -> str:
     after = _stamps(folder)
     if changed := [path for path, stamp in others.items() if after.get(path) != stamp]:
         outcome = f"foreign files: {', '.join(changed)} changed or deleted"
-    OUTCOMES.setdefault(case.door, Counter())[outcome.partition(":")[0]] += 1
+    OUTCOMES.setdefault(case.entry_point, Counter())[outcome.partition(":")[0]] += 1
     return outcome
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return sizes and times of change of all files that no door may write to."""
+    """Return sizes and times of change of all files that no entry point may write to."""
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     stats = {name: path.stat() for name, path in files.items() if not OWN.fullmatch(name)}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
@@ -176,7 +176,11 @@ def in_place_of(file: Path, text: str) -> Iterator[None]:
 
 
 def json_cases(
-    door: str, file: str, content: Any, read: tuple[str, ...], use: Callable[[Path, bool], str]
+    entry_point: str,
+    file: str,
+    content: Any,
+    read: tuple[str, ...],
+    use: Callable[[Path, bool], str],
 ) -> Iterator[Case]:
     """Every field of a JSON file times every value; those below ``read`` must keep their kind,
     unless null is a score.
@@ -203,10 +207,12 @@ def json_cases(
                     return use(folder, wrong)
 
             title = f"{file}, {'.'.join(map(str, place))}: {name}"
-            yield Case(door, title, run, wrong or "report" not in door)  # a page takes a second
+            yield Case(
+                entry_point, title, run, wrong or "report" not in entry_point
+            )  # a page takes a second
 
 
-def table_cases(door: str, file: str, rows: list[str], folder_name: str) -> Iterator[Case]:
+def table_cases(entry_point: str, file: str, rows: list[str], folder_name: str) -> Iterator[Case]:
     """Every column of a CSV file times every value, and without the column."""
     header = rows[0].split(",")
     for column, title in enumerate(header):
@@ -226,30 +232,33 @@ def table_cases(door: str, file: str, rows: list[str], folder_name: str) -> Iter
                 with in_place_of(folder / file, text):
                     return nufilt("report", str(folder / folder_name), names=".")
 
-            yield Case(door, f"{file}, {title}: {name}", run, False)
+            yield Case(entry_point, f"{file}, {title}: {name}", run, False)
 
 
 def report() -> str:
     """Return the seed and the table of all cases so far, in Markdown."""
-    header = ("door", "cases", *FINE, *FAULTS)
+    header = ("entry point", "cases", *FINE, *FAULTS)
     counts = {
-        door: [OUTCOMES[door][name] for name in (*FINE, *FAULTS)] for door in sorted(OUTCOMES)
+        entry_point: [OUTCOMES[entry_point][name] for name in (*FINE, *FAULTS)]
+        for entry_point in sorted(OUTCOMES)
     }
     counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
     rows = [
         header,
         ["---"] * len(header),
-        *([door, sum(row), *row] for door, row in counts.items()),
+        *([entry_point, sum(row), *row] for entry_point, row in counts.items()),
     ]
     return "\n".join([f"NUFILT_SEED={SEED}", *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def sample(every: list[Case], of_each_door: int, seed: int) -> list[Case]:
-    """Draw so many cases of each door, if it has as many."""
-    doors: dict[str, list[Case]] = {}
+def sample(every: list[Case], of_each_entry_point: int, seed: int) -> list[Case]:
+    """Draw so many cases of each entry point, if it has as many."""
+    entry_points: dict[str, list[Case]] = {}
     for case in every:
-        doors.setdefault(case.door, []).append(case)
+        entry_points.setdefault(case.entry_point, []).append(case)
     draw = random.Random(seed)
     return [
-        case for some in doors.values() for case in draw.sample(some, min(of_each_door, len(some)))
+        case
+        for some in entry_points.values()
+        for case in draw.sample(some, min(of_each_entry_point, len(some)))
     ]

@@ -8,21 +8,21 @@ from datetime import date
 
 import pytest
 
-from tests.adversary import doors
+from tests.adversary import entry_points
 from tests.adversary.cases import cases, good_folder
-from tests.adversary.doors import Case, sample, spoilt
+from tests.adversary.entry_points import Case, sample, spoilt
 
 FAST, NIGHTLY = 50, 2000  # cases
 
 
 @pytest.fixture(scope="module")
 def inputs(good, tmp_path_factory):
-    return good_folder(shutil.copytree(good, tmp_path_factory.mktemp("doors") / "good"))
+    return good_folder(shutil.copytree(good, tmp_path_factory.mktemp("entry_points") / "good"))
 
 
 @pytest.fixture
 def doors_only(monkeypatch, inputs):
-    """Nothing behind a door is done: no run and no picture."""
+    """Nothing behind an entry point is done: no run and no picture."""
 
     def enough(*_, **__):
         raise ValueError("enough: it would run")
@@ -40,26 +40,29 @@ def doors_only(monkeypatch, inputs):
 def faults(some: list[Case], folder) -> list[str]:
     found = [(case, spoilt(case, folder)) for case in some]
     return [
-        f"{case.door}: {case.name}: {outcome}"
+        f"{case.entry_point}: {case.name}: {outcome}"
         for case, outcome in found
-        if outcome not in doors.FINE
+        if outcome not in entry_points.FINE
     ]
 
 
 @pytest.mark.slow
 def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
     every = [case for case in cases(inputs) if case.quick]
-    assert faults(sample(every, FAST // len({case.door for case in every}), seed=0), inputs) == []
+    assert (
+        faults(sample(every, FAST // len({case.entry_point for case in every}), seed=0), inputs)
+        == []
+    )
 
 
 @pytest.mark.nightly
 def test_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
-    every, doors.SEED = (
+    every, entry_points.SEED = (
         cases(inputs),
         int(os.environ.get("NUFILT_SEED", date.today().toordinal())),
     )  # others every night
-    some = sample(every, NIGHTLY // len({case.door for case in every}), doors.SEED)
+    some = sample(every, NIGHTLY // len({case.entry_point for case in every}), entry_points.SEED)
     found = faults(some, inputs)
     assert not found, "\n".join(
-        [f"{len(some)} of {len(every)} cases, NUFILT_SEED={doors.SEED}", *found]
+        [f"{len(some)} of {len(every)} cases, NUFILT_SEED={entry_points.SEED}", *found]
     )
