@@ -36,6 +36,7 @@ __all__ = [
     "load_task",
 ]
 
+# The modules of these names; all others are in continual.baselines.
 _HOMES = {
     "FusionConfig": "nufilt",
     "LayerwiseMergingAlgorithm": "continual.layerwise",
@@ -50,7 +51,8 @@ def __getattr__(name: str) -> Any:
     start faster.
     """
     if name in __all__:
-        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'continual.baselines')}"), name)
+        home = _HOMES.get(name, "continual.baselines")
+        return getattr(import_module(f"{__name__}.{home}"), name)
     if name == "__version__":
         return version("fusion-bench-nufilt")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

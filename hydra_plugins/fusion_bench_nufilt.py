@@ -25,8 +25,8 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         search_path.append("fusion-bench-nufilt", f"file://{CONFIG}")
         # FusionBench prefers a folder ./config of the user's to its own; with its own appended,
         # both work.
-        own = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
-        search_path.append("fusion-bench", f"file://{own}")
+        project = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
+        search_path.append("fusion-bench", f"file://{project / 'fusion_bench_config'}")
         if "fusion_bench.scripts.cli" in sys.modules:
             try:
                 refuse_misplaced(sys.argv[1:], "fusion_bench")

@@ -292,7 +292,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             merged.load_state_dict(previous.state_dict())
             if self.scores is not None:
                 with self.profile("evaluating"):
-                    self.scores.take_earlier(previous)
+                    self.scores.score_earlier_tasks(previous)
             del previous
         self.prepare(merged)
         next_step = self.first_step
@@ -354,7 +354,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                 self._kept.save_step(step, merged, manifest, self.state(), self.files)
         if self.scores is not None:
             with self.profile("evaluating"):
-                self.scores.take(step, merged)
+                self.scores.score_step(step, merged)
         if self.on_step is not None:
             self.on_step(step, merged)
 

@@ -348,7 +348,7 @@ class RunScores:
     def is_last(self, step: int) -> bool:
         return self.row(step) == len(self.matrix.tasks)
 
-    def take_earlier(self, merged_before: nn.Module) -> None:
+    def score_earlier_tasks(self, merged_before: nn.Module) -> None:
         """Score the model that the run goes on from on its own tasks, to see what they lose."""
         if self.earlier == 0 or self.evaluate == "last":
             return
@@ -365,7 +365,7 @@ class RunScores:
         now = self.matrix.values[-1, : self.earlier]
         return Mean.of(before).mean, Mean.of(now).mean
 
-    def take(self, step: int, merged: nn.Module) -> None:
+    def score_step(self, step: int, merged: nn.Module) -> None:
         """Score the model after a step."""
         tasks = self.tasks(step)
         if not tasks:
@@ -396,7 +396,7 @@ class RunScores:
                 self.record(finished_step, report)
             elif self.tasks(finished_step):
                 self.folder.load_step(finished_step, merged)
-                self.take(finished_step, merged)
+                self.score_step(finished_step, merged)
 
     def final_report(self) -> Report:
         """Return the last report, with the metrics of the run and the paths of its matrix and its

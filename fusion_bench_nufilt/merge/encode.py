@@ -7,7 +7,7 @@ from torch import Tensor
 from fusion_bench_nufilt.methods import State
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
-from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, digest, is_finite, raw
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, digest, is_finite, raw_bytes
 
 from .beside import state_layout, state_tensors
 from .engine import MergedLayer
@@ -46,7 +46,7 @@ class LayerBytes:
         record["written"] = [
             (info.file, info.start, info.stop, digest(value)) for info, value in stored
         ]
-        return [raw(value) for _, value in stored]
+        return [raw_bytes(value) for _, value in stored]
 
 
 def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:

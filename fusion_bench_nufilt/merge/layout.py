@@ -27,9 +27,9 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     if info.dtype not in FLOATS:
         return info
     if isinstance(info, Encoded):
-        return info.of(_NAMES.get(dtype, "BF16"))
+        return info.with_dtype(_NAMES.get(dtype, "BF16"))
     name = _NAMES.get(dtype, info.dtype)
-    return info if name == info.dtype else info.of(name)
+    return info if name == info.dtype else info.with_dtype(name)
 
 
 def is_rounded(info: TensorInfo) -> bool:

@@ -18,7 +18,7 @@ from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     TensorInfo,
     is_finite,
-    raw,
+    raw_bytes,
     wide_dtype,
 )
 
@@ -232,7 +232,7 @@ class _Writer:
         self._sha = hashlib.sha256()
 
     def write(self, piece: Tensor) -> None:
-        data = raw(piece)
+        data = raw_bytes(piece)
         self._output.write(self.place.file, data, self._offset)
         self._offset += len(data)
         self._sha.update(data)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion_bench_nufilt.utils.tensors import raw
+from fusion_bench_nufilt.utils.tensors import raw_bytes
 
 
 class ReadDigests:
@@ -18,7 +18,7 @@ class ReadDigests:
         self._shas: defaultdict[str, Any] = defaultdict(hashlib.sha256)
 
     def add(self, source: str, value: Tensor) -> None:
-        self._shas[source].update(raw(value))
+        self._shas[source].update(raw_bytes(value))
 
     def by_source(self) -> dict[str, str]:
         return {source: sha.hexdigest() for source, sha in self._shas.items()}

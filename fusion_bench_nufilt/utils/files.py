@@ -271,7 +271,7 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
 
 
 @cache  # making one takes milliseconds
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _type_adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
@@ -283,7 +283,7 @@ def validate(content: Any, kind: type[_T]) -> _T:
     type.
     """
     try:
-        adapter = _adapter(cast("Any", kind))
+        adapter = _type_adapter(cast("Any", kind))
         if not is_dataclass(kind):
             adapter.validate_python(content, strict=True)
             return cast("_T", content)

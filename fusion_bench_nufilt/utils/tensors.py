@@ -54,7 +54,7 @@ class TensorInfo:
         stop = self.start + last * row_bytes
         return replace(self, shape=shape, start=start, stop=stop)
 
-    def of(self, dtype: str) -> "TensorInfo":
+    def with_dtype(self, dtype: str) -> "TensorInfo":
         """Return the same tensor in another floating dtype, without a place in a file."""
         nbytes = math.prod(self.shape) * FLOATS[dtype].itemsize
         return TensorInfo(self.file, dtype, self.shape, 0, nbytes)
@@ -195,7 +195,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def raw(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, not copied if it is contiguous and in main memory."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
@@ -209,7 +209,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(raw(tensor)).hexdigest()
+    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
 def file_digest(path: Path, start: int, stop: int) -> str:

@@ -21,7 +21,7 @@ def inputs(good, tmp_path_factory):
 
 
 @pytest.fixture
-def doors_only(monkeypatch, inputs):
+def checks_only(monkeypatch, inputs):
     """Nothing behind an entry point is done: no run and no picture."""
 
     def enough(*_, **__):
@@ -47,7 +47,7 @@ def faults(some: list[Case], folder) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
+def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(checks_only, inputs):
     every = [case for case in cases(inputs) if case.quick]
     assert (
         faults(sample(every, FAST // len({case.entry_point for case in every}), seed=0), inputs)
@@ -56,7 +56,7 @@ def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(doors_only, in
 
 
 @pytest.mark.nightly
-def test_bad_input_is_refused_by_name_or_does_nothing(doors_only, inputs):
+def test_bad_input_is_refused_by_name_or_does_nothing(checks_only, inputs):
     every, entry_points.SEED = (
         cases(inputs),
         int(os.environ.get("NUFILT_SEED", date.today().toordinal())),

@@ -127,11 +127,10 @@ class Texts(TaskData):
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
         device = next(model.parameters()).device
         length = int(batch["attention_mask"].sum(dim=1).max())  # of the longest text
-        output = model(
-            input_ids=batch["input_ids"][:, :length].to(device),
-            attention_mask=batch["attention_mask"][:, :length].to(device),
-            decoder_input_ids=torch.full((len(batch["input_ids"]), 1), self._start, device=device),
-        )
+        input_ids = batch["input_ids"][:, :length].to(device)
+        attention_mask = batch["attention_mask"][:, :length].to(device)
+        answer = torch.full((len(input_ids), 1), self._start, device=device)
+        output = model(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=answer)
         return output.logits[:, 0]
 
 
