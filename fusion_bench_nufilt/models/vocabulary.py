@@ -30,7 +30,8 @@ _TOKENIZER = (
     r"|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
 )
 
-_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 
 Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
@@ -68,45 +69,43 @@ class Vocabulary:
         weights: dict[str, float] = {}
         for row, token in self.tokens.items():
             holders = self.holders[row]
-            labels[token] = ", ".join(self.models[each.source].source.label for each in holders)
-            weights[token] = sum(each.weight for each in holders)
+            models = [self.models[holder.source].source for holder in holders]
+            labels[token] = ", ".join(model.label for model in models)
+            weight = sum(holder.weight for holder in holders)
+            if weight != 1:
+                weights[token] = weight
         return {
             "tokenizer": self.tokenizer,
             "rows": self.rows,
             "new_tokens": labels,
-            "token_weights": {token: weight for token, weight in weights.items() if weight != 1},
+            "token_weights": weights,
             "matching": self.identity,
         }
 
     def __str__(self) -> str:
-        new = f"{len(self.tokens)} new tokens" + (
-            f": {format_names(self.tokens.values())}" if self.tokens else ""
-        )
-        return f"{self.tokenizer}, {self.rows} rows, {new}"
+        text = f"{self.tokenizer}, {self.rows} rows, {len(self.tokens)} new tokens"
+        if self.tokens:
+            text += f": {format_names(self.tokens.values())}"
+        return text
 
     def check(self) -> None:
         """Refuse rows that no tokenizer names and that differ between models: they may be those of
         different tokens. Models still on the hub are not compared.
         """
         for row in self.unnamed:
-            models = [self.models[each.source].source for each in self.holders[row]]
-            near = [
-                each for each in self.holders[row] if not self.models[each.source].source.remote
-            ]
-            for param in self.params if len(near) > 1 else ():
-                first, *others = (self._row(param, each).double() for each in near)
-                if not all(torch.equal(first, other) for other in others):
-                    names = [model.label for model in models]
-                    what = (
-                        f"token '{self.tokens[row]}' is new in "
-                        f"{format_names(names)} with different rows "
-                        f"of '{param}'"
+            holders = self.holders[row]
+            local = [each for each in holders if not self.models[each.source].source.remote]
+            if len(local) < 2:
+                continue
+            for param in self.params:
+                values = [self._row(param, holder).double() for holder in local]
+                if not all(torch.equal(values[0], value) for value in values[1:]):
+                    labels = [self.models[holder.source].source.label for holder in holders]
+                    raise ValueError(
+                        f"token '{self.tokens[row]}' is new in {format_names(labels)} with "
+                        f"different rows of '{param}': --tokenizer {labels[0]} takes that model's "
+                        "tokens alone, --tokenizer base none"
                     )
-                    takes = (
-                        f"--tokenizer {names[0]} takes that model's tokens alone, --tokenizer base "
-                        "none"
-                    )
-                    raise ValueError(f"{what}: {takes}")
 
     def _row(self, param: str, holder: Holder) -> Tensor:
         """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
@@ -116,10 +115,10 @@ class Vocabulary:
         key = self.kept.keys.get(new_rows_key(param))
         if key is None:
             return row
-        of_merged = [
-            each.row for held in self.holders.values() for each in held if each.source == "merged"
-        ]
-        place = sorted(of_merged).index(holder.row)
+        rows_of_merged = []
+        for holders in self.holders.values():
+            rows_of_merged += [each.row for each in holders if each.source == "merged"]
+        place = sorted(rows_of_merged).index(holder.row)
         kept = self.kept.source.elements(key, place * len(row), (place + 1) * len(row))
         if not torch.equal(kept.to(row.dtype), row):
             raise ValueError(
@@ -210,11 +209,16 @@ class _Tokens:
     def __init__(
         self, model: ModelWeights, params: Sequence[str], base: "_Tokens | None" = None
     ) -> None:
-        self.model, self.label, self._base = model, model.source.label, base
-        self.rows: int = min(
-            model.params[each][0] if base is None or each in model.keys else base.rows
-            for each in params
-        )
+        self.model = model
+        self.label = model.source.label
+        self._base = base
+        rows = []
+        for param in params:
+            if base is None or param in model.keys:
+                rows.append(model.params[param][0])
+            else:
+                rows.append(base.rows)
+        self.rows: int = min(rows)
         self.files = model.checkpoint.small_files(_TOKENIZER)
         self.words = _words(self.files)
         self.template = _template(self.files)
@@ -232,38 +236,43 @@ class _Tokens:
 
     @cached_property
     def _read(self) -> tuple[Any, str]:
+        """The tokenizer, and why there is none."""
         import transformers
 
-        base, folder = self._base, self.model.checkpoint.folder
+        base = self._base
         if base and (base.tokenizer is None or self.words == base.words):
             return base._read
         if not self.words:
             return None, f"'{self.label}' has no tokenizer"
+        folder = self.model.checkpoint.folder
         try:
-            load = transformers.AutoTokenizer.from_pretrained
-            return load(folder, local_files_only=True, trust_remote_code=False), ""
-        except (
-            Exception
-        ) as error:  # damaged files, a package that is not installed, code of the model's own
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            remedy = (
-                "mend it, or install what it needs; if its tokens are those of the other models, "
-                "copy their files"
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
             )
+        # Damaged files, a package that is not installed, code of the model's own.
+        except Exception as error:
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
             return (
                 None,
-                f"the tokenizer of '{self.label}' ("
-                f"{format_names(self.files)}) can't be read: {reason}; "
-                f"{remedy}",
+                f"the tokenizer of '{self.label}' ({format_names(self.files)}) can't be read: "
+                f"{reason}; mend it, or install what it needs; if its tokens are those of the "
+                "other models, copy their files",
             )
+        return tokenizer, ""
 
     @cached_property
     def all(self) -> dict[str, int]:
         """The numbers of all tokens, some of which may have no row."""
         if self.tokenizer:
             return dict(self.tokenizer.get_vocab())
-        known, first = (self._base.ids, self._base.rows) if self._base else ({}, 0)
-        return known | {f"row {row}": row for row in range(first, self.rows)}
+        numbers = {}
+        first_unknown = 0
+        if self._base:
+            numbers = dict(self._base.ids)
+            first_unknown = self._base.rows
+        for row in range(first_unknown, self.rows):
+            numbers[f"row {row}"] = row
+        return numbers
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -277,11 +286,12 @@ class _Tokens:
         """Tell whether its embeddings differ from the base's in rows only, which can be matched if
         it has fewer.
         """
-        own, other = self.model.params, base.model.params
-        alike = all(
-            own[param][1:] == other[param][1:] for param in params if param in self.model.keys
-        )
-        return alike and (self.rows >= base.rows or self.tokenizer is not None)
+        for param in params:
+            if param not in self.model.keys:
+                continue
+            if self.model.params[param][1:] != base.model.params[param][1:]:
+                return False
+        return self.rows >= base.rows or self.tokenizer is not None
 
     def rows_of(self, base: "_Tokens") -> list[int]:
         """Return, for each row of the base, the row of its token here, or -1 if there is none."""
@@ -325,24 +335,26 @@ def join_vocabularies(
             f"tokenizer '{choice}': the base has no embedding that can be told to be of tokens"
         )
     owner = _owner(models, choice)
-    name = models[owner].source.label if choice == models[owner].source.name else choice
+    name = choice
+    if choice == models[owner].source.name:
+        name = models[owner].source.label
     if not params:
         return Vocabulary()
     base = _Tokens(models["base"], params)
-    known = {
-        source: _Tokens(model, params, base) for source, model in models.items() if source != "base"
-    }
-    known = {
-        "base": base,
-        **{source: tokens for source, tokens in known.items() if tokens.fits(base, params)},
-    }
-    if owner not in known:
+    tokens_of = {"base": base}  # of the models whose rows can be matched, by their role
+    for source, model in models.items():
+        if source != "base":
+            tokens = _Tokens(model, params, base)
+            if tokens.fits(base, params):
+                tokens_of[source] = tokens
+    if owner not in tokens_of:
         return Vocabulary(tokenizer=name)
-    others = [source for source in known if choice == "union" and source != owner]
-    in_order = [known[source] for source in (owner, *others)]
-    if all(tokens.is_like(base) for tokens in known.values()) and (
-        choice in ("base", "union") or known[owner].files in (base.files, {})
-    ):
+    sources = [owner]
+    if choice == "union":
+        sources += [source for source in tokens_of if source != owner]
+    in_order = [tokens_of[source] for source in sources]
+    keeps_files = choice in ("base", "union") or tokens_of[owner].files in (base.files, {})
+    if keeps_files and all(tokens.is_like(base) for tokens in tokens_of.values()):
         return Vocabulary(tokenizer=name, files=_with_template(files, in_order))
     result = Vocabulary(models, list(params), name, files=dict(files), kept=kept)
 
@@ -353,115 +365,126 @@ def join_vocabularies(
             return 0.0 if holders else 1.0
         return max(models[source].strength, 0.0)
 
-    added = _number_tokens(result, known, [owner, *others], weight_of)
+    extended = _number_tokens(result, tokens_of, sources, weight_of)
     result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
-    _set_files(result, base, known[owner], added)
+    _set_files(result, base, tokens_of[owner], extended)
     result.files = _with_template(result.files, in_order)
     matched: dict[str, list[int]] = {}
-    for tokens in known.values():
+    for tokens in tokens_of.values():
         result.warnings += _warnings(result, base, tokens)
-        tokens.model.source.check_floats(
-            key for param, key in tokens.model.keys.items() if param in params
-        )
+        model = tokens.model
+        keys_of_embeddings = [key for param, key in model.keys.items() if param in params]
+        model.source.check_floats(keys_of_embeddings)
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
-            for param in tokens.model.keys.keys() & set(params):
-                tokens.model.match_rows(param, rows)
+            for param in model.keys.keys() & set(params):
+                model.match_rows(param, rows)
             matched[tokens.label] = rows
     result.check()
-    result.identity = hashlib.sha256(
-        repr([result.rows, result.holders, matched]).encode()
-    ).hexdigest()
+    matching = repr([result.rows, result.holders, matched])
+    result.identity = hashlib.sha256(matching.encode()).hexdigest()
     return result
 
 
 def _owner(models: Models, choice: str) -> str:
     """Return the role of the model whose tokenizer the result has, or to which tokens are added."""
-    if choice in ("base", "union"):
-        return "merged" if choice == "union" and "merged" in models else "base"
+    if choice == "base":
+        return "base"
+    if choice == "union":
+        return "merged" if "merged" in models else "base"
     named = {model.source.name: source for source, model in models.items()}
     named |= {model.source.label: source for source, model in models.items()}
     if choice not in named:
-        labels = format_names(
-            model.source.label for source, model in models.items() if source != "base"
+        others = [model.source.label for source, model in models.items() if source != "base"]
+        raise ValueError(
+            f"tokenizer '{choice}' is neither base nor union nor one of {format_names(others)}"
         )
-        raise ValueError(f"tokenizer '{choice}' is neither base nor union nor one of {labels}")
     return named[choice]
 
 
 def _number_tokens(
     result: Vocabulary,
-    known: Mapping[str, _Tokens],
+    tokens_of: Mapping[str, _Tokens],
     sources: Sequence[str],
     weight_of: Callable[[str, str, Sequence[Holder]], float],
 ) -> Any:
     """Give new tokens their rows; return the first source's tokenizer if tokens of others were
     added to it.
     """
-    base, owner = known["base"], known[sources[0]]
+    base = tokens_of["base"]
+    owner = tokens_of[sources[0]]
     for token, row in owner.ids.items():
-        if (before := base.ids.get(token, row)) != row:
-            numbers = (
-                f"token '{token}' has number {row} in '{owner.label}' and {before} in the base"
-            )
+        row_in_base = base.ids.get(token, row)
+        if row_in_base != row:
             raise ValueError(
-                f"{numbers}, which the result goes by: choose --tokenizer base or another model's"
+                f"token '{token}' has number {row} in '{owner.label}' and {row_in_base} in the "
+                "base, which the result goes by: choose --tokenizer base or another model's"
             )
-    tokenizer, added = owner.tokenizer, dict[str, Any]()
-    for tokens in (known[source] for source in sources[1:]):
-        new = tokens.ids.keys() - base.ids.keys() - owner.ids.keys()
-        for token in sorted(new, key=tokens.ids.__getitem__) if tokens.tokenizer else ():
-            if tokens.ids[token] not in (kinds := tokens.tokenizer.added_tokens_decoder):
-                what = (
-                    f"'{tokens.label}' has token '{token}' in its vocabulary and not among its "
-                    "added tokens"
-                )
-                raise ValueError(
-                    f"{what}, which alone can be joined: choose --tokenizer {tokens.label} or base"
-                )
-            added.setdefault(token, kinds[tokens.ids[token]])
+    tokenizer = owner.tokenizer
+    added: dict[str, Any] = {}
+    for source in sources[1:]:
+        for token, kind in _tokens_to_add(tokens_of[source], base, owner).items():
+            added.setdefault(token, kind)
     if added:
         tokenizer.add_tokens(list(added.values()))
     numbers = tokenizer.get_vocab() if tokenizer else {}
     for source in sources:
-        ids = known[source].ids
+        ids = tokens_of[source].ids
         for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
-            number, row = numbers.get(token, ids[token]), ids[token]
+            row = ids[token]
+            number = numbers.get(token, row)
             result.tokens.setdefault(number, token)
             holders = result.holders.setdefault(number, [])
             holders.append(Holder(source, row, weight_of(source, token, holders)))
-            if known[source].tokenizer is None:
+            if tokens_of[source].tokenizer is None:
                 result.unnamed.add(number)
     return tokenizer if added else None
 
 
-def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, added: Any) -> None:
-    """Give the result a model's tokenizer, or the one with added tokens, and configurations that
-    fit it.
+def _tokens_to_add(tokens: _Tokens, base: _Tokens, owner: _Tokens) -> dict[str, Any]:
+    """Return the added tokens of a model that neither the base nor the owner of the tokenizer
+    has.
     """
+    if not tokens.tokenizer:
+        return {}
+    added = {}
+    kinds = tokens.tokenizer.added_tokens_decoder
+    new = tokens.ids.keys() - base.ids.keys() - owner.ids.keys()
+    for token in sorted(new, key=tokens.ids.__getitem__):
+        number = tokens.ids[token]
+        if number not in kinds:
+            raise ValueError(
+                f"'{tokens.label}' has token '{token}' in its vocabulary and not among its added "
+                f"tokens, which alone can be joined: choose --tokenizer {tokens.label} or base"
+            )
+        added[token] = kinds[number]
+    return added
+
+
+def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, extended: Any) -> None:
+    """Give the result a model's tokenizer, or the extended one, and configurations that fit it."""
     files = owner.files
-    if added:
-        for key in (
-            "is_local",
-            "local_files_only",
-        ):  # how it was opened here, which transformers saves as well
-            added.init_kwargs.pop(key, None)
+    if extended:
+        # How it was opened here, which transformers saves as well.
+        for key in ("is_local", "local_files_only"):
+            extended.init_kwargs.pop(key, None)
+        files = {}
         with tempfile.TemporaryDirectory() as folder:
-            added.save_pretrained(folder)
-            saved = [path for path in Path(folder).rglob("*") if path.is_file()]
-            files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in saved}
+            extended.save_pretrained(folder)
+            for path in Path(folder).rglob("*"):
+                if path.is_file():
+                    files[path.relative_to(folder).as_posix()] = path.read_bytes()
     if files and files != base.files:
-        result.files = {
-            name: content for name, content in result.files.items() if name not in base.files
-        } | files
-    own = {}
+        kept = {name: result.files[name] for name in result.files if name not in base.files}
+        result.files = kept | files
+    config_of_owner = {}
     if owner is not base:
-        own = owner.model.source.config
+        config_of_owner = owner.model.source.config
         result.files |= owner.model.checkpoint.small_files("generation_config.json")
     if "config.json" in result.files:
         before = parse_json(result.files["config.json"], dict[str, Any])
         (before.get("text_config") or before).setdefault("vocab_size", base.rows)
-        after = _config(before, own, base.rows, result.rows)
+        after = _config(before, config_of_owner, base.rows, result.rows)
         if after != before:
             result.files["config.json"] = json.dumps(after, indent=2).encode()
 
@@ -505,11 +528,12 @@ def _read_config(content: bytes) -> dict[str, Any]:
 
 def _with_template(files: Mapping[str, bytes], models: Sequence[_Tokens]) -> dict[str, bytes]:
     """Return the files of a result with the first chat template of some models."""
-    first: dict[str, bytes] = next((each.template for each in models if each.template), {})
-    if not first or first == _template(files):
+    templates = [tokens.template for tokens in models if tokens.template]
+    template_now = _template(files)
+    if not templates or templates[0] == template_now:
         return dict(files)
-    kept = {name: files[name] for name in files if name not in _template(files)}
-    return kept | first
+    kept = {name: files[name] for name in files if name not in template_now}
+    return kept | templates[0]
 
 
 def _config(config: Any, own: Any, before: int, rows: int) -> Any:
@@ -518,9 +542,15 @@ def _config(config: Any, own: Any, before: int, rows: int) -> Any:
     """
     if not isinstance(config, dict) or not isinstance(own, dict):
         return config
-    inner = {key: _config(value, own.get(key, {}), before, rows) for key, value in config.items()}
-    size = {"vocab_size": rows} if config.get("vocab_size") == before else {}
-    return inner | {key: value for key, value in own.items() if key.endswith("_token_id")} | size
+    changed = {}
+    for key, value in config.items():
+        changed[key] = _config(value, own.get(key, {}), before, rows)
+    for key, value in own.items():
+        if key.endswith("_token_id"):
+            changed[key] = value
+    if config.get("vocab_size") == before:
+        changed["vocab_size"] = rows
+    return changed
 
 
 def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[str]:
@@ -529,7 +559,8 @@ def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[st
             f"the rows of '{tokens.label}' and the base are matched by their numbers: "
             f"{tokens.why_unknown}"
         )
-    if lost := sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values())):
+    lost = sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values()))
+    if lost:
         yield (
             f"'{tokens.label}' has tokens that the result does not have "
             f"(tokenizer={result.tokenizer}): {format_names(lost)}"
