@@ -24,23 +24,32 @@ def model_card(plan: Plan, warnings: Sequence[str]) -> str:
     """Return the model card for the result of a plan, with the warnings in its manifest, as
     Markdown for the hub.
     """
-    return "\n\n".join([f"---\n{_yaml(_metadata(plan))}---", *_paragraphs(plan, warnings)]) + "\n"
+    front_matter = f"---\n{_yaml(_metadata(plan))}---"
+    return "\n\n".join([front_matter, *_paragraphs(plan, warnings)]) + "\n"
 
 
 def _yaml(content: Mapping[str, Any]) -> str:
-    return str(yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False, allow_unicode=True))
+    plain = json.loads(json.dumps(content))  # without classes, which YAML would name
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def _metadata(plan: Plan) -> dict[str, Any]:
-    found = map(_HUB_NAME.fullmatch, (plan.base.label, *plan.names))
-    made_from = list(dict.fromkeys(name[1] for name in found if name))
-    base = _metadata_of(plan.pretrained.checkpoint.folder / CARD)
-    return {
-        **({"base_model": made_from, "base_model_relation": "merge"} if made_from else {}),
-        "library_name": "transformers",
-        **{key: base[key] for key in _OF_THE_BASE if isinstance(base.get(key), str)},
-        "tags": ["merge", "model-merging", "nufilt"],
-    }
+    hub_names: dict[str, None] = {}
+    for label in (plan.base.label, *plan.names):
+        match = _HUB_NAME.fullmatch(label)
+        if match:
+            hub_names[match[1]] = None
+    metadata: dict[str, Any] = {}
+    if hub_names:
+        metadata["base_model"] = list(hub_names)
+        metadata["base_model_relation"] = "merge"
+    metadata["library_name"] = "transformers"
+    of_base = _metadata_of(plan.pretrained.checkpoint.folder / CARD)
+    for key in _OF_THE_BASE:
+        if isinstance(of_base.get(key), str):
+            metadata[key] = of_base[key]
+    metadata["tags"] = ["merge", "model-merging", "nufilt"]
+    return metadata
 
 
 def _metadata_of(card: Path) -> dict[str, Any]:
@@ -52,17 +61,20 @@ def _metadata_of(card: Path) -> dict[str, Any]:
 
 
 def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
-    method, names, base = plan.method, plan.names, plan.base.label
-    yield f"# {len(names)} model{'s' if len(names) > 1 else ''} merged with {method.label}"
+    base = plan.base.label
+    number_of_models = "1 model" if len(plan.names) == 1 else f"{len(plan.names)} models"
+    yield f"# {number_of_models} merged with {plan.method.label}"
     yield (
-        f"Made from {base} by {method.citation},\nwithout data and without training, of these "
+        f"Made from {base} by {plan.method.citation},\nwithout data and without training, of these "
         "models in this order:"
     )
-    yield "\n".join(f"{number}. {name}" for number, name in enumerate(names, 1))
-    if snippet := "\n".join(_loading(plan)):
+    yield "\n".join(f"{number}. {name}" for number, name in enumerate(plan.names, 1))
+    snippet = "\n".join(_loading(plan))
+    if snippet:
         yield f"```python\n{snippet}\n```"
     if plan.heads:
-        load = f'model = load_task("THIS_FOLDER", {json.dumps(next(iter(plan.heads)))})'
+        first_task = json.dumps(next(iter(plan.heads)))
+        load = f'model = load_task("THIS_FOLDER", {first_task})'
         yield "With the head of one of the tasks, which are in `heads/`:"
         yield f"```python\nfrom fusion_bench_nufilt import load_task\n\n{load}\n```"
     yield f"Merged: {str(plan.coverage).removeprefix('merging ')}."
@@ -92,20 +104,21 @@ def _loading(plan: Plan) -> Iterator[str]:
     elif "tokenizer_config.json" in plan.small_files:
         kinds["tokenizer"] = "AutoTokenizer"
     yield f"from transformers import {', '.join(sorted(kinds.values()))}\n"
+    yield f'model = {kinds.pop("model")}.from_pretrained("THIS_FOLDER", dtype="auto")'
     for name, kind in kinds.items():
-        dtype = ', dtype="auto"' if name == "model" else ""
-        yield f'{name} = {kind}.from_pretrained("THIS_FOLDER"{dtype})'
+        yield f'{name} = {kind}.from_pretrained("THIS_FOLDER")'
 
 
 def _recipe(plan: Plan) -> dict[str, Any]:
     """Return the recipe of the last merge, which names local folders without their directories."""
-    options = {**plan.options(), "step": plan.first_step if plan.merged else None}
+    options = plan.options()
     method = options.pop("method")
-    return {
-        "base": plan.base.label,
-        **({"merged": plan.merged.source.label} if plan.merged else {}),
-        "tasks": [task.source.label for task in plan.tasks],
-        "out": "OUT",
-        "method": method,
-        "settings": {key: value for key, value in options.items() if value is not None},
-    }
+    recipe: dict[str, Any] = {"base": plan.base.label}
+    if plan.merged is not None:
+        recipe["merged"] = plan.merged.source.label
+        options["step"] = plan.first_step
+    recipe["tasks"] = [task.source.label for task in plan.tasks]
+    recipe["out"] = "OUT"
+    recipe["method"] = method
+    recipe["settings"] = {key: value for key, value in options.items() if value is not None}
+    return recipe

@@ -25,7 +25,9 @@ class LayerBytes:
         """Return the bytes of a layer's state, if it is kept, and of its weight; note their places
         in its record.
         """
-        plan, layer, record = self.plan, merged.layer, merged.record
+        plan = self.plan
+        layer = merged.layer
+        record = merged.record
         weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
         stored: list[tuple[TensorInfo, Tensor]] = []
         if self._kept:
@@ -59,11 +61,10 @@ def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
         if plan.method.state_is_weight:
             value = layer.view.part(value).to(like.dtype)
         if value.shape != like.shape or value.dtype != like.dtype:
-            after, before = (f"{each.dtype} {tuple(each.shape)}" for each in (value, like))
-            what = (
-                f"'{name}' of its state is {after} after the last task and was {before} before the "
-                "first"
+            raise ValueError(
+                f"method {plan.method.name}, layer '{layer.name}': '{name}' of its state is "
+                f"{value.dtype} {tuple(value.shape)} after the last task and was "
+                f"{like.dtype} {tuple(like.shape)} before the first"
             )
-            raise ValueError(f"method {plan.method.name}, layer '{layer.name}': {what}")
         tensors[key] = value
     return tensors

@@ -47,17 +47,21 @@ def take_heads(
 
 def find_head(heads: Heads, task: ModelWeights) -> None:
     """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
-    shapes = {param: task.params[param] for param in _floats(task)}
+    shapes = {param: task.params[param] for param in _float_params(task)}
     heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
 
 
 def take_head(heads: Heads, task: ModelWeights) -> None:
     """Take a task's head out of the merge."""
-    task.take_head(heads.of(_floats(task)))
+    task.take_head(heads.of(_float_params(task)))
 
 
-def _floats(task: ModelWeights) -> list[str]:
-    return [param for param, key in task.keys.items() if task.source.tensors[key].dtype in FLOATS]
+def _float_params(task: ModelWeights) -> list[str]:
+    params = []
+    for param, key in task.keys.items():
+        if task.source.tensors[key].dtype in FLOATS:
+            params.append(param)
+    return params
 
 
 def describe_heads(
@@ -77,20 +81,19 @@ def head_files(plan: Plan) -> dict[str, bytes]:
     """Return the files of all heads by path in the result; those of earlier tasks come from the
     merged model.
     """
-    if plan.merged is None or not plan.before.get("heads"):
-        return new_heads(plan)
-    return read_heads(plan.merged.checkpoint.folder_with("heads/*"), plan.before) | new_heads(plan)
+    files: dict[str, bytes] = {}
+    if plan.merged is not None and plan.before.get("heads"):
+        folder = plan.merged.checkpoint.folder_with("heads/*")
+        files |= read_heads(folder, plan.before)
+    return files | new_heads(plan)
 
 
 def new_heads(plan: Plan) -> dict[str, bytes]:
     """Return the files of the heads of a merge's own tasks by path in the result."""
-    files = (
-        head["file"]
-        for name, head in plan.heads.items()
-        if name not in plan.before.get("heads", {})
-    )
-    tasks = (task for task in plan.tasks if task.head)
-    return {file: save(task.head_tensors()) for file, task in zip(files, tasks, strict=True)}
+    earlier_heads = plan.before.get("heads", {})
+    names = [head["file"] for task, head in plan.heads.items() if task not in earlier_heads]
+    tasks = [task for task in plan.tasks if task.head]
+    return {name: save(task.head_tensors()) for name, task in zip(names, tasks, strict=True)}
 
 
 def load_task(folder: str | Path, task: str) -> nn.Module:
@@ -108,27 +111,25 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
     manifest = read_manifest(checkpoint.folder) or Manifest()
     heads = manifest.get("heads", {})
     if task not in heads:
-        known = (
-            f"there are those of {format_names(heads)}"
-            if heads
-            else "its tasks have no heads of their own"
-        )
-        raise ValueError(f"'{folder}' has no head of '{task}': {known}")
-    file, config = heads[task]["file"], heads[task]["config"]
-    place = checkpoint.folder_with(*checkpoint.files, file)  # not the state, which is larger
-    tensors = load(read_heads(place, manifest, task)[file])
-    build = _by_transformers if config.get("architectures") else _by_timm
-    model, missing = build(place, config)
-    missing, unknown = missing - tensors.keys(), tensors.keys() - model.state_dict().keys()
-    if missing or unknown:
-        what = (
-            f"no {format_names(sorted(missing))}"
-            if missing
-            else f"{format_names(sorted(unknown))} more"
-        )
-        raise ValueError(
-            f"'{folder}', head of '{task}': for {type(model).__name__} there is {what}"
-        )
+        tasks_with_heads = "its tasks have no heads of their own"
+        if heads:
+            tasks_with_heads = f"there are those of {format_names(heads)}"
+        raise ValueError(f"'{folder}' has no head of '{task}': {tasks_with_heads}")
+    file = heads[task]["file"]
+    config = heads[task]["config"]
+    local = checkpoint.folder_with(*checkpoint.files, file)  # not the state, which is larger
+    tensors = load(read_heads(local, manifest, task)[file])
+    if config.get("architectures"):
+        model, unset_keys = _by_transformers(local, config)
+    else:
+        model, unset_keys = _by_timm(local, config)
+    where = f"'{folder}', head of '{task}': for {type(model).__name__} there is"
+    missing = sorted(unset_keys - tensors.keys())
+    if missing:
+        raise ValueError(f"{where} no {format_names(missing)}")
+    unknown = sorted(tensors.keys() - model.state_dict().keys())
+    if unknown:
+        raise ValueError(f"{where} {format_names(unknown)} more")
     model.load_state_dict(tensors, strict=False)
     return model.eval()
 
@@ -146,19 +147,22 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
         settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
     options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
     verbosity = transformers.logging.get_verbosity()
-    # it would advise training the head, which it does not know
+    # It would advise training the head, which it does not know.
     transformers.logging.set_verbosity_error()
     try:
         model, info = kind.from_pretrained(folder, config=settings, **options)
     finally:
         transformers.logging.set_verbosity(verbosity)
-    other_shape = {
-        key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]
-    }  # by version
-    return model, {*info["missing_keys"], *other_shape}
+    unset_keys = set(info["missing_keys"])
+    for mismatched in info["mismatched_keys"]:
+        # Some versions of transformers give the two shapes along with the key.
+        key = mismatched if isinstance(mismatched, str) else mismatched[0]
+        unset_keys.add(key)
+    return model, unset_keys
 
 
 def _by_timm(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[str]]:
+    """Return a model with the folder's weights, and the keys that it has no weights for."""
     if "architecture" not in config:
         raise ValueError(f"'{folder}': neither transformers nor timm has a class for the head")
     try:
@@ -167,18 +171,14 @@ def _by_timm(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[st
         raise ValueError(
             f"'{folder}' has heads of timm's {config['architecture']}: pip install timm"
         ) from None
-    size = {"num_classes": len(labels(config) or ())}
-    model = timm.create_model(
-        config["architecture"], **{**(config.get("model_args") or {}), **size}
-    )
-    weights = {
-        key: value
-        for file in sorted(folder.glob("*.safetensors"))
-        for key, value in load_file(file).items()
-    }
-    own = model.state_dict()
-    fits = {
-        key: value for key, value in weights.items() if key in own and value.shape == own[key].shape
-    }
-    model.load_state_dict(fits, strict=False)
-    return model, own.keys() - fits.keys()
+    arguments = dict(config.get("model_args") or {})
+    arguments["num_classes"] = len(labels(config) or ())
+    model = timm.create_model(config["architecture"], **arguments)
+    expected = model.state_dict()
+    fitting = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for key, value in load_file(file).items():
+            if key in expected and value.shape == expected[key].shape:
+                fitting[key] = value
+    model.load_state_dict(fitting, strict=False)
+    return model, expected.keys() - fitting.keys()

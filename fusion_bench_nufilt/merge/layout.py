@@ -29,7 +29,9 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     if isinstance(info, Encoded):
         return info.with_dtype(_NAMES.get(dtype, "BF16"))
     name = _NAMES.get(dtype, info.dtype)
-    return info if name == info.dtype else info.with_dtype(name)
+    if name == info.dtype:
+        return info
+    return info.with_dtype(name)
 
 
 def is_rounded(info: TensorInfo) -> bool:
@@ -47,7 +49,8 @@ def arrange(
     not the base's.
     """
     tensors = {key: as_written(info, dtype) for key, info in base.whole.items()}
-    tensors |= {key: _with_rows(tensors[key], count) for key, count in rows.items()}
+    for key, count in rows.items():
+        tensors[key] = _with_rows(tensors[key], count)
     if max_shard_size is None:
         return _by_file(tensors)
     split = split_state_dict_into_shards_factory(
@@ -56,15 +59,15 @@ def arrange(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    return {
-        file: {key: tensors[key] for key in keys}
-        for file, keys in split.filename_to_tensors.items()
-    }
+    files: Files = {}
+    for file, keys in split.filename_to_tensors.items():
+        files[file] = {key: tensors[key] for key in keys}
+    return files
 
 
 def _with_rows(info: TensorInfo, count: int) -> TensorInfo:
-    stop = info.start + info.nbytes // info.shape[0] * count
-    return replace(info, shape=(count, *info.shape[1:]), stop=stop)
+    bytes_of_row = info.nbytes // info.shape[0]
+    return replace(info, shape=(count, *info.shape[1:]), stop=info.start + bytes_of_row * count)
 
 
 def _by_file(tensors: Mapping[str, TensorInfo]) -> Files:
@@ -76,25 +79,26 @@ def _by_file(tensors: Mapping[str, TensorInfo]) -> Files:
 
 def make_headers(base: Checkpoint, files: Files) -> dict[str, bytes]:
     """Return the header of each file, which is the base's own where that has the same tensors."""
-
-    def shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
-        return {key: (info.dtype, info.shape) for key, info in tensors.items()}
-
-    found = {}
+    headers = {}
     for file, tensors in files.items():
-        own = base.opened.get(file)
-        found[file] = (
-            own.header if own and shapes(own.tensors) == shapes(tensors) else make_header(tensors)
-        )
-    return found
+        of_base = base.opened.get(file)
+        if of_base and _shapes(of_base.tensors) == _shapes(tensors):
+            headers[file] = of_base.header
+        else:
+            headers[file] = make_header(tensors)
+    return headers
+
+
+def _shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
+    return {key: (info.dtype, info.shape) for key, info in tensors.items()}
 
 
 def find_places(base: Checkpoint, headers: Mapping[str, bytes]) -> dict[str, TensorInfo]:
     """Return the place of each tensor in files with these headers, by its key in the base."""
-    found: dict[str, TensorInfo] = {}
+    places: dict[str, TensorInfo] = {}
     for file, header in headers.items():
-        found |= read_header(file, header)
-    return split_rows(found, base.parts)
+        places |= read_header(file, header)
+    return split_rows(places, base.parts)
 
 
 def small_files_of(
@@ -105,22 +109,35 @@ def small_files_of(
 
     ``untied`` says that the result has a head of its own where the base's config ties it.
     """
-    found = dict(small)
-    if _CONFIG in found:
-        before = json.loads(found[_CONFIG])
-        config = _retyped(before, dtype)
+    result = dict(small)
+    if _CONFIG in result:
+        of_base = json.loads(result[_CONFIG])
+        config = _retyped(of_base, dtype)
         if untied:
             config = {**_untied(config), "tie_word_embeddings": False}
-        if config != before:
-            found[_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    if files != _by_file({key: base.whole[key] for key in base.whole if key not in base.copies}):
-        found.pop(INDEX, None)
+        if config != of_base:
+            result[_CONFIG] = _json_file(config)
+    stored = {key: info for key, info in base.whole.items() if key not in base.copies}
+    if files != _by_file(stored):
+        result.pop(INDEX, None)
         if len(files) > 1:
-            size = sum(info.nbytes for held in files.values() for info in held.values())
-            weight_map = {key: file for file, held in files.items() for key in held}
-            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            found[INDEX] = (json.dumps(index, indent=2) + "\n").encode()
-    return found
+            result[INDEX] = _index(files)
+    return result
+
+
+def _index(files: Files) -> bytes:
+    """Return the index of files of weights, which says where each tensor is."""
+    total_size = 0
+    weight_map = {}
+    for file, tensors in files.items():
+        for key, info in tensors.items():
+            total_size += info.nbytes
+            weight_map[key] = file
+    return _json_file({"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _json_file(content: Any) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _retyped(config: Any, dtype: str) -> Any:
@@ -129,19 +146,21 @@ def _retyped(config: Any, dtype: str) -> Any:
     """
     if not isinstance(config, dict):
         return config
-    gone = ("quantization_config", "compression_config")
-    kept = {key: _retyped(value, dtype) for key, value in config.items() if key not in gone}
-    named = {
-        key: dtype
-        for key in ("torch_dtype", "dtype")
-        if isinstance(kept.get(key), str) and dtype in _NAMES
-    }
-    return kept | named
+    retyped = {}
+    for key, value in config.items():
+        if key not in ("quantization_config", "compression_config"):
+            retyped[key] = _retyped(value, dtype)
+    for key in ("torch_dtype", "dtype"):
+        if isinstance(retyped.get(key), str) and dtype in _NAMES:
+            retyped[key] = dtype
+    return retyped
 
 
 def _untied(config: Any) -> Any:
     """Return a part of config.json that ties nothing."""
     if not isinstance(config, dict):
         return config
-    parts = {key: _untied(value) for key, value in config.items()}
-    return parts | ({"tie_word_embeddings": False} if "tie_word_embeddings" in parts else {})
+    untied = {key: _untied(value) for key, value in config.items()}
+    if "tie_word_embeddings" in untied:
+        untied["tie_word_embeddings"] = False
+    return untied

@@ -123,8 +123,9 @@ class Output:
         records = self._records_of(run, unchanged)
         if not records:
             shutil.rmtree(self.model, ignore_errors=True)
-        lines = [_line(json.dumps(content)) for content in [_Head(run=dict(run)), *records]]
-        write_text(self._journal, "".join(f"{line}\n" for line in lines))
+        entries: list[_Head | Record] = [_Head(run=dict(run)), *records]
+        lines = [f"{_line(json.dumps(entry))}\n" for entry in entries]
+        write_text(self._journal, "".join(lines))
         self._remove_all_but(headers)
         for file, (header, size) in headers.items():
             path = self.model / file

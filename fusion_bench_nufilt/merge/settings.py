@@ -96,9 +96,10 @@ class Settings:
     def __post_init__(self) -> None:
         check_choices(self)
         check_seed(self.seed)
-        numbers = self.weights if isinstance(self.weights, list | tuple) else ()
-        if self.weights is not None and not (numbers and all(map(is_number, numbers))):
-            raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
+        if self.weights is not None:
+            is_list = isinstance(self.weights, list | tuple) and len(self.weights) > 0
+            if not is_list or not all(map(is_number, self.weights)):
+                raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
         if self.state is not None and not isinstance(self.state, bool):
@@ -133,4 +134,6 @@ class Settings:
         """The number of batches of layers that this process works on at a time."""
         import torch
 
-        return torch.get_num_threads() if self.on_cpu else BATCHES_PER_GPU * len(self.devices)
+        if self.on_cpu:
+            return torch.get_num_threads()
+        return BATCHES_PER_GPU * len(self.devices)
