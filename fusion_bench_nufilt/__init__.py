@@ -17,8 +17,9 @@ if TYPE_CHECKING:
         LayerwiseMergingAlgorithm,
         NufiltContinualMergingAlgorithm,
     )
+    from fusion_bench_nufilt.merge.fuse import fuse_layers
     from fusion_bench_nufilt.merge.heads import load_task
-    from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
+    from fusion_bench_nufilt.nufilt import FusionConfig
 
     __version__: str
 
@@ -41,7 +42,7 @@ _HOMES = {
     "FusionConfig": "nufilt",
     "LayerwiseMergingAlgorithm": "continual.layerwise",
     "NufiltContinualMergingAlgorithm": "continual.layerwise",
-    "fuse_layers": "nufilt",
+    "fuse_layers": "merge.fuse",
     "load_task": "merge.heads",
 }
 

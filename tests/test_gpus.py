@@ -15,7 +15,7 @@ import transformers as hf
 from fusion_bench.taskpool import BaseTaskPool
 from torch import nn
 
-from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm
+from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
@@ -23,11 +23,12 @@ from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
 from fusion_bench_nufilt.merge.forecast import solving_memory
 from fusion_bench_nufilt.merge.output import Output, work_folder
+from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.sums import Sum
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.nufilt import LowRank, adapter, fuse_layers
+from fusion_bench_nufilt.nufilt import LowRank, adapter
 from fusion_bench_nufilt.nufilt.step import working_bytes
 from fusion_bench_nufilt.utils import failures
 from tests.conftest import REPO
@@ -281,7 +282,7 @@ def test_a_batch_waits_for_its_own_stream_and_for_nothing_else(gpus, monkeypatch
     monkeypatch.setattr(torch.cuda, "synchronize", whole_device)
     merge(stream, TASKS, method=method, settings={"device": "cuda:0"})
     callers = {functions[1] for functions in gpus.waits if functions[0] == "clock"}
-    assert callers == {"fuse_stack" if method == "nufilt" else "add"}
+    assert callers == ({"fuse_stack"} if method == "nufilt" else set())
 
 
 @pytest.mark.parametrize("method", ["nufilt", *OWN])
@@ -321,9 +322,11 @@ def test_several_gpus_begin_with_a_solver_library_that_loads_late(gpus, method, 
 
 def test_the_host_s_work_for_a_gpu_has_all_threads(gpus, monkeypatch, stream):
     torch.set_num_threads(2)
-    seen, add = [], Sum.add
+    seen, accumulate = [], Sum.accumulate
     monkeypatch.setattr(
-        Sum, "add", lambda *args: seen.append(torch.get_num_threads()) or add(*args)
+        Sum,
+        "accumulate",
+        lambda *args: seen.append(torch.get_num_threads()) or accumulate(*args),
     )
     merge(stream, ["task1"], method="sum", **BOTH)
     assert set(seen) == {2}
@@ -332,7 +335,7 @@ def test_the_host_s_work_for_a_gpu_has_all_threads(gpus, monkeypatch, stream):
 def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
     """A pass over a weight takes the host longer than the GPU needs to merge it."""
     passes = []
-    for module in ("nufilt.fusion", "models.checkpoint", "merge.engine"):
+    for module in ("merge.fuse", "models.checkpoint", "merge.engine"):
         name = f"fusion_bench_nufilt.{module}.is_finite"
         monkeypatch.setattr(
             name, lambda x: passes.append((x.device.type, x.ndim)) or bool(torch.isfinite(x).all())
@@ -348,7 +351,7 @@ def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
 @pytest.fixture
 def single(monkeypatch, stream):
     """The folder of models, whose seven layers are batches of their own."""
-    monkeypatch.setattr("fusion_bench_nufilt.methods.nufilt.BATCH_BYTES", 0)
+    monkeypatch.setattr("fusion_bench_nufilt.merge.forecast.BATCH_BYTES", 0)
     return stream
 
 
@@ -393,7 +396,7 @@ def test_a_batch_is_read_and_another_one_written_while_one_is_solved(gpus, monke
         lambda n: n != 1 or wait_for(solving),
         lambda n: n != 1 or written.set(),
     )
-    hook(monkeypatch, Nufilt, "add_each", solve)
+    hook(monkeypatch, Nufilt, "update", solve)
     merge(single, ["task1"], settings={"device": "cuda:0"})
     assert all(event.is_set() for event in events)
 
@@ -421,17 +424,15 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
     needed = sorted(solving_memory(planned, layer) for layer in planned.layers)
     gpus.capacity = gpus.live[0] + (needed[-1] if room == 1 else sum(needed[-2:]))
 
-    def merge_on(*args):
-        active.append(args)
-        seen.append(
-            sum(solving_memory(planned, layer) for _, _, layers, _ in active for layer in layers)
-        )
-        result = whole(*args)
-        active.remove(args)
+    def counted_solve(merger, layers, device):
+        active.append(layers)
+        seen.append(sum(solving_memory(planned, layer) for each in active for layer in each))
+        result = solve(merger, layers, device)
+        active.remove(layers)
         return result
 
-    whole = LayerMerger._merge_on
-    monkeypatch.setattr(LayerMerger, "_merge_on", merge_on)
+    solve = LayerMerger._solve
+    monkeypatch.setattr(LayerMerger, "_solve", counted_solve)
     gpus.reset()
     merge_folders(planned, single / "out")
     assert gpus.peak[0] <= max(seen) <= gpus.capacity
@@ -442,7 +443,7 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
     ("where", "name", "devices"),
     [
         (ModelWeights, "weight", *DEVICES[1:]),
-        (Nufilt, "add_each", DEVICES[0]),
+        (Nufilt, "update", DEVICES[0]),
         (Output, "add", *DEVICES[1:]),
     ],
 )
@@ -467,7 +468,7 @@ def test_an_error_in_any_stage_ends_the_merge_with_its_message_and_the_next_run_
     done = len((work_folder(single / "out") / "journal.jsonl").read_text().splitlines()) - 1
     again = []
     with monkeypatch.context() as patch:
-        hook(patch, Nufilt, "add_each", again.append)
+        hook(patch, Nufilt, "update", again.append)
         found = tensors(merge(single, TASKS, settings={"device": devices}))
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
     assert len(again) == len(TASKS) * (7 - done)
@@ -491,20 +492,20 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
     """As if every solution took as long: a GPU's n-th one ends when the other's has begun, or never
     will.
     """
-    monkeypatch.setattr("fusion_bench_nufilt.methods.nufilt.BATCH_BYTES", 0)
+    monkeypatch.setattr("fusion_bench_nufilt.merge.forecast.BATCH_BYTES", 0)
     config = hf.LlamaConfig(**{**ONE_BLOCK, "num_hidden_layers": 3}, vocab_size=50)
     save_stream(tmp_path, build(hf.LlamaForCausalLM, config, 0), 1)
     taken, solved, changed = Counter(), Counter(), threading.Condition()
-    layers, take, add_each = 21, LayerMerger._merge_on, Nufilt.add_each
+    layers, solve, update = 21, LayerMerger._solve, Nufilt.update
 
-    def counted_take(self, device, *args):
+    def counted_solve(self, batch, device):
         with changed:
             taken[device.index] += 1
             changed.notify_all()
-        take(self, device, *args)
+        return solve(self, batch, device)
 
-    def add_in_step(self, *args, device, **kwargs):
-        mine, other = device.index, 1 - device.index
+    def update_in_step(self, names, state, base, *args, **kwargs):
+        mine, other = base.device.index, 1 - base.device.index
 
         def in_step():
             no_more = taken.total() == layers and solved[other] == taken[other]
@@ -514,10 +515,10 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
             solved[mine] += 1
             changed.notify_all()
             assert changed.wait_for(in_step, 30)
-        yield from add_each(self, *args, device=device, **kwargs)
+        return update(self, names, state, base, *args, **kwargs)
 
-    monkeypatch.setattr(LayerMerger, "_merge_on", counted_take)
-    monkeypatch.setattr(Nufilt, "add_each", add_in_step)
+    monkeypatch.setattr(LayerMerger, "_solve", counted_solve)
+    monkeypatch.setattr(Nufilt, "update", update_in_step)
     merge(tmp_path, ["task1"], **BOTH)
     assert solved.total() == layers
     assert layers / max(solved.values()) >= 0.8 * 2
@@ -532,7 +533,8 @@ def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, 
     )
     torch.set_num_threads(workers)
     try:
-        list(merge_layers(planned, planned.layers, lambda layer, weigh: weigh()))
+        source = PlannedLayers(planned)
+        list(merge_layers(source, planned.layers, lambda layer, weigh: weigh()))
     finally:
         torch.set_num_threads(before)
     assert len(starts) == started
@@ -590,7 +592,7 @@ def test_checking_a_task_pool_leaves_the_gpu_s_random_numbers(gpus, monkeypatch)
 @pytest.mark.parametrize(
     "tests",
     [
-        ["-m", "cuda", "tests/core", "tests/methods", "tests/merge"],
+        ["-m", "cuda", "tests/nufilt", "tests/methods", "tests/merge"],
         ["-m", "not slow", "tests/merge/test_merge.py", "tests/continual/test_layerwise.py"],
     ],
     ids=["marked", "unmarked"],

@@ -24,7 +24,7 @@ import one_step
 import pandas as pd
 import torch
 
-from fusion_bench_nufilt.nufilt import fuse_layers
+from fusion_bench_nufilt import fuse_layers
 
 REPO = Path(__file__).resolve().parents[2]
 COLUMNS = ("what", "method", "seconds", "GPU memory (GB)", "remark")

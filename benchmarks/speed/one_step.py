@@ -33,12 +33,14 @@ from plain import needed_flops, plain_step
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.compare.experiment import read_peak, reset_peak
+from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.sums import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
-from fusion_bench_nufilt.nufilt import FusionConfig, fuse_each
+from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.adapter import Objective, fit_adapter, loop_gram
 from fusion_bench_nufilt.nufilt.subspace import null_space_filter, top_right_singular_vectors
 from fusion_bench_nufilt.utils.devices import fast_in_float64
@@ -156,24 +158,21 @@ def merge(
         if method == "spectral":
             theta_0, votes, theta_t = models
             spectral = Spectral(SpectralConfig(), list(votes))
-            strengths = {
-                name: (W - theta_0[name]).norm() * _spectrum(min(W.shape))[0]
-                for name, W in theta_t.items()
-            }
-            states = {
-                name: {
+            states = {}
+            for name, A in votes.items():
+                tau_norm = (theta_t[name] - theta_0[name]).norm()
+                states[name] = {
                     "votes": A,
                     "vote_energy": A.double().square().sum(),
-                    "mean": strengths[name],
+                    "mean": tau_norm * _spectrum(min(A.shape))[0],
                     "count": torch.tensor(3),
                 }
-                for name, A in votes.items()
-            }
-            added = spectral.add_each(states, theta_0, theta_t, step=4)
-            yield from (spectral.weight(name, state, theta_0[name]) for name, state, *_ in added)
+            source = MatrixLayers(spectral, theta_0, [theta_t], states=states, first_step=4)
+            yield from merge_matrices(source).values()
         else:
             config = dataclasses.replace(config, solver=SOLVERS[method])
-            yield from (weight for _, weight, _ in fuse_each(*models, config, lora_A=lora_A))
+            fused, _ = fuse_layers(*models, config, lora_A=lora_A)
+            yield from fused.values()
     elif method == "plain":
         yield from (plain_step(*weights, config, A) for *weights, A in layers)
     else:
@@ -234,10 +233,8 @@ def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tenso
 def wudi_closed_form(theta_0: Tensor, *models: Tensor) -> Tensor:
     """The minimum of WUDI's loss on the same task vectors, as ``wudi_sums`` finds it."""
     sums = WudiSums(WudiConfig(), ["layer"])
-    state = sums.start("layer", theta_0)
-    for model in models:
-        state = sums.add("layer", state, theta_0, model - theta_0)
-    return sums.weight("layer", state, theta_0)
+    tasks = [{"layer": model} for model in models]
+    return merge_matrices(MatrixLayers(sums, {"layer": theta_0}, tasks))["layer"]
 
 
 def now() -> float:

@@ -17,8 +17,8 @@ import pandas as pd
 import torch
 from one_step import CONFIG, MODELS, Shape, make_layer, now, timed
 
+from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method
-from fusion_bench_nufilt.nufilt import fuse_layers
 
 TASKS = 8
 Kinds = Sequence[type[LayerMethod]]
@@ -51,11 +51,21 @@ def measure(
         )
         for kind in kinds:
             method: LayerMethod = kind(kind.Options(), ["layer"])
-            states, adds, renders, peaks = [method.start("layer", theta_0)], [], [], []
+            base = theta_0[None]
+            states, adds, renders, peaks = [method.init_state(["layer"], base)], [], [], []
             for own_theta_0, _, own_theta_t, _ in layers:
-                add = partial(method.add, "layer", states.pop(), theta_0, own_theta_t - own_theta_0)
-                added, peak = timed(lambda: states.append(add()), clock)  # noqa: B023
-                render = partial(method.weight, "layer", states[0], theta_0)
+                add = partial(
+                    method.update,
+                    ["layer"],
+                    states.pop(),
+                    base,
+                    base + (own_theta_t - own_theta_0),
+                    step=1,
+                    strength=1.0,
+                    float64=False,
+                )
+                added, peak = timed(lambda: states.append(add()[0]), clock)  # noqa: B023
+                render = partial(method.merged_weight, ["layer"], states[0], base, float64=False)
                 rendered, most = timed(render, clock)
                 adds, renders, peaks = [*adds, added], [*renders, rendered], [*peaks, peak, most]
             row = {

@@ -31,9 +31,10 @@ import torch
 from folders import SIZES, make_checkpoints
 
 import fusion_bench_nufilt.utils.cluster
+from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.methods import Nufilt
-from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt.nufilt import FusionConfig
 
 STORED = 2  # bytes of a parameter, bfloat16
 MODELS = 3  # base, merged, task

@@ -22,11 +22,12 @@ from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
 from fusion_bench_nufilt.merge.others import average_others
 from fusion_bench_nufilt.merge.plan import Plan, Selection, select
+from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.merge.relation import check_relation
 from fusion_bench_nufilt.merge.settings import Settings
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.models import Heads, TargetConfig
-from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.module import MemorySource, module_source
 from fusion_bench_nufilt.models.ties import carry_over, earlier_params, tie_weights, untie_model
@@ -322,7 +323,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._keep_heads(plan)
         reports: dict[str, Report] = {}
 
-        def take(each: MergedLayer, weigh: Callable[[], Tensor]) -> None:
+        def take(each: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
             layer = each.layer
             if self.method.state_is_weight or self.is_used(step):
                 result.write(so_far.keys[layer.param], weigh())
@@ -338,7 +339,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         with tqdm(
             total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None
         ) as bar:
-            for count in merge_layers(plan, plan.layers, take):
+            for count in merge_layers(PlannedLayers(plan), plan.layers, take):
                 bar.update(count)
         counts, means = average_others(plan, result.write)
         self._mean_counts |= counts

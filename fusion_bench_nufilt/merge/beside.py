@@ -22,12 +22,12 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     if plan.method.state_is_weight:
         key = layer.keys[0]
         return {"weight": (key, layer.param, _wide_like(plan, key))}
-    theta_0 = torch.empty(layer.view.shape, dtype=plan.dtype(layer.keys[0]), device="meta")
-    state = plan.method.start(layer.name, theta_0)
+    shape = (1, *layer.view.shape)
+    base = torch.empty(shape, dtype=plan.dtype(layer.keys[0]), device="meta")
     tensors = {}
-    for name, value in state.items():
+    for name, value in plan.method.init_state([layer.name], base).items():
         key = f"{layer.name}.{name}"
-        tensors[name] = (key, key, value)
+        tensors[name] = (key, key, value[0])
     return tensors
 
 

@@ -19,7 +19,7 @@ from .engine import LayerMerger
 from .forecast import batches, give_back_freed_memory
 from .output import Record
 from .plan import Plan
-from .strength import measure_strengths
+from .planned import PlannedLayers
 
 _Merged = list[
     tuple[Record, list[numpy.ndarray]]
@@ -45,7 +45,8 @@ def merge_on_cluster(
     found = batches(plan, layers)
     work = {f"layer '{batch[0].param}'": ([layer.param for layer in batch],) for batch in found}
     if work:
-        measure_strengths(plan)  # here, so that every node has the same
+        # Here, so that every node has the same.
+        plan.strengths = list(PlannedLayers(plan).strengths)
     for _, merged in run_on_cluster(
         connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan
     ):
@@ -67,11 +68,9 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     here = dataclasses.replace(plan, settings=settings)
-    merger, encode, layers = (
-        LayerMerger(here),
-        LayerBytes(here),
-        {layer.param: layer for layer in plan.layers},
-    )
+    merger = LayerMerger(PlannedLayers(here))
+    encode = LayerBytes(here)
+    layers = {layer.param: layer for layer in plan.layers}
 
     def merge(params: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer

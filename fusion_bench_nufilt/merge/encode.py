@@ -21,7 +21,7 @@ class LayerBytes:
         self.plan = plan
         _, self._kept = state_layout(plan)
 
-    def __call__(self, merged: MergedLayer, weigh: Callable[[], Tensor]) -> list[memoryview]:
+    def __call__(self, merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> list[memoryview]:
         """Return the bytes of a layer's state, if it is kept, and of its weight; note their places
         in its record.
         """

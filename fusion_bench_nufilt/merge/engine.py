@@ -1,223 +1,343 @@
-"""Merge layers several at a time, within a memory limit, in this process or on the nodes of a Ray
-cluster.
+"""The scheduler of all merges: layers several at a time, within a memory limit, in this process.
+
+What is merged, and where it is read from, a :class:`LayerSource` says; how, a
+:class:`fusion_bench_nufilt.methods.LayerMethod`. Neither knows of threads, devices or failures.
 """
 
-import dataclasses
-import threading
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from threading import Condition, Lock
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.methods import State
-from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.methods.base import LayerMethod, State
+from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
 from fusion_bench_nufilt.utils.devices import DevicePool, map_layers
-from fusion_bench_nufilt.utils.failures import NoRoomError, room_for
-from fusion_bench_nufilt.utils.tensors import FLOATS, is_finite
+from fusion_bench_nufilt.utils.failures import (
+    DeviceOutOfMemoryError,
+    classify_error,
+    log,
+    oom_as_error,
+    warn_once,
+)
+from fusion_bench_nufilt.utils.tensors import is_finite, stack, widened
 
-from .beside import state_tensors
-from .forecast import batches, layer_budget, layer_memory, solving_memory
-from .output import Record
-from .plan import Plan
 from .settings import BATCHES_PER_GPU
-from .strength import measure_strengths
+
+CPU = torch.device("cpu")
+
+_L = TypeVar("_L")
+_R = TypeVar("_R")
 
 
-@dataclasses.dataclass
-class MergedLayer:
+@dataclass
+class MergedLayer(Generic[_L]):
     """A layer, and what the tasks so far made of it."""
 
-    layer: Layer
+    layer: _L
     theta_0: Tensor  # (d_o, d_i)
-    state: State
-    record: Record
+    state: State  # of this layer alone
+    record: Any  # a dict with the "reports" of its steps
 
 
 #: Takes a layer that is merged, and the function that computes its weight as the base stores it.
-Take = Callable[[MergedLayer, Callable[[], Tensor]], object]
+OnLayer = Callable[[MergedLayer[_L], Callable[[], Tensor]], object]
 
 
-class LayerMerger:
-    """Merges the layers of a plan in this process: one per thread on a CPU, batches of them on
-    GPUs.
+class LayerSource(ABC, Generic[_L]):
+    """The layers of a merge: how they are read, and how much memory they take."""
+
+    method: LayerMethod
+    devices: list[torch.device]
+    workers: int
+    """The number of batches of layers in progress."""
+    first_step: int
+    """The number of the first task in the stream, from 1."""
+    memory_limit: int
+    """The bytes of main memory that all layers in progress may take together."""
+
+    @property
+    @abstractmethod
+    def strengths(self) -> Sequence[float]:
+        """The strength of each task."""
+
+    @abstractmethod
+    def name(self, layer: _L) -> str:
+        """Return the layer's name in the model."""
+
+    @abstractmethod
+    def shape(self, layer: _L) -> tuple[int, ...]:
+        """Return ``(d_o, d_i)``."""
+
+    @abstractmethod
+    def batches(self, layers: Sequence[_L]) -> list[list[_L]]:
+        """Return the layers that are merged together: one on a CPU, else several of one shape."""
+
+    @abstractmethod
+    def memory(self, layer: _L) -> int:
+        """Return the bytes of main memory held while a layer is merged."""
+
+    @abstractmethod
+    def solving_memory(self, layer: _L) -> int:
+        """Return the bytes held on the device where a layer is merged."""
+
+    @abstractmethod
+    def read(self, layer: _L, device: torch.device) -> MergedLayer[_L]:
+        """Read a layer of the base, and its state before the first task, to a device."""
+
+    @abstractmethod
+    def task_name(self, number: int) -> str:
+        """Return the name of a task, from 0."""
+
+    @abstractmethod
+    def read_task(self, number: int, merged: MergedLayer[_L]) -> Tensor | LowRank | None:
+        """Read a task's weight of a layer, or the factors of its update, to the device of
+        ``merged``; None if it has the layer as it is in the base.
+        """
+
+    def as_stored(self, layer: _L, weight: Tensor) -> Tensor:
+        """Return a weight ``(d_o, d_i)`` in the form in which the base has it."""
+        return weight
+
+
+class LayerMerger(Generic[_L]):
+    """Merges layers in this process: one per thread on a CPU, batches of them on GPUs.
 
     Several batches are on a GPU at a time. One of them is solved while the others are read and
     written, so that the slowest of the three alone counts. A batch stays in one thread and on one
     CUDA stream, where its operations wait for no other batch's.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._budget = Budget(layer_budget(plan))
-        gpus = [] if plan.settings.on_cpu else plan.settings.devices
-        streams = [torch.cuda.Stream(device) for device in gpus * BATCHES_PER_GPU]
+    def __init__(self, source: LayerSource[_L]) -> None:
+        self.source = source
+        self._budget = Budget(source.memory_limit)
+        self._gpus = [device for device in source.devices if device.type == "cuda"]
+        for gpu in self._gpus:
+            # The streams below do not wait for what the caller left to do on its own.
+            torch.cuda.current_stream(gpu).synchronize()
+        streams = [torch.cuda.Stream(gpu) for gpu in self._gpus * BATCHES_PER_GPU]
         self._streams = DevicePool(streams)
-        self._room = {
-            stream.device: Budget(torch.cuda.mem_get_info(stream.device)[0]) for stream in streams
-        }
-        self._turns = {stream.device: threading.Lock() for stream in streams}
+        self._room = {gpu: Budget(torch.cuda.mem_get_info(gpu)[0]) for gpu in self._gpus}
+        self._turns = {gpu: Lock() for gpu in self._gpus}
 
-    def merge(self, layers: list[Layer], take: Take) -> None:
-        """Merge all tasks into some layers, and hand over each."""
-        with self._budget.reserve(sum(layer_memory(self.plan, layer) for layer in layers)):
-            if self.plan.settings.on_cpu:
-                self._merge_on(torch.device("cpu"), layers, take)
-                return
-            on_gpu = sum(solving_memory(self.plan, layer) for layer in layers)
-            with (
-                self._streams.free() as stream,
-                self._room[stream.device].reserve(on_gpu),
-                torch.cuda.stream(stream),
-            ):
-                self._merge_on(stream.device, layers, take)
+    @torch.no_grad()
+    def merge(self, layers: list[_L], on_layer: OnLayer[_L]) -> int:
+        """Merge all tasks into some layers of one shape, hand over each, and return their number.
 
-    def digests_read(self, layer: Layer) -> dict[str, str]:
-        """Return the digests of what a layer is made from, by the model's role in the merge."""
-        with self._budget.reserve(layer_memory(self.plan, layer)):
-            started = self._start(layer, torch.device("cpu"))
-            theta_0 = layer.view.part(started.theta_0)
-            digests = started.record["read"]
-            for number, task in enumerate(self.plan.tasks):
-                if layer.param in task.params:
-                    _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
-            return digests
+        They are merged together, or half of them at a time where that fails.
+        """
+        source = self.source
+        with ExitStack() as held:
+            held.enter_context(self._budget.reserve(sum(map(source.memory, layers))))
+            device = source.devices[0]
+            if self._gpus:
+                stream = held.enter_context(self._streams.free())
+                device = stream.device
+                on_gpu = sum(map(source.solving_memory, layers))
+                held.enter_context(self._room[device].reserve(on_gpu))
+                held.enter_context(torch.cuda.stream(stream))
+            waiting = deque([layers])
+            while waiting:
+                together = waiting.popleft()
+                try:
+                    merged = self._solve(together, device)
+                except (RuntimeError, DeviceOutOfMemoryError) as error:
+                    if len(together) == 1 or classify_error(error) is None:
+                        raise
+                    self._log_halving(together, device, error)
+                    middle = len(together) // 2
+                    waiting.extendleft([together[middle:], together[:middle]])
+                    continue
+                for each in merged:
+                    on_layer(each, partial(self._weigh, each, device))
+                del merged
+            if self._gpus:
+                stream.synchronize()  # the caller reads the results on another stream
+        return len(layers)
+
+    def _log_halving(self, layers: Sequence[_L], device: torch.device, error: Exception) -> None:
+        if not isinstance(error, SteepSpectrumError):
+            warn_once(
+                "device '%s', %d layers of shape %s together: %s; halves take over, which changes "
+                "them by rounding",
+                device,
+                len(layers),
+                self.source.shape(layers[0]),
+                classify_error(error),
+            )
+
+    def _solve(self, layers: Sequence[_L], device: torch.device) -> list[MergedLayer[_L]]:
+        """Read layers of one shape to a device, and add all tasks to their states."""
+        source = self.source
+        merged: list[MergedLayer[_L]] = []
+        for layer in layers:
+            with oom_as_error(self._label(layer), device):
+                merged.append(source.read(layer, device))
+        names = [source.name(layer) for layer in layers]
+        base = _stack([each.theta_0 for each in merged])
+        state = {key: _stack([each.state[key] for each in merged]) for key in merged[0].state}
+        for each, theta_0 in zip(merged, base, strict=True):
+            each.theta_0 = theta_0
+            each.state = {}
+        for number, strength in enumerate(source.strengths):
+            step = source.first_step + number
+            # An adapter may leave a layer as it is, or have another rank there.
+            groups: dict[int | None, dict[int, Tensor | LowRank]] = defaultdict(dict)
+            for row, each in enumerate(merged):
+                with oom_as_error(self._label(each.layer), device):
+                    weight = source.read_task(number, each)
+                if isinstance(weight, LowRank) and not source.method.supports_low_rank:
+                    weight = widened(each.theta_0) + weight.product()
+                if weight is not None:
+                    rank = weight.rank if isinstance(weight, LowRank) else None
+                    groups[rank][row] = weight
+            for group in groups.values():
+                rows = list(group)
+                weights = list(group.values())
+                group.clear()
+                is_whole = len(rows) == len(names)
+                part = [names[row] for row in rows]
+                part_state = state if is_whole else {key: state[key][rows] for key in state}
+                part_base = base if is_whole else base[rows]
+                began = time.perf_counter()
+                with self._turn_on(device):
+                    failure = None
+                    try:
+                        with oom_as_error(self._label(layers[rows[0]]), device):
+                            # The method alone holds a stack of weights, and can free it.
+                            after, measures = source.method.update(
+                                part,
+                                part_state,
+                                part_base,
+                                _stack(weights),
+                                step=step,
+                                strength=strength,
+                                float64=False,
+                            )
+                    except RuntimeError as error:
+                        if len(rows) > 1 or classify_error(error) is None:
+                            raise
+                        failure = error.with_traceback(None)  # which would hold the matrices
+                    if failure is not None:
+                        after, measures = self._on_cpu(
+                            failure,
+                            device,
+                            source.method.update,
+                            part,
+                            part_state,
+                            part_base,
+                            _stack(weights),
+                            step=step,
+                            strength=strength,
+                        )
+                    # Reading them waits for an accelerator.
+                    columns = {key: values.tolist() for key, values in measures.items()}
+                seconds = (time.perf_counter() - began) / len(rows)
+                if not all(map(is_finite, after.values())):
+                    self._refuse_infinite(number, [layers[row] for row in rows], base, after)
+                for position, row in enumerate(rows):
+                    report = {"step": step, "shape": tuple(base.shape[1:])}
+                    report["seconds"] = seconds
+                    report |= {key: values[position] for key, values in columns.items()}
+                    merged[row].record["reports"].append(report)
+                if is_whole:
+                    state = after
+                else:
+                    state = {key: value.clone() for key, value in state.items()}
+                    for key, value in state.items():
+                        value[rows] = after[key]
+        for key, value in state.items():
+            for each, layer_value in zip(merged, value, strict=True):
+                each.state[key] = layer_value
+        return merged
+
+    def _refuse_infinite(
+        self, number: int, layers: Sequence[_L], base: Tensor, state: State
+    ) -> None:
+        for row, layer in enumerate(layers):
+            if not all(is_finite(value[row]) for value in state.values()):
+                raise ValueError(
+                    f"model '{self.source.task_name(number)}', layer '{self.source.name(layer)}': "
+                    f"the result is too large for {base.dtype}, or its squares are"
+                )
+
+    def _weigh(self, merged: MergedLayer[_L], device: torch.device) -> Tensor:
+        """Return the merged weight of a layer as the base stores it."""
+        method = self.source.method
+        if method.state_is_weight:  # it has been solved
+            return self.source.as_stored(merged.layer, merged.state["weight"])
+        names = [self.source.name(merged.layer)]
+        state = {key: value[None] for key, value in merged.state.items()}
+        base = merged.theta_0[None]
+        with self._turn_on(device):
+            failure = None
+            try:
+                with oom_as_error(self._label(merged.layer), device):
+                    weight = method.merged_weight(names, state, base, float64=False)
+            except RuntimeError as error:
+                if classify_error(error) is None:
+                    raise
+                failure = error.with_traceback(None)
+            if failure is not None:
+                weight = self._on_cpu(failure, device, method.merged_weight, names, state, base)
+        return self.source.as_stored(merged.layer, weight[0])
+
+    def _on_cpu(
+        self,
+        failure: RuntimeError,
+        device: torch.device,
+        function: Callable[..., _R],
+        names: list[str],
+        state: State,
+        *tensors: Tensor | LowRank,
+        **options: Any,
+    ) -> _R:
+        """Return on a device what a function of the method returns on the CPU, in the end in
+        float64, for a stack of one layer whose solver failed.
+        """
+        label = f"'{names[0]}' {tuple(tensors[0].shape[1:])}"
+        attempts = [("float64 on the CPU", True)]
+        if device != CPU and self.source.method.itemsize == 8:
+            # What computes in float64 by itself has the same bits there.
+            attempts.insert(0, ("the CPU", False))
+        for name, float64 in attempts:
+            if isinstance(failure, SteepSpectrumError):
+                # Nothing is wrong: a LoRA that was merged into its base has exactly low rank.
+                log.debug("layer %s: %s; %s computes it", label, failure, name)
+            else:
+                warn_once("%s: %s takes over in such layers, which is slower", str(failure), name)
+            try:
+                with oom_as_error(label, CPU):
+                    result = function(
+                        names,
+                        _to(state, CPU),
+                        *[_to(tensor, CPU) for tensor in tensors],
+                        float64=float64,
+                        **options,
+                    )
+                    return _to(result, device)
+            except RuntimeError as error:
+                if classify_error(error) is None:
+                    raise
+                failure = error.with_traceback(None)
+        raise ValueError(
+            f"layer {label}: no singular vectors, in float64 on the CPU either: {failure}"
+        ) from failure
 
     def _turn_on(self, device: torch.device) -> AbstractContextManager[object]:
         """Wait until no other batch is solved on a GPU; on a CPU, every thread solves."""
         return self._turns.get(device, nullcontext())
 
-    def _merge_on(self, device: torch.device, layers: list[Layer], take: Take) -> None:
-        """Merge layers on a device, or half of them at a time if it has no room for all."""
-        try:
-            merged = self._solve(layers, device)
-        except NoRoomError:
-            if len(layers) == 1:
-                raise
-        else:
-            for layer in layers:
-                done = merged.pop(layer.name)
-                take(done, partial(self._weigh, done, device))
-            return
-        middle = len(layers) // 2
-        self._merge_on(device, layers[:middle], take)
-        self._merge_on(device, layers[middle:], take)
-
-    def _solve(self, layers: list[Layer], device: torch.device) -> dict[str, MergedLayer]:
-        merged: dict[str, MergedLayer] = {}
-        for layer in layers:
-            with room_for(f"'{layer.name}' {layer.view.shape}", device):
-                merged[layer.name] = self._start(layer, device)
-        for number in range(len(self.plan.tasks)):
-            self._add_task(number, merged, device)
-        return merged
-
-    def _start(self, layer: Layer, device: torch.device) -> MergedLayer:
-        """Read a layer of the base, and its state before the first task of this merge, to the
-        layer's device.
-        """
-        plan = self.plan
-        weight, sha = plan.base.read(key := layer.keys[0], device)
-        weight = weight.to(plan.dtype(key))
-        theta_0, (state, digests) = layer.view.matrix(weight), _read_state(plan, layer, device)
-        read = {"base": sha, "state": digests} if state else {"base": sha}
-        if plan.method.state_is_weight:
-            state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
-        elif not state:
-            state = plan.method.start(layer.name, theta_0)
-        return MergedLayer(
-            layer,
-            theta_0,
-            state,
-            {"param": layer.param, "written": [], "read": read, "reports": []},
-        )
-
-    def _weight_so_far(
-        self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]
-    ) -> Tensor:
-        """Return the merged weight before the first task, in the dtype in which it is kept."""
-        plan, so_far, dtype = self.plan, theta_0, theta_0.dtype
-        if plan.merged is not None:
-            like = layer.view.part(theta_0)
-            if not kept:
-                weight, read["merged"] = plan.merged.weight(layer.param, like)
-            else:
-                weight = kept["weight"]
-                info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
-                rounded = weight.to(FLOATS[info.dtype])
-                stored, read["merged"] = plan.merged.weight(layer.param, rounded)
-                assert isinstance(stored, Tensor)
-                is_rounded = rounded.dtype.itemsize < weight.dtype.itemsize
-                if is_rounded and not torch.equal(rounded, stored):
-                    assert plan.state is not None
-                    raise ValueError(
-                        f"'{plan.state.source.name}' does not belong to the weights beside it: "
-                        f"'{layer.name}' differs; remove it if the weights are right"
-                    )
-            assert isinstance(weight, Tensor)
-            so_far = layer.view.matrix(weight)
-        if kept or plan.keeps_state:
-            dtype = torch.promote_types(dtype, torch.float32)
-        return so_far.to(dtype)
-
-    def _add_task(self, number: int, merged: dict[str, MergedLayer], device: torch.device) -> None:
-        """Add a task to the states of the layers that it changes; an adapter may leave some
-        unchanged.
-        """
-        task, step = self.plan.tasks[number], self.plan.first_step + number
-        theta_t: dict[str, Tensor | LowRank] = {}
-        for name, each in merged.items():
-            if each.layer.param in task.params:
-                with room_for(f"'{name}' {each.layer.view.shape}", device):
-                    theta_0 = each.layer.view.part(each.theta_0)
-                    new, each.record["read"][f"task {number}"] = task.weight(
-                        each.layer.param, theta_0
-                    )
-                    new = task.at_strength(new, theta_0)
-                    theta_t[name] = each.layer.view.matrix(new) if isinstance(new, Tensor) else new
-        if not theta_t:
-            return
-        states = {name: merged[name].state for name in theta_t}
-        pretrained = {name: merged[name].theta_0 for name in theta_t}
-        add_each = self.plan.method.add_each
-        with self._turn_on(device):
-            for name, state, report in add_each(
-                states,
-                pretrained,
-                theta_t,
-                step=step,
-                device=device,
-                strength=self.plan.strengths[number],
-            ):
-                if not all(map(is_finite, state.values())):
-                    too_large = (
-                        f"the result is too large for {pretrained[name].dtype}, or its squares are"
-                    )
-                    raise ValueError(f"model '{task.source.name}', layer '{name}': {too_large}")
-                merged[name].state = state
-                merged[name].record["reports"].append({"step": step, **report})
-
-    def _weigh(self, merged: MergedLayer, device: torch.device) -> Tensor:
-        name, view = merged.layer.name, merged.layer.view
-        # A state that is the weight has been solved.
-        with nullcontext() if self.plan.method.state_is_weight else self._turn_on(device):
-            states, pretrained = {name: merged.state}, {name: merged.theta_0}
-            ((_, matrix),) = self.plan.method.weigh_each(states, pretrained, device=device)
-        return view.part(matrix)
-
-
-def _read_state(plan: Plan, layer: Layer, device: torch.device) -> tuple[State, str]:
-    """Read the state of a layer that an earlier merge kept, and its digest; both are empty if it
-    kept none.
-    """
-    kept, state, digests = plan.state, {}, ""
-    for name, (_, param, like) in state_tensors(plan, layer).items():
-        if kept is not None and param in kept.keys:
-            value, found = kept.source.read(kept.keys[param], device)
-            state[name], digests = value.to(like.dtype), digests + found
-    return state, digests
+    def _label(self, layer: _L) -> str:
+        return f"'{self.source.name(layer)}' {self.source.shape(layer)}"
 
 
 class Budget:
@@ -226,13 +346,14 @@ class Budget:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._bound, self._used = nbytes, 0
-        self._changed = threading.Condition()
+        self._limit = nbytes
+        self._used = 0
+        self._changed = Condition()
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._bound)
+            self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._limit)
             self._used += nbytes
         try:
             yield
@@ -242,18 +363,57 @@ class Budget:
                 self._changed.notify_all()
 
 
-def merge_layers(plan: Plan, layers: Sequence[Layer], take: Take) -> Iterator[int]:
+def merge_layers(
+    source: LayerSource[_L], layers: Sequence[_L], on_layer: OnLayer[_L]
+) -> Iterator[int]:
     """Merge layers in this process, and hand over each; yield the number of those that were merged
     meanwhile.
     """
-    found = list(batches(plan, layers))
-    if found:
-        measure_strengths(plan)
-    merger = LayerMerger(plan)
-    merged = map_layers(
-        lambda batch: merger.merge(batch, take),
-        found,
-        plan.settings.devices[0],
-        plan.settings.workers,
+    if not layers:
+        return iter(())
+    merger = LayerMerger(source)
+    return map_layers(
+        partial(merger.merge, on_layer=on_layer),
+        source.batches(layers),
+        source.devices[0],
+        source.workers,
     )
-    yield from (len(batch) for batch, _ in zip(found, merged, strict=True))
+
+
+def batch_size(
+    method: LayerMethod,
+    shape: tuple[int, ...],
+    itemsize: int,
+    device: torch.device,
+    batch_bytes: int,
+) -> int:
+    """Return how many layers of a shape are solved together: one on a CPU, else as many as
+    ``batch_bytes`` hold, if that is what the method is for.
+    """
+    if device.type == "cpu" or not method.solves_together:
+        return 1
+    return max(1, batch_bytes // method.working_bytes(shape, itemsize))
+
+
+def _stack(weights: list[Any]) -> Any:
+    """Return weights, or factors, of layers of one shape as one, ``(n, ...)``. A single one is not
+    copied; others are taken out of the list, so that none is held twice.
+    """
+    if isinstance(weights[0], LowRank):
+        left = stack([weight.left for weight in weights])
+        right = stack([weight.right for weight in weights])
+        whole: Any = LowRank(left, right)
+    else:
+        whole = stack(weights)
+    if len(weights) > 1:
+        weights.clear()
+    return whole
+
+
+def _to(values: Any, device: torch.device) -> Any:
+    """Return tensors, factors, states, or a tuple of them, on a device."""
+    if isinstance(values, dict):
+        return {key: value.to(device) for key, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_to(value, device) for value in values)
+    return values.to(device)

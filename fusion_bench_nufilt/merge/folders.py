@@ -32,12 +32,13 @@ from .card import model_card
 from .checks import verify_merged
 from .distributed import merge_on_cluster
 from .encode import LayerBytes
-from .engine import LayerMerger, merge_layers
+from .engine import Budget, merge_layers
 from .forecast import disk_bytes, give_back_freed_memory
 from .heads import head_files
 from .others import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
+from .planned import PlannedLayers
 from .relation import check_relation
 
 log = logging.getLogger(__name__)
@@ -207,7 +208,9 @@ def _merge_layers(plan: Plan, layers: Sequence[Layer], output: Output) -> Iterat
     give_back_freed_memory()
     encode = LayerBytes(plan)
     return merge_layers(
-        plan, layers, lambda layer, weigh: output.add(layer.record, encode(layer, weigh))
+        PlannedLayers(plan),
+        layers,
+        lambda layer, weigh: output.add(layer.record, encode(layer, weigh)),
     )
 
 
@@ -216,18 +219,21 @@ def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
     written again, which takes no longer than to compare them.
     """
     settings = dataclasses.replace(plan.settings, engine="local", address=None, device="cpu")
-    merger = LayerMerger(dataclasses.replace(plan, settings=settings))
+    source = PlannedLayers(dataclasses.replace(plan, settings=settings))
+    budget = Budget(source.memory_limit)
     layers = {layer.param: layer for layer in plan.layers}
     comparable = [
         record
         for record in records
         if record["param"] in layers and record["param"] not in plan.vocabulary.params
     ]
-    digests = map_layers(
-        lambda record: merger.digests_read(layers[record["param"]]),
-        comparable,
-        torch.device("cpu"),
-    )
+
+    def digests_read(record: Record) -> dict[str, str]:
+        layer = layers[record["param"]]
+        with budget.reserve(source.memory(layer)):
+            return source.digests_read(layer)
+
+    digests = map_layers(digests_read, comparable, torch.device("cpu"))
     pairs = zip(comparable, digests, strict=True)
     return [record for record, now in pairs if record["read"] == now]
 

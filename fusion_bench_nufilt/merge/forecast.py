@@ -13,7 +13,9 @@ from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
 from .beside import state_layout, state_tensors
+from .engine import batch_size
 from .plan import Plan
+from .settings import BATCH_BYTES
 
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
 _WORKER_BYTES = 64 * 2**20
@@ -75,7 +77,9 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
     for layer in layers:
         groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
     for (shape, dtype), group in groups.items():
-        size = plan.method.solved_together(shape, max(4, dtype.itemsize), plan.settings.devices[0])
+        itemsize = max(4, dtype.itemsize)
+        device = plan.settings.devices[0]
+        size = batch_size(plan.method, shape, itemsize, device, BATCH_BYTES)
         if plan.settings.max_memory is not None:
             free = plan.settings.max_memory - process_memory(plan.settings.workers)
             size = max(1, min(size, free // layer_memory(plan, group[0])))

@@ -22,6 +22,7 @@ from fusion_bench_nufilt.models.ties import tie_weights
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
 
+from .fuse import MatrixLayers, check_layers, merge_matrices
 from .others import running_mean
 from .settings import Settings
 from .strength import strength_of
@@ -88,16 +89,16 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             return _mean(base, joining, group.metadata.name)
         method = self.kind(options, names, rest["seed"], model.architecture.last_blocks)
         pretrained = _matrices(layers, base)
-        states = {name: method.start(name, theta_0) for name, theta_0 in pretrained.items()}
-        for step, task in enumerate(tasks, 1):
-            strength = 1.0
-            if method.weighs_tasks:
-                strength = _strength(folder, targets, _folder(group.non_base[step - 1].id))
-            added = method.add_each(
-                states, pretrained, _matrices(layers, task), step=step, strength=strength
-            )
-            states = {name: state for name, state, _ in added}
-        merged, result = dict(method.weigh_each(states, pretrained)), base.clone()
+        check_layers(pretrained, pretrained, model="pretrained")
+        task_layers = [_matrices(layers, task) for task in tasks]
+        for task in task_layers:
+            check_layers(pretrained, task, model="task")
+        strengths = [1.0] * len(tasks)
+        if method.weighs_tasks:
+            folders = [_folder(each.id) for each in group.non_base]
+            strengths = [_strength(folder, targets, task) for task in folders]
+        merged = merge_matrices(MatrixLayers(method, pretrained, task_layers, strengths=strengths))
+        result = base.clone()
         for layer in layers:
             part = layer.view.part(merged[layer.name]).to(base.dtype)
             if not is_finite(part):

@@ -21,6 +21,9 @@ _option = partial(option, panel="Machine")
 #: One batch of layers is read, one is solved and one is written at a time.
 BATCHES_PER_GPU = 3
 
+#: On an accelerator, layers of equal shape are solved together within about this much memory.
+BATCH_BYTES = 4 * 2**30
+
 
 @dataclass(frozen=True)
 class Settings:

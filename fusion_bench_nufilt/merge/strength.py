@@ -20,11 +20,9 @@ from fusion_bench_nufilt.utils.tensors import widened
 from .plan import Plan
 
 
-def measure_strengths(plan: Plan) -> None:
-    """Enter the strengths of the tasks into the plan; the weights must be on this machine."""
-    plan.strengths = [1.0] * len(plan.tasks)
-    if plan.method.weighs_tasks:
-        plan.strengths = [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
+def measure_strengths(plan: Plan) -> list[float]:
+    """Return the strengths of a plan's tasks, whose weights must be on this machine."""
+    return [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
 
 
 @torch.no_grad()

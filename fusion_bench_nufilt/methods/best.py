@@ -55,22 +55,22 @@ class Best(FirstWhole):
         self.tsv = TsvStream(TsvConfig(scale=1.5, keep=1 / 8, faintest=1 / 50), layers)
         self.votes = Spectral(SpectralConfig(damp=1.0, faintest=1e-4), layers)
 
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        members = {**self.tsv.sums(d_o, d_i), **self.votes.sums(d_o, d_i)}
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+        members = {**self.tsv.state_shapes(d_o, d_i), **self.votes.state_shapes(d_o, d_i)}
         return {"strength": (), "energy": (), **members}
 
-    def gather(self, state: State, task: TaskVector) -> State:
-        return super().gather({**state, "strength": state["strength"] + task.strength}, task)
+    def accumulate(self, state: State, task: TaskVector) -> State:
+        return super().accumulate({**state, "strength": state["strength"] + task.strength}, task)
 
-    def gather_next(self, state: State, task: TaskVector) -> State:
-        state = self.votes.gather_next(self.tsv.gather(state, task), task)
+    def accumulate_next(self, state: State, task: TaskVector) -> State:
+        state = self.votes.accumulate_next(self.tsv.accumulate(state, task), task)
         return {**state, "energy": state["energy"] + task.energy}
 
-    def update_of_several(self, state: State, scale: float) -> Tensor:
+    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
         left_over = self.votes.left_over(state)
         least = left_over * state["energy"].sqrt().item()
-        X_tsv = lengthened(left_over * self.tsv.update(state, self.tsv.scale), least)
-        X_votes = lengthened(self.votes.update_of_several(state, self.votes.scale), least)
+        X_tsv = lengthened(left_over * self.tsv.merged_update(state, self.tsv.scale), least)
+        X_votes = lengthened(self.votes.merged_update_of_several(state, self.votes.scale), least)
         strength = state["strength"].item() / state["count"].item()
         return scale * strength * (X_tsv + X_votes) / 2
 

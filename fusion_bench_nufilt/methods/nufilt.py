@@ -1,21 +1,25 @@
 """NUFILT, null-space filtering, as a layer-wise method."""
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.config import FusionConfig
-from fusion_bench_nufilt.nufilt.fusion import Layers, TaskLayers, fuse_each
-from fusion_bench_nufilt.nufilt.step import working_bytes
-from fusion_bench_nufilt.utils.devices import Devices, stack_size
+from fusion_bench_nufilt.nufilt.step import (
+    MEASURES,
+    LowRank,
+    fuse_stack,
+    initial_A,
+    measures_of_first,
+    task_vectors,
+    working_bytes,
+)
+from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
+from fusion_bench_nufilt.utils.tensors import stack, wide_dtype
 
-from .base import Added, LayerMethod, State, States
-
-#: On an accelerator, layers of equal shape are solved together within about this much memory.
-BATCH_BYTES = 4 * 2**30
+from .base import LayerMethod, Measures, State
 
 
 class Nufilt(LayerMethod):
@@ -26,42 +30,92 @@ class Nufilt(LayerMethod):
     citation = "null-space filtering ([Qiu et al., ICLR 2026](https://arxiv.org/abs/2509.21413))"
     Options = FusionConfig
     state_is_weight = True
+    solves_together = True
+    supports_low_rank = True
     logged = ("task_norm", "merged_norm", "filtered_share", "overlap", "loss_before", "loss_after")
 
     options: FusionConfig
 
-    def start(self, layer: str, theta_0: Tensor) -> State:
-        return {"weight": theta_0}
+    def __init__(
+        self,
+        options: FusionConfig,
+        layers: Sequence[str],
+        seed: int = 42,
+        last_blocks: Mapping[str | None, int] | None = None,
+        lora_A: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(options, layers, seed, last_blocks)
+        self.lora_A = lora_A  # the initial A of each layer, instead of drawn ones
 
-    def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
+    def init_state(self, names: Sequence[str], base: Tensor) -> State:
+        return {"weight": base}
+
+    def merged_weight(
+        self, names: Sequence[str], state: State, base: Tensor, *, float64: bool
+    ) -> Tensor:
         return state["weight"]
 
-    def add_each(
+    def update(
         self,
-        states: States,
-        pretrained: Layers,
-        task: TaskLayers,
+        names: Sequence[str],
+        state: State,
+        base: Tensor,
+        task: Tensor | LowRank,
         *,
         step: int,
-        device: Devices | None = None,
-        strength: float = 1.0,
-    ) -> Iterator[Added]:
-        """Solve layers of equal shape together, as :func:`fusion_bench_nufilt.nufilt.fuse_each`
-        does.
-        """
-        merged, seed = {layer: state["weight"] for layer, state in states.items()}, self.seed
-        each = fuse_each(
-            pretrained,
-            merged,
-            task,
+        strength: float,
+        float64: bool,
+    ) -> tuple[State, Measures]:
+        theta = state["weight"]
+        is_first_task = (~(theta != base).flatten(start_dim=1).any(dim=1)).tolist()
+        if any(is_first_task) and not all(is_first_task):
+            # Earlier tasks had only some of these layers.
+            weight = torch.empty_like(theta)
+            measures = {name: base.new_empty(len(names), dtype=torch.float64) for name in MEASURES}
+            for kind in (True, False):
+                rows = [row for row, is_first in enumerate(is_first_task) if is_first == kind]
+                after, measured = self.update(
+                    [names[row] for row in rows],
+                    {"weight": theta[rows]},
+                    base[rows],
+                    task[rows],
+                    step=step,
+                    strength=strength,
+                    float64=float64,
+                )
+                weight[rows] = after["weight"]
+                for name, values in measured.items():
+                    measures[name][rows] = values.double()
+            return {"weight": weight}, measures
+        wide = wide_dtype(theta)
+        tau = task_vectors(task, base, wide)
+        if is_first_task[0] and self.options.first_task == "paper":
+            if isinstance(task, LowRank):
+                task = base.to(wide) + task.to(wide).product()
+            return {"weight": task.to(wide).to(theta.dtype)}, measures_of_first(tau)
+        del task  # as large as anything that follows
+        A = self._initial_A(names, step, theta) if self.options.has_adapter else None
+        weight, measures = fuse_stack(
+            base,
+            theta,
+            tau,
+            A,
             self.options,
-            seed=seed,
-            step=step,
-            device=device,
-            batch_bytes=BATCH_BYTES,
+            is_first_task=is_first_task[0],
+            exact=float64 or fast_in_float64(theta.device),
         )
-        for layer, weight, report in each:
-            yield layer, {"weight": weight}, dataclasses.asdict(report)
+        return {"weight": weight.to(theta.dtype)}, measures
+
+    def _initial_A(self, names: Sequence[str], step: int, theta: Tensor) -> Tensor:
+        """Return the initial A ``(n, r_l, d_i)`` of each layer."""
+        d_i = theta.shape[-1]
+        drawn = []
+        for name in names:
+            if self.lora_A is None:
+                drawn.append(initial_A(name, d_i, self.options, self.seed, step))
+            else:
+                drawn.append(self.lora_A[name].detach())
+        return stack([A.to(theta.device) for A in drawn])
 
     def warning(self, shapes: Sequence[tuple[int, int]], entry_point: EntryPoint) -> str | None:
         rank = self.options.null_rank
@@ -77,6 +131,3 @@ class Nufilt(LayerMethod):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return working_bytes(shape, itemsize, self.options)
-
-    def solved_together(self, shape: tuple[int, ...], itemsize: int, where: torch.device) -> int:
-        return stack_size(self.working_bytes(shape, itemsize), where, BATCH_BYTES)

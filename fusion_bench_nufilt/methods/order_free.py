@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from fusion_bench_nufilt.models.names import block_of
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis
-from fusion_bench_nufilt.utils.tensors import wide_dtype, widened
+from fusion_bench_nufilt.utils.tensors import stack, wide_dtype, widened
 
-from .base import LayerMethod, State
+from .base import LayerMethod, Measures, State
 from .options import FAINTEST, ORDER_FREE_DEFAULTS, RampConfig, ScaleConfig
 from .task_vector import TaskVector
 
@@ -31,15 +31,15 @@ class OrderFree(LayerMethod):
     """A method whose result does not depend on the tasks' order, nor the size of its state on their
     number.
 
-    The state holds the tensors of :meth:`sums`, in float32 at least but for :attr:`directions`, and
-    the ``count`` of the tasks that moved the layer. A task that did not change the layer has no
-    effect.
+    The state holds the tensors of :meth:`state_shapes`, in float32 at least but for
+    :attr:`directions`, and the ``count`` of the tasks that moved the layer. A task that did not
+    change the layer has no effect.
     """
 
     Options: ClassVar[type] = ScaleConfig
     defaults: ClassVar[Mapping[str, Any]] = ORDER_FREE_DEFAULTS
     itemsize = 8
-    takes_factors = True
+    supports_low_rank = True
     directions: tuple[str, ...] = ()
     """Names of tensors in the state whose columns are of length 1 or 0, which are kept in
     :func:`direction_dtype`.
@@ -50,11 +50,11 @@ class OrderFree(LayerMethod):
     options: RampConfig
 
     @abstractmethod
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors in a layer's state."""
 
     @abstractmethod
-    def gather(self, state: State, task: TaskVector) -> State:
+    def accumulate(self, state: State, task: TaskVector) -> State:
         """Return the sums with one more task, number ``state["count"]``, which are then rounded to
         the state's dtypes.
 
@@ -62,43 +62,66 @@ class OrderFree(LayerMethod):
         """
 
     @abstractmethod
-    def update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float) -> Tensor:
         """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of
-        :meth:`gather`.
+        :meth:`accumulate`.
         """
 
-    def start(self, layer: str, theta_0: Tensor) -> State:
-        state, wide = {}, wide_dtype(theta_0)
-        for name, shape in self.sums(*theta_0.shape).items():
-            dtype = (
-                direction_dtype(wide)
-                if name in self.directions
-                else wide
-                if shape
-                else torch.float64
-            )
-            state[name] = theta_0.new_zeros(shape, dtype=dtype)
-        return {**state, "count": torch.zeros((), dtype=torch.int64, device="cpu")}
+    def init_state(self, names: Sequence[str], base: Tensor) -> State:
+        state = {}
+        wide = wide_dtype(base)
+        for name, shape in self.state_shapes(*base.shape[1:]).items():
+            dtype = wide if shape else torch.float64
+            if name in self.directions:
+                dtype = direction_dtype(wide)
+            state[name] = base.new_zeros((len(names), *shape), dtype=dtype)
+        return {**state, "count": base.new_zeros(len(names), dtype=torch.int64)}
 
-    def add(
+    def update(
         self,
-        layer: str,
+        names: Sequence[str],
         state: State,
-        theta_0: Tensor,
-        tau: Tensor | LowRank,
-        strength: float = 1.0,
-    ) -> State:
-        if not (tau.norm() if isinstance(tau, LowRank) else tau.any()):
-            return state
-        task = TaskVector(tau, strength, wide_dtype(theta_0))
-        after = self.gather({**state, "count": state["count"] + 1}, task)
-        return {name: after[name].to(value.dtype) for name, value in state.items()}
+        base: Tensor,
+        task: Tensor | LowRank,
+        *,
+        step: int,
+        strength: float,
+        float64: bool,
+    ) -> tuple[State, Measures]:
+        states = []
+        task_norms = []
+        for row in range(len(names)):
+            tau = task_vector(task, base, row, float64)
+            before = {key: value[row] for key, value in state.items()}
+            after = before
+            is_changed = tau.norm() if isinstance(tau, LowRank) else tau.any()
+            if is_changed:
+                after = in_float64(before) if float64 else dict(before)
+                after["count"] = after["count"] + 1
+                after = self.accumulate(after, TaskVector(tau, strength, wide_dtype(base)))
+            states.append({key: after[key].to(value.dtype) for key, value in before.items()})
+            task_norms.append(tau.norm())
+        merged = {key: stack([each[key] for each in states]) for key in state}
+        measures = {"task_norm": stack(task_norms)}
+        for key, value in merged.items():
+            if value.ndim == 1:
+                measures[key] = value
+        return merged, measures
 
-    def weight(self, layer: str, state: State, theta_0: Tensor) -> Tensor:
-        if state["count"] == 0:
-            return theta_0.clone()
-        update = self.update(state, self._scales[layer])
-        return (widened(theta_0) + update).to(theta_0.dtype)
+    def merged_weight(
+        self, names: Sequence[str], state: State, base: Tensor, *, float64: bool
+    ) -> Tensor:
+        weights = []
+        for row, (name, theta_0) in enumerate(zip(names, base, strict=True)):
+            layer_state = {key: value[row] for key, value in state.items()}
+            if float64:
+                layer_state = in_float64(layer_state)
+            if layer_state["count"] == 0:
+                weights.append(theta_0.clone())
+            else:
+                update = self.merged_update(layer_state, self._scales[name])
+                weights.append((widened(theta_0) + update).to(theta_0.dtype))
+        return stack(weights)
 
     @property
     def scale(self) -> float:
@@ -116,7 +139,7 @@ class OrderFree(LayerMethod):
         # solver's workspace.
         state = sum(
             math.prod(each)
-            for name, each in self.sums(d_o, d_i).items()
+            for name, each in self.state_shapes(d_o, d_i).items()
             if name not in self.directions
         )
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
@@ -128,27 +151,45 @@ class FirstWhole(OrderFree):
     """
 
     @abstractmethod
-    def gather_next(self, state: State, task: TaskVector) -> State:
-        """Return the sums with one more task, as :meth:`gather` does, of which the state has all
-        earlier ones.
+    def accumulate_next(self, state: State, task: TaskVector) -> State:
+        """Return the sums with one more task, as :meth:`accumulate` does, of which the state has
+        all earlier ones.
         """
 
     @abstractmethod
-    def update_of_several(self, state: State, scale: float) -> Tensor:
+    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
         """Return the merged update ``(d_o, d_i)`` of at least two tasks."""
 
-    def gather(self, state: State, task: TaskVector) -> State:
+    def accumulate(self, state: State, task: TaskVector) -> State:
         count = state["count"]
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
             first = TaskVector(state["votes"], digits=task.digits)
             votes = torch.zeros_like(state["votes"])
-            state = self.gather_next({**state, "votes": votes, "count": count - 1}, first)
-        return self.gather_next({**state, "count": count}, task)
+            state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
+        return self.accumulate_next({**state, "count": count}, task)
 
-    def update(self, state: State, scale: float) -> Tensor:
-        return state["votes"] if state["count"] == 1 else self.update_of_several(state, scale)
+    def merged_update(self, state: State, scale: float) -> Tensor:
+        return (
+            state["votes"] if state["count"] == 1 else self.merged_update_of_several(state, scale)
+        )
+
+
+def task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -> Tensor | LowRank:
+    """Return the task vector of a layer in a stack, or its factors."""
+    if isinstance(task, LowRank):
+        return task[row].double() if float64 else task[row]
+    theta_t = task[row].double() if float64 else widened(task[row])
+    return theta_t - widened(base[row])
+
+
+def in_float64(state: State) -> State:
+    """Return a state whose floating-point tensors are in float64."""
+    wide = {}
+    for name, value in state.items():
+        wide[name] = value.double() if value.is_floating_point() else value
+    return wide
 
 
 def direction_dtype(wide: torch.dtype) -> torch.dtype:

@@ -44,10 +44,10 @@ class Spectral(FirstWhole):
     strength = "kappa"
     options: SpectralConfig
 
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"votes": (d_o, d_i), "vote_energy": (), "mean": ()}
 
-    def gather_next(self, state: State, task: TaskVector) -> State:
+    def accumulate_next(self, state: State, task: TaskVector) -> State:
         faintest = self.options.faintest
         if faintest < FAINTEST_IN_FLOAT32:
             A, s_1 = task.vote()
@@ -67,7 +67,7 @@ class Spectral(FirstWhole):
         length = torch.linalg.vector_norm(state["votes"], dtype=torch.float64).item()
         return min(1.0, 2 * length / state["vote_energy"].sqrt().item())
 
-    def update_of_several(self, state: State, scale: float) -> Tensor:
+    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
         strength = scale * state["mean"].item() * self.left_over(state)
         return map_spectrum(
             state["votes"],

@@ -24,13 +24,13 @@ class Sum(OrderFree):
     )
     Options: ClassVar[type] = SumConfig
 
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"sum": (d_o, d_i)}
 
-    def gather(self, state: State, task: TaskVector) -> State:
+    def accumulate(self, state: State, task: TaskVector) -> State:
         return {**state, "sum": state["sum"].double() + task.matrix}
 
-    def update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float) -> Tensor:
         return scale * state["sum"].double()
 
 
@@ -49,7 +49,7 @@ class Isotropic(Sum):
     )
     Options = ScaleConfig
 
-    def update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float) -> Tensor:
         return map_spectrum(state["sum"], lambda sigma: (scale * sigma.mean()).expand_as(sigma))
 
 
@@ -72,10 +72,10 @@ class WudiSums(OrderFree):
 
     options: WudiConfig
 
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         return {"moments": (d_i, d_i), "targets": (d_o, d_i)}
 
-    def gather(self, state: State, task: TaskVector) -> State:
+    def accumulate(self, state: State, task: TaskVector) -> State:
         tau = task.matrix.double()
         gram = tau.mT @ (tau / tau.square().sum())
         return {
@@ -84,7 +84,7 @@ class WudiSums(OrderFree):
             "targets": state["targets"] + tau @ gram,
         }
 
-    def update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float) -> Tensor:
         M, R = state["moments"].double(), state["targets"].double()
         identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
         ridge = self.options.eps * M.diagonal().mean() * identity

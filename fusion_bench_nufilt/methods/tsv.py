@@ -34,7 +34,7 @@ class TsvStream(OrderFree):
 
     options: TsvConfig
 
-    def sums(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
         k = min(d_o, d_i)
         return {"left": (d_o, k), "values": (k,), "right": (d_i, k), "columns": ()}
 
@@ -52,7 +52,7 @@ class TsvStream(OrderFree):
         kept = s > self.options.faintest * s[:1]
         return Directions(U * kept, s * kept, V * kept)
 
-    def gather(self, state: State, task: TaskVector) -> State:
+    def accumulate(self, state: State, task: TaskVector) -> State:
         tasks = int(state["count"])
         k = len(state["values"])
         count = self.num_directions(k, tasks)
@@ -75,7 +75,7 @@ class TsvStream(OrderFree):
             kept[name] = pad(each, (0, k - each.shape[-1]))
         return kept
 
-    def update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float) -> Tensor:
         s = state["values"]
         if not s.any():
             return torch.zeros(

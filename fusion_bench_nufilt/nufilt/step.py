@@ -1,8 +1,9 @@
 """The mathematics of one merging step on a stack of layers of equal shape: filter, adapt, fuse."""
 
+import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -48,8 +49,12 @@ class LowRank:
         left, right = self.left.double(), self.right.double()
         return ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1)).clamp_min(0).sqrt()
 
-    def to(self, device: torch.device) -> "LowRank":
-        return LowRank(self.left.to(device), self.right.to(device))
+    def __getitem__(self, rows: int | list[int]) -> "LowRank":
+        """Return the factors of some layers of a stack."""
+        return LowRank(self.left[rows], self.right[rows])
+
+    def to(self, target: torch.device | torch.dtype) -> "LowRank":
+        return LowRank(self.left.to(target), self.right.to(target))
 
     def double(self) -> "LowRank":
         return LowRank(self.left.double(), self.right.double())
@@ -67,41 +72,67 @@ class LowRank:
         return Q, triangle @ self.right
 
 
+@dataclass(frozen=True)
+class LayerReport:
+    """What one step did to one layer."""
+
+    shape: tuple[int, ...]  # (d_o, d_i)
+    seconds: float  # wall time, shared evenly by layers that were solved together
+    solving_seconds: float = 0.0  # the part of it that the solver took
+    task_norm: float = 0.0  # Frobenius norm of the new task vector
+    merged_norm: float = 0.0  # Frobenius norm of the cumulative update before this step
+    protected_rank: float = (
+        0.0  # number of directions in the filter: r_p clipped to the numerical rank
+    )
+    filtered_share: float = 0.0  # share of the squared norm of tau that the filter took, in [0, 1]
+    overlap: float = 0.0  # affinity of the new task's subspace to the protected one, in [0, 1]
+    loss_before: float = 0.0  # objective where BA = 0
+    loss_after: float = 0.0  # objective of the fused adapter
+
+
+#: The names of what a step measures of a layer.
+MEASURES = tuple(each.name for each in fields(LayerReport) if each.name not in ("shape", "seconds"))
+
+
 def fuse_stack(
-    theta_0: Tensor,  # (n, d_o, d_i)
-    theta: Tensor,  # (n, d_o, d_i)
-    task: Tensor | LowRank,  # (n, d_o, d_i)
+    theta_0: Tensor,  # (n, d_o, d_i), as they are stored
+    theta: Tensor,  # (n, d_o, d_i), as they are stored
+    task: Tensor | LowRank,  # tau, see task_vectors; it is in float32 at least
     A: Tensor | None,  # (n, r_l, d_i); None means no adapter
     config: FusionConfig,
     *,
-    fresh: bool,
+    is_first_task: bool,
     exact: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Merge one more task into n layers, in the memory of :func:`working_bytes`.
+    r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
-    ``fresh`` says that nothing has been merged into them so far. With ``exact``, matrices are
-    decomposed in float64.
+    It takes the memory of :func:`working_bytes`. ``is_first_task`` says that nothing has been
+    merged into the layers so far; a first task that is taken whole needs no step, see
+    :func:`measures_of_first`. With ``exact``, matrices are decomposed in float64.
 
     Returns:
-        The new weights ``(n, d_o, d_i)``, and measures ``(n,)`` by their names in ``LayerReport``.
+        The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
     """
     # Everything but the new weights of a low-rank tau = Q K is computed as if the layer had only
     # the outputs in Q.
-    Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task - theta_0)
+    Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task)
+    del task
     tau_norm2 = _norm2(tau)
-    measures = {"task_norm": tau_norm2.sqrt()}
-    if fresh and config.first_task == "paper":  # theta_merged(1) = theta_1
-        return (theta_0 + task.product() if isinstance(task, LowRank) else task), measures
-    tau_merged = theta - theta_0
-    measures["merged_norm"] = _norm2(tau_merged).sqrt()
-    del theta_0, task
-
+    measures = dict.fromkeys(MEASURES, torch.zeros_like(tau_norm2))
+    measures["task_norm"] = tau_norm2.sqrt()
     gram, ranks = loop_gram(tau), config.ranks(tau.shape[-1])
     V_t = top_right_singular_vectors(tau, ranks.task, gram, exact=exact)
-    if fresh:
-        V_p, A = first_coordinates(tau_merged, ranks.null), None
+    # The cumulative update is computed twice, so that it is not held while its singular vectors
+    # are found.
+    if is_first_task:
+        V_p = first_coordinates(difference(theta, theta_0, tau.dtype), ranks.null)
+        A = None
     else:
-        V_p = top_right_singular_vectors(tau_merged, ranks.null, exact=exact)
+        V_p = top_right_singular_vectors(
+            difference(theta, theta_0, tau.dtype), ranks.null, exact=exact
+        )
+    tau_merged = difference(theta, theta_0, tau.dtype)
+    measures["merged_norm"] = _norm2(tau_merged).sqrt()
     tau_filtered = null_space_filter(tau, V_p, config.null_space)
     kept = _norm2(tau_filtered) / tau_norm2.clamp_min(torch.finfo(tau.dtype).tiny)
     # ||tau||^2 = ||tau P||^2 + ||tau (I - P)||^2
@@ -112,16 +143,36 @@ def fuse_stack(
     measures["loss_before"] = measures["loss_after"] = objective.target_norm2
     del tau_merged
 
-    weights = theta + (tau_filtered if Q is None else Q @ tau_filtered)
-    del theta, tau_filtered
+    weights = theta.to(tau.dtype).contiguous() + (tau_filtered if Q is None else Q @ tau_filtered)
+    del tau_filtered
     if A is not None:
         begin = clock(tau.device)
-        A, B, losses = SOLVERS[config.solver](objective, A, config, exact)
+        A, B, losses = SOLVERS[config.solver](objective, A.to(tau.dtype), config, exact)
         seconds = (clock(tau.device) - begin) / len(tau)
         measures["solving_seconds"] = torch.full_like(tau_norm2, seconds)
         measures["loss_after"] = losses[:, -1]
         weights.baddbmm_(tau @ B if Q is None else Q @ (tau @ B), A)
     return weights, measures
+
+
+def measures_of_first(tau: Tensor | LowRank) -> dict[str, Tensor]:
+    """Return :data:`MEASURES` of a first task that is taken whole."""
+    if isinstance(tau, LowRank):
+        _, tau = tau.in_basis()
+    task_norm = _norm2(tau).sqrt()
+    return {**dict.fromkeys(MEASURES, torch.zeros_like(task_norm)), "task_norm": task_norm}
+
+
+def task_vectors(task: Tensor | LowRank, base: Tensor, dtype: torch.dtype) -> Tensor | LowRank:
+    r"""Return :math:`\tau` of tasks that are given by their weights, or by the factors of it."""
+    if isinstance(task, LowRank):
+        return LowRank(task.left.to(dtype).contiguous(), task.right.to(dtype).contiguous())
+    return difference(task, base, dtype)
+
+
+def difference(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the difference of stored weights in a dtype, with the same bits in any layout."""
+    return weight.to(dtype).contiguous() - base.to(dtype).contiguous()
 
 
 def clock(device: torch.device) -> float:
@@ -150,7 +201,7 @@ def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> 
     block = min(shorter, 2 * protected + 16)
     # The Gram matrix of tau is held twice, once stacked.
     gram = 2 * d_i**2 if d_i <= 2 * d_o else 0
-    # While singular vectors are computed, these are theta, tau and tau_merged, and a copy of it in
+    # While singular vectors are computed, these are theta_0, theta, tau, and tau or tau_merged in
     # float64; then the Gram matrix of the latter with its eigenvectors and the solver's workspace,
     # or the eigenvectors and thin matrices, all in float64, too. Afterwards there is tau P with its
     # temporary.
@@ -168,3 +219,16 @@ def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> 
         + 4 * ranks.lora * (columns + ranks.lora)
     )
     return itemsize * max(subspaces, adapter)
+
+
+def initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:
+    """Draw A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone or among
+    other layers.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
+    cpu = torch.device("cpu")  # and float32, whatever torch's defaults are
+    generator = torch.Generator(cpu).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    A = torch.randn(
+        config.ranks(d_i).lora, d_i, generator=generator, dtype=torch.float32, device=cpu
+    )
+    return A * config.init_std

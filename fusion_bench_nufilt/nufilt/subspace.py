@@ -11,12 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.utils.failures import SteepSpectrumError
-
 # Perturbation theory may change a singular vector by this much in the first round and in the
 # second. The error that is left is about the square of the first change, or a tenth of the second.
 # A second round is needed only for spectra that are steeper than those of fine-tuned models.
 _LARGEST_CHANGES = 2e-3, 2e-4
+
+
+class SteepSpectrumError(torch.linalg.LinAlgError):
+    """A spectrum falls too steeply for float32, as where a matrix has exactly low rank."""
 
 
 def top_right_singular_vectors(
@@ -48,7 +50,8 @@ def top_right_singular_vectors(
     rank = min(rank, d_o, d_i)
     if rank == 0:
         return tau.new_zeros(*tau.shape[:-2], d_i, 0)
-    like, cutoff = tau, max(d_o, d_i) * torch.finfo(tau.dtype).eps
+    dtype = tau.dtype
+    cutoff = max(d_o, d_i) * torch.finfo(dtype).eps
     if exact:
         tau, gram = tau.double(), None
     wide = gram is None and d_i > d_o
@@ -64,7 +67,7 @@ def top_right_singular_vectors(
     # leading columns: the largest come first, the last may be rounding alone.
     V = block[..., :rank]
     V = torch.linalg.qr(tau.mT @ V if wide else V).Q
-    return (V * (sigma > 0)).to(like)
+    return (V * (sigma > 0)).to(dtype)
 
 
 def _refine(

@@ -103,21 +103,6 @@ def map_layers(
             yield from _side_by_side(function, items, min(workers or threads, threads), begin)
 
 
-def map_on_devices(
-    function: Callable[[_T, torch.device], _R], items: Sequence[_T], devices: Sequence[torch.device]
-) -> Iterator[_R]:
-    """Do the work of :func:`map_layers`; each device takes the next item when it is free."""
-    pool = DevicePool(devices)
-
-    def on_free_device(item: _T) -> _R:
-        with pool.free() as where:
-            return function(item, where)
-
-    yield from map_layers(
-        on_free_device, items, devices[0], len(devices) if len(devices) > 1 else None
-    )
-
-
 def _side_by_side(
     function: Callable[[_T], _R],
     items: Sequence[_T],
@@ -219,10 +204,3 @@ def _follows(backend: str, rounding: str) -> bool:
     products_follow = _precision(backend, "matmul") != rounding
     _set_precision(backend, "all", rounding)
     return products_follow
-
-
-def stack_size(layer_bytes: int, where: torch.device, batch_bytes: int) -> int:
-    """Return how many layers are solved together: one on a CPU, else as many as ``batch_bytes``
-    hold.
-    """
-    return 1 if where.type == "cpu" else max(1, batch_bytes // layer_bytes)

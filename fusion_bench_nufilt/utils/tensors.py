@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -239,3 +239,8 @@ def is_finite(values: Tensor) -> bool:
     # A sum shows every NaN and infinity. Finite values may overflow it, so that each is then
     # checked.
     return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape as one; a single one is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))

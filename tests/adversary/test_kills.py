@@ -29,7 +29,7 @@ from tests.merge.helpers import hashes, merge
 KILLER = """
 import os, pathlib, random, signal, sys, time
 from transformers import LlamaForCausalLM
-import fusion_bench_nufilt.methods.nufilt as module
+from fusion_bench_nufilt.methods.nufilt import Nufilt
 from tests.merge.helpers import merge
 
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -38,8 +38,8 @@ tasks = ["task1", "task2"]
 
 def slowly_merge(out):
     # Tiny layers would all be merged at once.
-    fuse = module.fuse_each
-    module.fuse_each = lambda *a, **k: (time.sleep(0.05), fuse(*a, **k))[1]
+    update = Nufilt.update
+    Nufilt.update = lambda *a, **k: (time.sleep(0.05), update(*a, **k))[1]
     merge(folder, tasks, out)
 
 

@@ -5,9 +5,10 @@ measured with.
 import pytest
 import torch
 
+from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.analysis.measure import _ranks, default_methods
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, harmonic_mean, layer_losses
-from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 

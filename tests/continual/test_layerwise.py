@@ -247,7 +247,7 @@ def test_a_preset_reproduces_the_published_stream(preset, monkeypatch):
     method = compose_run([f"method={preset}", "method.shuffle_order=false", *overrides]).method
     method.target_modules = "all-linear"
     monkeypatch.setattr(
-        "fusion_bench_nufilt.nufilt.fusion._initial_A",
+        "fusion_bench_nufilt.methods.nufilt.initial_A",
         lambda name, d_i, config, seed, step: vectors[f"lora_A_init.{step - 1}"],
     )
 

@@ -21,10 +21,13 @@ def registered(monkeypatch):
 
 def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monkeypatch):
     rendered = []
-    weight = RunningSum.weight
-    monkeypatch.setattr(
-        RunningSum, "weight", lambda *args: rendered.append(args[1]) or weight(*args)
-    )
+    merged_weight = RunningSum.merged_weight
+
+    def counted(self, names, *args, **options):
+        rendered.extend(names)
+        return merged_weight(self, names, *args, **options)
+
+    monkeypatch.setattr(RunningSum, "merged_weight", counted)
     out = merge(stream, method="running_sum", scale=0.3)
     assert len(rendered) == len(set(rendered)) == 14
     base, *tasks = (
@@ -55,10 +58,11 @@ def test_its_manifest_names_it_its_options_and_the_digests_of_its_state(stream):
 
 
 def test_a_state_that_changes_its_shape_is_refused_by_name(stream, monkeypatch):
-    monkeypatch.setattr(
-        RunningSum, "add", lambda *args: {"sum": torch.zeros(1), "count": torch.tensor(0)}
-    )
-    monkeypatch.setattr(RunningSum, "weight", lambda self, layer, state, theta_0: theta_0)
+    def update(self, names, state, base, task, **_):
+        return {"sum": torch.zeros(1, 1), "count": torch.zeros(1)}, {"task_norm": torch.zeros(1)}
+
+    monkeypatch.setattr(RunningSum, "update", update)
+    monkeypatch.setattr(RunningSum, "merged_weight", lambda self, names, state, base, **_: base)
     with pytest.raises(
         ValueError,
         match=r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)",

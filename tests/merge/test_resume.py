@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt.merge.forecast import disk_bytes
 from fusion_bench_nufilt.merge.output import work_folder
-from fusion_bench_nufilt.methods import nufilt
+from fusion_bench_nufilt.methods.nufilt import Nufilt
 from tests.conftest import REPO
 from tests.merge.helpers import (
     change,
@@ -39,8 +39,13 @@ from tests.tiny_models import llama
 def count_layers(monkeypatch):
     """Names of the layers that are computed from now on."""
     computed = []
-    fuse = nufilt.fuse_each
-    monkeypatch.setattr(nufilt, "fuse_each", lambda *a, **k: computed.extend(a[0]) or fuse(*a, **k))
+    update = Nufilt.update
+
+    def counted(self, names, *args, **options):
+        computed.extend(names)
+        return update(self, names, *args, **options)
+
+    monkeypatch.setattr(Nufilt, "update", counted)
     return computed
 
 
@@ -245,17 +250,17 @@ def refuse_late(stream, message):
 
 
 def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
-    fuse = nufilt.fuse_each
+    update = Nufilt.update
 
-    def overwrite_and_fuse(*args, **kwargs):
+    def overwrite_and_update(*args, **kwargs):
         with (stream / "task2" / "model.safetensors").open(
             "r+b"
         ) as file:  # in place: another thread may be reading
             file.seek(-64, os.SEEK_END)
             file.write(bytes(64))
-        return fuse(*args, **kwargs)
+        return update(*args, **kwargs)
 
-    monkeypatch.setattr(nufilt, "fuse_each", overwrite_and_fuse)
+    monkeypatch.setattr(Nufilt, "update", overwrite_and_update)
     refuse_late(stream, "task2' was changed during the run")
 
 
@@ -300,9 +305,9 @@ def test_control_c_stops_early_and_keeps_what_is_done(stream):
         # A shell's background jobs are born deaf to Ctrl-C.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, pathlib; from tests.merge import helpers\n"
-        "from fusion_bench_nufilt.methods import nufilt as m; import time\n"
-        "fuse = m.fuse_each\n"
-        "m.fuse_each = lambda *a, **k: (time.sleep(0.2), fuse(*a, **k))[1]\n"
+        "from fusion_bench_nufilt.methods.nufilt import Nufilt; import time\n"
+        "update = Nufilt.update\n"
+        "Nufilt.update = lambda *a, **k: (time.sleep(0.2), update(*a, **k))[1]\n"
         "print('ready', flush=True)\n"
         "helpers.merge(pathlib.Path(sys.argv[1]))\n"
     )

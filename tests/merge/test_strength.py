@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import strengths as strengths_of_layers
 from fusion_bench_nufilt.models import select_layers
@@ -32,8 +33,7 @@ def folder(tmp_path):
 
 def strengths(folder, tasks):
     planned = plan(folder, tasks, method="best")
-    measure_strengths(planned)
-    return planned.strengths
+    return measure_strengths(planned)
 
 
 def test_an_adapter_has_its_strength_as_an_adapter_and_merged_in_float32_and_in_bfloat16(folder):
@@ -45,8 +45,7 @@ def test_an_adapter_has_its_strength_as_an_adapter_and_merged_in_float32_and_in_
 
 def test_the_strength_of_a_task_does_not_depend_on_its_weight_in_the_merge(folder):
     planned = plan(folder, TASKS, method="best", settings={"weights": [0.3, 0.3]})
-    measure_strengths(planned)
-    assert planned.strengths == [1.0, 0.5]
+    assert measure_strengths(planned) == [1.0, 0.5]
 
 
 def test_the_state_has_the_strengths_of_the_tasks_that_moved_a_layer(folder):
@@ -63,8 +62,8 @@ def test_one_by_one_interrupted_or_sent_elsewhere_it_is_the_same(folder):
     interrupt(folder, out="resumed", tasks=TASKS, method="best")
     assert hashes(merge(folder, TASKS, "resumed", method="best")) == hashes(whole)
     planned = plan(folder, TASKS, method="best")
-    measure_strengths(planned)
-    assert pickle.loads(pickle.dumps(planned)).strengths == [1.0, 0.5]
+    planned.strengths = measure_strengths(planned)
+    assert PlannedLayers(pickle.loads(pickle.dumps(planned))).strengths == [1.0, 0.5]
 
 
 def test_folders_give_the_bits_of_the_models_in_memory(folder):

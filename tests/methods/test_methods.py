@@ -41,14 +41,16 @@ class RunningSum(LayerMethod):
     Options = SumConfig
     defaults = {"target_modules": "all-linear"}  # noqa: RUF012
 
-    def start(self, layer, theta_0):
-        return {"sum": torch.zeros_like(theta_0), "count": torch.tensor(0)}
+    def init_state(self, names, base):
+        return {"sum": torch.zeros_like(base), "count": torch.zeros(len(names))}
 
-    def add(self, layer, state, theta_0, tau):
-        return {"sum": state["sum"] + tau, "count": state["count"] + 1}
+    def update(self, names, state, base, task, **_):
+        tau = task - base
+        after = {"sum": state["sum"] + tau, "count": state["count"] + 1}
+        return after, {"task_norm": torch.linalg.vector_norm(tau, dim=(-2, -1))}
 
-    def weight(self, layer, state, theta_0):
-        return theta_0 + self.options.scale * state["sum"]
+    def merged_weight(self, names, state, base, **_):
+        return base + self.options.scale * state["sum"]
 
 
 @pytest.fixture
@@ -83,7 +85,12 @@ def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(registered, demo, tmp_p
 
 def test_a_model_that_nobody_sees_is_not_rendered(registered, monkeypatch):
     rendered = []
-    monkeypatch.setattr(RunningSum, "weight", lambda *args: rendered.append(args[1]) or args[3])
+
+    def merged_weight(self, names, state, base, **_):
+        rendered.extend(names)
+        return base
+
+    monkeypatch.setattr(RunningSum, "merged_weight", merged_weight)
     LayerwiseMergingAlgorithm("running_sum").run(pool(tasks=3))
     assert len(rendered) == len(set(rendered)) > 0
 

@@ -9,6 +9,8 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
     compute_and_sum_svd_mem_reduction,
 )
 
+from fusion_bench_nufilt.merge.engine import merge_layers
+from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig, WudiConfig
@@ -20,6 +22,7 @@ from fusion_bench_nufilt.methods.tsv import TsvStream
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils import failures
 from tests.conftest import every_device
+from tests.methods.helpers import add, start, weight
 from tests.methods.test_spectral import distance, spectrum, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
 
@@ -32,12 +35,10 @@ def merge(kind, taus, options=None, dtype=torch.float64):
     """Merge a stream of tasks and return the update of the merged model."""
     method = kind(options or kind.Options(), ["layer"])
     theta_0 = torch.zeros(taus[0].shape, dtype=dtype)
-    state = method.start("layer", theta_0)
+    state = start(method, theta_0)
     for tau in taus:
-        state = method.add(
-            "layer", state, theta_0, tau if isinstance(tau, LowRank) else tau.to(dtype)
-        )
-    return method.weight("layer", state, theta_0)
+        state = add(method, state, theta_0, tau if isinstance(tau, LowRank) else tau.to(dtype))
+    return weight(method, state, theta_0)
 
 
 @every_method
@@ -54,28 +55,24 @@ def test_the_order_of_arrival_does_not_matter(kind, shape):
 def test_every_device_gives_the_same_result(kind, device):
     theta_0, taus = {"layer": torch.zeros(40, 12)}, task_vectors((40, 12), count=3)
     method = kind(kind.Options(), ["layer"])
-    states = {"layer": method.start("layer", theta_0["layer"])}
-    for step, tau in enumerate(taus, 1):
-        ((_, states["layer"], *_),) = method.add_each(
-            states, theta_0, {"layer": tau.float()}, step=step, device=device
-        )
-    ((_, weight),) = method.weigh_each(states, theta_0, device=device)
-    assert weight.device == states["layer"]["count"].device == torch.device("cpu")
-    assert distance(weight, merge(kind, taus, dtype=torch.float32)) < 1e-5
+    tasks = [{"layer": tau.float()} for tau in taus]
+    found = merge_matrices(MatrixLayers(method, theta_0, tasks, device=device))
+    assert found["layer"].device == torch.device("cpu")
+    assert distance(found["layer"], merge(kind, taus, dtype=torch.float32)) < 1e-5
 
 
 @every_method
 def test_models_in_bfloat16_have_their_sums_in_float32(kind):
     taus = [tau.bfloat16() for tau in task_vectors((16, 12), count=3)]
     method, theta_0 = kind(kind.Options(), ["layer"]), torch.zeros(16, 12, dtype=torch.bfloat16)
-    state = method.start("layer", theta_0)
+    state = start(method, theta_0)
     for tau in taus:
-        state = method.add("layer", state, theta_0, tau.float())
+        state = add(method, state, theta_0, tau.float())
     # Directions are in float16.
     tolerance = 1e-3 if method.directions else 1e-5
     expected = merge(kind, [tau.double() for tau in taus])
-    assert distance(method.weight("layer", state, theta_0.double()), expected) < tolerance
-    assert method.weight("layer", state, theta_0).dtype == torch.bfloat16
+    assert distance(weight(method, state, theta_0.double()), expected) < tolerance
+    assert weight(method, state, theta_0).dtype == torch.bfloat16
 
 
 @every_method
@@ -125,9 +122,9 @@ def test_a_task_of_rank_r_has_r_directions_whatever_the_eigensolver_returns_for_
         monkeypatch.setattr(torch.linalg, "eigh", solver)
         assert distance(merge(TsvStream, taus), expected) < 1e-9
     method, theta_0 = TsvStream(TsvConfig(), ["layer"]), torch.ones(48, 40)
-    state = method.start("layer", theta_0)
+    state = start(method, theta_0)
     for tau in taus:  # as the difference of two models in float32
-        state = method.add("layer", state, theta_0, (theta_0 + tau).float() - theta_0)
+        state = add(method, state, theta_0, (theta_0 + tau).float())
     assert [int(state[name].any(dim=0).sum()) for name in ("left", "right")] == [36, 36]
 
 
@@ -153,10 +150,10 @@ def test_later_blocks_move_more_with_a_ramp(kind):
             kind(kind.Options(ramp=0.4), layers),
             torch.zeros(8, 6, dtype=torch.float64),
         )
-        state = method.start(layer, theta_0)
+        state = start(method, theta_0, layer)
         for each in tau:
-            state = method.add(layer, state, theta_0, each)
-        moved.append(method.weight(layer, state, theta_0).norm())
+            state = add(method, state, theta_0, each, layer=layer)
+        moved.append(weight(method, state, theta_0, layer).norm())
     assert moved[1] / moved[0] == pytest.approx(1.4 / 0.6)
 
 
@@ -201,9 +198,8 @@ def test_directions_and_votes_in_float32_are_as_good_in_the_tail_of_a_spectrum_a
 
 def test_the_state_of_best_is_twice_the_layer_and_no_more():
     for shape in ((256, 256), (128, 512), (512, 128)):
-        state = Best(ScaleConfig(), ["layer"]).start(
-            "layer", torch.zeros(shape, dtype=torch.bfloat16)
-        )
+        best = Best(ScaleConfig(), ["layer"])
+        state = start(best, torch.zeros(shape, dtype=torch.bfloat16))
         assert sum(value.nbytes for value in state.values()) <= 2.01 * 4 * shape[0] * shape[1]
 
 
@@ -290,12 +286,15 @@ def test_where_a_solver_fails_in_float32_float64_takes_over_and_says_so(kind, mo
 
     def merged():
         method = kind(kind.Options(), ["layer"])
-        state = method.start("layer", theta_0["layer"])
-        for step, tau in enumerate(taus, 1):
-            task = {"layer": theta_0["layer"] + tau.float()}
-            ((_, state, _),) = method.add_each({"layer": state}, theta_0, task, step=step)
-        ((_, weight),) = method.weigh_each({"layer": state}, theta_0)
-        return {**state, "weight": weight}
+        tasks = [{"layer": theta_0["layer"] + tau.float()} for tau in taus]
+        results = []
+
+        def on_layer(layer, weigh):
+            results.append({**layer.state, "weight": weigh()})
+
+        list(merge_layers(MatrixLayers(method, theta_0, tasks), ["layer"], on_layer))
+        (result,) = results
+        return result
 
     def failing(function):
         def solve(self, state, *args):
@@ -306,8 +305,8 @@ def test_where_a_solver_fails_in_float32_float64_takes_over_and_says_so(kind, mo
         return solve
 
     expected = merged()
-    monkeypatch.setattr(kind, "gather", failing(kind.gather))
-    monkeypatch.setattr(kind, "update", failing(kind.update))
+    monkeypatch.setattr(kind, "accumulate", failing(kind.accumulate))
+    monkeypatch.setattr(kind, "merged_update", failing(kind.merged_update))
     failures.warn_once.cache_clear()
     found = merged()
     for name, value in expected.items():
@@ -324,15 +323,14 @@ def test_a_solver_that_fails_in_float64_too_is_refused_by_the_layer(kind, monkey
     def failing(*_):
         raise torch.linalg.LinAlgError("linalg.eigh: no convergence")
 
-    monkeypatch.setattr(kind, "gather", failing)
+    monkeypatch.setattr(kind, "accumulate", failing)
     theta_0 = {"layer": torch.zeros(40, 24)}
     method = kind(kind.Options(), ["layer"])
-    states = {"layer": method.start("layer", theta_0["layer"])}
-    added = method.add_each(states, theta_0, {"layer": torch.ones(40, 24)}, step=1)
+    source = MatrixLayers(method, theta_0, [{"layer": torch.ones(40, 24)}])
     with pytest.raises(
         ValueError, match=r"layer 'layer' \(40, 24\).* in float64 on the CPU either"
     ):
-        list(added)
+        merge_matrices(source)
 
 
 @pytest.mark.parametrize("power", [1, 2, 3])

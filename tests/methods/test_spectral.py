@@ -18,6 +18,7 @@ from fusion_bench_nufilt.models.names import last_block_numbers
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from tests.methods.helpers import add, start, weight
 from tests.nufilt.matrices import matrix_with_spectrum
 from tests.tiny_models import TOWER
 
@@ -47,10 +48,10 @@ def merge(taus, dtype=torch.float64, damp=DAMP):
         *taus[0].shape, torch.ones(min(taus[0].shape), dtype=torch.float64), 99
     ).to(dtype)
     method = method_with(kappa=KAPPA, damp=damp)
-    state = method.start("layer", theta_0)
+    state = start(method, theta_0)
     for tau in taus:
-        state = method.add("layer", state, theta_0, (theta_0 + tau).to(dtype) - theta_0)
-    return method.weight("layer", state, theta_0).double() - theta_0.double()
+        state = add(method, state, theta_0, (theta_0 + tau).to(dtype))
+    return weight(method, state, theta_0).double() - theta_0.double()
 
 
 def by_definition(taus, damp=DAMP):
@@ -111,14 +112,10 @@ def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other
 
 def test_the_factors_of_an_update_are_as_good_as_the_weights():
     theta_0, left, right = torch.randn(12, 10), torch.randn(12, 2), torch.randn(2, 10)
-    method, pretrained = method_with(), {"layer": theta_0}
-    states = {"layer": method.start("layer", theta_0)}
-    ((_, by_weight, *_),) = method.add_each(
-        states, pretrained, {"layer": theta_0 + left @ right}, step=1
-    )
-    ((_, by_factors, *_),) = method.add_each(
-        states, pretrained, {"layer": LowRank(left, right)}, step=1
-    )
+    method = method_with()
+    state = start(method, theta_0)
+    by_weight = add(method, state, theta_0, theta_0 + left @ right)
+    by_factors = add(method, state, theta_0, LowRank(left, right))
     torch.testing.assert_close(by_weight, by_factors, rtol=0, atol=1e-5)
 
 

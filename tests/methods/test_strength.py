@@ -18,6 +18,7 @@ from fusion_bench_nufilt.methods.strength import (
 )
 from fusion_bench_nufilt.methods.tsv import TsvStream
 from fusion_bench_nufilt.nufilt import LowRank
+from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
 
@@ -30,15 +31,15 @@ def test_a_scale_that_is_no_positive_number_is_refused(scale):
 
 def state_of(method, taus, strengths=None, dtype=torch.float64):
     theta_0 = torch.zeros(taus[0].shape, dtype=dtype)
-    state = method.start("layer", theta_0)
+    state = start(method, theta_0)
     for tau, strength in zip(taus, strengths or [1.0] * len(taus), strict=True):
-        state = method.add("layer", state, theta_0, tau.to(dtype), strength)
+        state = add(method, state, theta_0, tau.to(dtype), strength=strength)
     return state
 
 
 def update(kind, taus, strengths=None, dtype=torch.float64):
     method = kind(kind.Options(), ["layer"])
-    return method.update(state_of(method, taus, strengths, dtype), method.scale)
+    return method.merged_update(state_of(method, taus, strengths, dtype), method.scale)
 
 
 def test_a_layer_has_the_mean_strength_of_its_tasks_and_a_single_task_is_taken_whole():
@@ -175,10 +176,12 @@ def test_no_member_of_best_has_an_update_that_is_shorter_than_a_sum_of_unrelated
     for tasks, is_short in ((flat(), True), (task_vectors((48, 40), count=8), False)):
         state = state_of(method, tasks)
         length = sum(tau.square().sum() for tau in tasks).sqrt()
-        members = [member.update(state, member.scale) for member in (method.tsv, method.votes)]
+        members = [
+            member.merged_update(state, member.scale) for member in (method.tsv, method.votes)
+        ]
         assert [bool(X.norm() < 0.99 * length) for X in members] == [is_short] * 2
         expected = sum(X * max(1.0, length / X.norm()) for X in members) / 2
-        torch.testing.assert_close(method.update(state, 1.2), 1.2 * expected)
+        torch.testing.assert_close(method.merged_update(state, 1.2), 1.2 * expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -263,9 +266,9 @@ def test_another_keep_from_the_middle_on_cuts_the_earlier_tasks_where_they_are(k
     taus = task_vectors((48, 40), count=3, rank=3)
     first, later = (TsvStream(TsvConfig(keep=keep), ["layer"]) for keep in keeps)
     state = state_of(first, taus[:2])
-    state = later.add("layer", state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
-    expected = later.update(state_of(later, taus), later.scale)
-    assert distance(later.update(state, later.scale), expected) < 1e-6
+    state = add(later, state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
+    expected = later.merged_update(state_of(later, taus), later.scale)
+    assert distance(later.merged_update(state, later.scale), expected) < 1e-6
 
 
 def test_a_share_above_one_is_refused():

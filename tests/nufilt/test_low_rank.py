@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.nufilt import FusionConfig, LowRank, fuse_layers
+from fusion_bench_nufilt import fuse_layers
+from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
+from tests.merge.test_fuse import only
 from tests.nufilt.matrices import random_layer
-from tests.nufilt.test_fusion import only
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=5)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fusion_bench_nufilt.nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt import fuse_layers
+from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.adapter import Objective, fit_adapter
 from fusion_bench_nufilt.nufilt.subspace import null_space_filter, top_right_singular_vectors
 from tests.conftest import every_device, shared_or_skip

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.nufilt.subspace import (
+    SteepSpectrumError,
     _block_iteration,
     first_coordinates,
     gram_matrix,
@@ -15,7 +16,6 @@ from fusion_bench_nufilt.nufilt.subspace import (
     top_eigenvectors,
     top_right_singular_vectors,
 )
-from fusion_bench_nufilt.utils.failures import SteepSpectrumError
 from tests.nufilt.matrices import matrix_with_spectrum, random_layer
 
 sizes = st.integers(1, 24)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fusion_bench_nufilt.nufilt import fuse_layers, fusion
+from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.utils.devices import DevicePool, check_devices, map_layers
-from tests.nufilt.test_fusion import CONFIG, models
+from tests.merge.test_fuse import CONFIG, models
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -51,7 +51,6 @@ def test_a_worker_s_mathematics_has_one_thread_also_beside_another_merge():
 
 
 def test_a_worker_starts_no_workers():
-    """`nufilt merge` works on a layer per thread, and merges each with `fuse_layers`."""
 
     def threads(_):
         return {threading.get_ident(), *map_layers(lambda _: threading.get_ident(), range(4), CPU)}
@@ -176,21 +175,6 @@ def test_every_device_is_at_work_and_none_on_two_stacks_at_a_time():
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
     assert all(len(set(held[i : i + 3])) == 3 for i in (0, 3))
-
-
-def test_stacks_lie_where_they_are_computed(monkeypatch):
-    """The devices are meta devices, where an operation on two devices is an error."""
-    devices, seen = [torch.device("meta"), torch.device("meta")], []
-
-    def fuse_stack(theta_0, merged, task, A, config, **_):
-        seen.append({each.device.type for each in (theta_0, merged, task, A)})
-        return torch.zeros(merged.shape), {"task_norm": torch.zeros(len(merged))}
-
-    monkeypatch.setattr(fusion, "check_devices", lambda _: devices)
-    monkeypatch.setattr(fusion, "fuse_stack", fuse_stack)
-    fused, _ = fuse_layers(*models(shapes=SHAPES), CONFIG, batch_bytes=0)
-    assert seen == [{"meta"}] * len(SHAPES)
-    assert {weight.device for weight in fused.values()} == {CPU}
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta", "cuda:99", "gpu"])

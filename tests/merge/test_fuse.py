@@ -10,10 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_bench_nufilt.nufilt import FusionConfig, LowRank, fuse_layers, fusion
+from fusion_bench_nufilt import fuse_layers
+from fusion_bench_nufilt.merge import fuse
+from fusion_bench_nufilt.methods import nufilt
+from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
 from fusion_bench_nufilt.nufilt.step import fuse_stack
 from fusion_bench_nufilt.utils import failures
-from fusion_bench_nufilt.utils.devices import stack_size
 from tests.conftest import every_device
 from tests.nufilt.matrices import matrix_with_spectrum, random_layer
 
@@ -192,7 +195,7 @@ def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
     rounding.
     """
     config = replace(CONFIG, solver=solver, max_steps=5)
-    monkeypatch.setattr(fusion, "stack_size", lambda *_: n)
+    monkeypatch.setattr(fuse, "batch_size", lambda *_: n)
     shapes = {f"layer{number}": (20, 12) for number in range(7)}
     pretrained, merged, task = models(shapes=shapes)
     merged["layer2"] = pretrained["layer2"]  # into this one, nothing was merged
@@ -208,8 +211,13 @@ def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
 
 
 def test_a_stack_is_as_large_as_the_memory_bound_allows():
-    assert [stack_size(100, torch.device("cuda"), bound) for bound in (0, 100, 399)] == [1, 1, 3]
-    assert stack_size(100, torch.device("cpu"), 10_000) == 1
+    method = Nufilt(CONFIG, [])
+    needed = method.working_bytes((20, 12), 4)
+    gpu = torch.device("cuda")
+    bounds = (0, needed, 4 * needed - 1)
+    sizes = [fuse.batch_size(method, (20, 12), 4, gpu, bound) for bound in bounds]
+    assert sizes == [1, 1, 3]
+    assert fuse.batch_size(method, (20, 12), 4, torch.device("cpu"), 100 * needed) == 1
 
 
 @pytest.fixture
@@ -319,7 +327,7 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
     error, monkeypatch, caplog
 ):
     """A solver on a device may fail on a whole stack."""
-    solve, attempts = fusion.fuse_stack, []
+    solve, attempts = nufilt.fuse_stack, []
 
     def failing(*args, exact, **kwargs):
         attempts.append((len(args[0]), exact))
@@ -330,8 +338,8 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
     failures.warn_once.cache_clear()
     shapes = {"a": (20, 12), "b": (20, 12)}
     expected, _ = fuse_layers(*models(shapes=shapes), CONFIG)
-    monkeypatch.setattr(fusion, "fuse_stack", failing)
-    monkeypatch.setattr(fusion, "stack_size", lambda *_: 2)
+    monkeypatch.setattr(nufilt, "fuse_stack", failing)
+    monkeypatch.setattr(fuse, "batch_size", lambda *_: 2)
     fused, _ = fuse_layers(*models(shapes=shapes), CONFIG)
     assert attempts == [(2, False), (1, False), (1, True), (1, False), (1, True)]
     assert all((fused[name] - expected[name]).norm() < 1e-9 for name in shapes)
@@ -355,7 +363,7 @@ def test_what_fails_for_good_names_the_layer(error, message, monkeypatch):
     def failing(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(fusion, "fuse_stack", failing)
+    monkeypatch.setattr(nufilt, "fuse_stack", failing)
     with pytest.raises(ValueError, match=message):
         fuse_one(*random_layer(20, 12, seed=0))
 
@@ -378,8 +386,10 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
         stack[2],
         LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1])))),
     ):
-        for fresh in (True, False):
-            weights, measures = fuse_stack(*stack[:2], task, A, config, fresh=fresh, exact=False)
+        for is_first_task in (True, False):
+            weights, measures = fuse_stack(
+                *stack[:2], task, A, config, is_first_task=is_first_task, exact=False
+            )
             assert weights.shape == (3, *shape)
             assert {measure.shape for measure in measures.values()} == {(3,)}
             assert {

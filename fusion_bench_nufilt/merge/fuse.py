@@ -1,0 +1,237 @@
+"""Merge matrices that are in memory: the public function on tensors."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion_bench_nufilt.methods.base import LayerMethod, State
+from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.nufilt.config import FusionConfig
+from fusion_bench_nufilt.nufilt.step import LayerReport, LowRank
+from fusion_bench_nufilt.utils.devices import Devices, check_devices
+from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
+
+from .engine import LayerSource, MergedLayer, batch_size, merge_layers
+from .settings import BATCHES_PER_GPU
+
+Layers = Mapping[str, Tensor]
+TaskLayers = Mapping[str, Tensor | LowRank]
+
+
+class MatrixLayers(LayerSource[str]):
+    """Layers by their names in dicts of matrices, which go to a device and stay where they are."""
+
+    memory_limit = 2**63  # they are in memory already
+
+    def __init__(
+        self,
+        method: LayerMethod,
+        pretrained: Layers,
+        tasks: Sequence[TaskLayers],
+        *,
+        states: Mapping[str, State] | None = None,
+        first_step: int = 1,
+        strengths: Sequence[float] | None = None,
+        device: Devices | None = None,
+        batch_bytes: int = 2**30,
+    ) -> None:
+        self.method = method
+        self.pretrained = pretrained
+        self.tasks = tasks
+        self.states = states
+        self.first_step = first_step
+        self.batch_bytes = batch_bytes
+        self._strengths = strengths or [1.0] * len(tasks)
+        if device is None:
+            device = next((weight.device for weight in pretrained.values()), "cpu")
+        self.devices = check_devices(device)
+        self.workers = torch.get_num_threads()
+        if self.devices[0].type != "cpu":
+            self.workers = BATCHES_PER_GPU * len(self.devices)
+
+    @property
+    def strengths(self) -> Sequence[float]:
+        return self._strengths
+
+    def name(self, layer: str) -> str:
+        return layer
+
+    def shape(self, layer: str) -> tuple[int, ...]:
+        return tuple(self.pretrained[layer].shape)
+
+    def batches(self, layers: Sequence[str]) -> list[list[str]]:
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for layer in layers:
+            states = self.states[layer] if self.states is not None else {}
+            dtypes = [value.dtype for value in states.values()]
+            groups[self.shape(layer), self.pretrained[layer].dtype, *dtypes].append(layer)
+        found = []
+        for group in groups.values():
+            size = batch_size(
+                self.method,
+                self.shape(group[0]),
+                wide_dtype(self.pretrained[group[0]]).itemsize,
+                self.devices[0],
+                self.batch_bytes,
+            )
+            found += [group[first : first + size] for first in range(0, len(group), size)]
+        return found
+
+    def memory(self, layer: str) -> int:
+        return 0
+
+    def solving_memory(self, layer: str) -> int:
+        weight = self.pretrained[layer]
+        itemsize = max(wide_dtype(weight).itemsize, self.method.itemsize)
+        return 3 * weight.nbytes + self.method.working_bytes(tuple(weight.shape), itemsize)
+
+    def read(self, layer: str, device: torch.device) -> MergedLayer[str]:
+        theta_0 = self.pretrained[layer].detach().to(device)
+        if self.states is None:
+            stack = self.method.init_state([layer], theta_0[None])
+            state = {key: value[0] for key, value in stack.items()}
+        else:
+            state = {key: value.detach().to(device) for key, value in self.states[layer].items()}
+        return MergedLayer(layer, theta_0, state, {"reports": []})
+
+    def task_name(self, number: int) -> str:
+        return "task"
+
+    def read_task(self, number: int, merged: MergedLayer[str]) -> Tensor | LowRank | None:
+        weight = self.tasks[number][merged.layer]
+        if not isinstance(weight, LowRank):
+            weight = weight.detach()
+        return weight.to(merged.theta_0.device)
+
+
+def fuse_layers(
+    pretrained: Layers,
+    merged: Layers,
+    task: TaskLayers,
+    config: FusionConfig,
+    *,
+    seed: int = 42,
+    step: int = 1,
+    lora_A: Layers | None = None,
+    progress: Callable[[str], object] | None = None,
+    device: Devices | None = None,
+    batch_bytes: int = 2**30,
+) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
+    r"""Merge one more task into every layer by itself: :math:`W \leftarrow W + \tau (P + B A)`, in
+    float32 at least.
+
+    A layer into which nothing has been merged so far takes the task's weight as
+    ``config.first_task`` says.
+
+    Args:
+        pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name.
+        merged: the merged model so far; :math:`\theta_0` before the first task.
+        task: the new fine-tuned model. A layer may be given by the factors of its update
+            (:class:`LowRank`), which is faster where they are thin.
+        config: the hyper-parameters.
+        seed: the seed of the run. With the step and the layer's name it decides the initial A.
+        step: the number of the task in the stream.
+        lora_A: initial A ``(lora_rank, d_i)`` by layer name, instead of drawn ones.
+        progress: a function that is called with the name of each finished layer.
+        device: where to compute, by default where ``merged`` is. Each of several devices of one
+            kind takes the next layers when it is free, and the result is the same.
+        batch_bytes: on an accelerator, layers of equal shape are solved together within about this
+            much memory; on a CPU each thread takes one layer at a time.
+
+    Returns:
+        The new weights, with names, order, dtypes and devices of ``merged``, and a report for each
+        layer. The arguments are not changed.
+
+    Raises:
+        ValueError: the models do not fit or hold non-finite values (the message names the model,
+            the layer and the shapes); a device cannot be used or has no room for a layer; devices
+            are of several kinds.
+    """
+    check_layers(pretrained, pretrained, model="pretrained")
+    check_layers(pretrained, merged, model="merged")
+    check_layers(pretrained, task, model="task")
+    if lora_A is not None and config.has_adapter:
+        _check_adapters(merged, lora_A, config)
+    if device is None:
+        device = next((weight.device for weight in merged.values()), "cpu")
+    source = MatrixLayers(
+        Nufilt(config, list(merged), seed, lora_A=lora_A),
+        pretrained,
+        [task],
+        states={name: {"weight": weight} for name, weight in merged.items()},
+        first_step=step,
+        device=device,
+        batch_bytes=batch_bytes,
+    )
+    fused: dict[str, Tensor] = {}
+    reports: dict[str, LayerReport] = {}
+    finished: deque[str] = deque()
+
+    def on_layer(layer: MergedLayer[str], weigh: Callable[[], Tensor]) -> None:
+        name = layer.layer
+        fused[name] = weigh().to(merged[name].device)
+        (report,) = layer.record["reports"]
+        reports[name] = LayerReport(**{key: report[key] for key in report if key != "step"})
+        finished.append(name)
+
+    for _ in merge_layers(source, list(merged), on_layer):
+        while finished:
+            name = finished.popleft()
+            if progress is not None:
+                progress(name)
+    return {name: fused[name] for name in merged}, {name: reports[name] for name in merged}
+
+
+def merge_matrices(source: MatrixLayers) -> dict[str, Tensor]:
+    """Merge all tasks into all layers, and return the merged weights by name."""
+    merged: dict[str, Tensor] = {}
+
+    def on_layer(layer: MergedLayer[str], weigh: Callable[[], Tensor]) -> None:
+        merged[layer.layer] = weigh().to(source.pretrained[layer.layer].device)
+
+    for _ in merge_layers(source, list(source.pretrained), on_layer):
+        pass
+    return merged
+
+
+def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
+    """Raise a ValueError that names the model and the layer if it cannot be merged with the
+    reference's.
+
+    It is missing, unknown, not a matrix, of another shape, not floating point or not finite.
+    """
+    for name, weight in reference.items():
+        if name not in layers:
+            raise ValueError(
+                f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained "
+                "model"
+            )
+        other, what = layers[name], f"model '{model}', layer '{name}'"
+        matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
+        for matrix in matrices:
+            if matrix.ndim != 2 or not matrix.is_floating_point():
+                got = f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
+                raise ValueError(f"{what}: expected a floating-point matrix, {got}")
+        if other.shape != weight.shape:
+            shapes = (
+                f"shape {tuple(other.shape)} differs from the pretrained model's "
+                f"{tuple(weight.shape)}"
+            )
+            raise ValueError(f"{what}: {shapes}")
+        if not all(map(is_finite, matrices)):
+            raise ValueError(f"{what}: the weight has NaN or infinite values")
+    if extra := layers.keys() - reference.keys():
+        raise ValueError(
+            f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}"
+        )
+
+
+def _check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
+    for name, weight in layers.items():
+        expected = (config.ranks(weight.shape[1]).lora, weight.shape[1])
+        got = tuple(lora_A[name].shape) if name in lora_A else None
+        if got != expected:
+            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
