@@ -68,6 +68,7 @@ class OtherParam:
         """The length of its pieces, which cut no unit of the largest size, so that none is decoded
         twice.
         """
+        # FP8 is decoded by rows of blocks, MXFP4 and an adapter's stack by experts.
         units = [self.info.unit]
         units += [task.unit(self.param) for task in self.tasks.values()]
         if self.plan.merged is not None:

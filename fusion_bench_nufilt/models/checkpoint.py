@@ -38,7 +38,8 @@ from .source import Source, format_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_ADAPTER = "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
 _PICKLED_ADAPTER = "adapter_model.bin"
 _PICKLED = "pytorch_model.bin"
 # What a Trainer saves beside weights.
@@ -91,30 +92,30 @@ class Checkpoint(Source):
         inside: str = "",
     ) -> None:
         self.name = name
-        # A folder of the hub's cache has the name of its commit.
-        self.revision = None if Path(name).expanduser().is_dir() else folder.name
+        self.revision: str | None = None
+        if not Path(name).expanduser().is_dir():
+            self.revision = folder.name  # in the hub's cache, that of the commit
         self.folder = folder / inside
         self.files = list(files)
         self.remote = opened is None
         self._inside = inside
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
-        for file, found in files.items():
-            if twice := sorted(self.tensors.keys() & found.keys()):
+        for file, tensors in files.items():
+            twice = sorted(self.tensors.keys() & tensors.keys())
+            if twice:
                 raise ValueError(
                     f"'{name}' has "
                     f"{format_names(twice)} in '{file}' and in another file: remove one of "
                     "them"
                 )
-            self.tensors |= found
-        if other := other_quantisation(self.tensors, self.quantisation):
-            remedy = (
-                "name the model that it was quantised from, or remove quantization_config if it is "
-                "not quantised"
-            )
+            self.tensors |= tensors
+        other = other_quantisation(self.tensors, self.quantisation)
+        if other:
             raise ValueError(
                 f"model '{name}' is quantised by {other}, and only FP8 and MXFP4 can be merged: "
-                f"{remedy}"
+                "name the model that it was quantised from, or remove quantization_config if it is "
+                "not quantised"
             )
         self.tensors = join_blocks(name, self.tensors, self.quantisation)
         self.tensors = join_scales(name, self.tensors, self.quantisation)
@@ -171,7 +172,9 @@ class Checkpoint(Source):
         inside = str(path.parent)
         if self.revision is None:
             home = self.folder / inside
-            return self.from_folder(str(home), home) if home.is_dir() else None
+            if not home.is_dir():
+                return None
+            return self.from_folder(str(home), home)
         if (self.folder / file).is_file():
             return self.from_folder(self.name, self.folder, inside)
         tensors = _hub_header(self.name, self.revision, file)
@@ -202,9 +205,9 @@ class Checkpoint(Source):
     @property
     def label(self) -> str:
         """The name without the user's directories, for files that others will see."""
-        return printable(
-            Path(self.name).absolute().name if Path(self.name).expanduser().is_dir() else self.name
-        )
+        if Path(self.name).expanduser().is_dir():
+            return printable(Path(self.name).absolute().name)
+        return printable(self.name)
 
     @property
     def nbytes(self) -> int:
@@ -217,18 +220,20 @@ class Checkpoint(Source):
         """
         path = self.folder / "config.json"
         config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
-        most, entries = max(1000, len(self.tensors)), list(config.items())
-        for key, value in entries:
+        most = max(1000, len(self.tensors))
+        entries = list(config.items())
+        for key, value in entries:  # and those of parts of it, which are appended
             if isinstance(value, dict):
                 entries += value.items()
+            if not _COUNTS.fullmatch(key):
+                continue
             numbers = value if isinstance(value, list) else [value]
-            if _COUNTS.fullmatch(key) and any(
-                isinstance(number, int) and number > most for number in numbers
-            ):
-                can_have = f"'{self.name}' with its {len(self.tensors)} tensors can have"
-                raise ValueError(
-                    f"'{path}', field '{key}': {value} are more than {can_have}; fetch it again"
-                )
+            for number in numbers:
+                if isinstance(number, int) and number > most:
+                    raise ValueError(
+                        f"'{path}', field '{key}': {value} are more than '{self.name}' with its "
+                        f"{len(self.tensors)} tensors can have; fetch it again"
+                    )
         return config
 
     @property
@@ -255,11 +260,12 @@ class Checkpoint(Source):
         paths += (self.folder / "additional_chat_templates").glob("*.jinja")
         wanted = []
         for path in sorted(paths):
-            of_other_weights = path.name.endswith(".index.json") and (
-                path.name != INDEX or self.files == [SINGLE]
-            )
-            skipped = of_other_weights or path.name in (CARD, MANIFEST)
-            if path.is_file() and not skipped and re.fullmatch(names, path.name):
+            is_index = path.name.endswith(".index.json")
+            if is_index and (path.name != INDEX or self.files == [SINGLE]):
+                continue  # of other weights
+            if path.name in (CARD, MANIFEST):
+                continue
+            if path.is_file() and re.fullmatch(names, path.name):
                 wanted.append(path)
         return read_files(self.folder, wanted)
 
@@ -268,11 +274,14 @@ class Checkpoint(Source):
         in the folder.
         """
         weights = [f"{module}/*.safetensors" for module in module_folders(self.folder)]
-        return module_files(self.folder_with(*weights)) if weights else {}
+        if not weights:
+            return {}
+        return module_files(self.folder_with(*weights))
 
     def _unwrapping(self, wrapper: str) -> str:
-        pattern = r'(^|(?<="))module\.' if wrapper == "module" else rf"{wrapper}\."
-        return self.stripping(pattern)
+        if wrapper == "module":
+            return self.stripping(r'(^|(?<="))module\.')
+        return self.stripping(rf"{wrapper}\.")
 
     def stripping(self, pattern: str) -> str:
         """Return how what matches an expression is taken out of the names of the tensors."""
@@ -355,11 +364,15 @@ def _refuse_mistyped(name: str) -> None:
     if path.parent.is_dir():
         folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     length = len(path.name)
-    one_letter = (length - 1) / length if length > 2 else 1.0  # as difflib counts
+    one_letter = 1.0
+    if length > 2:
+        one_letter = (length - 1) / length  # as difflib counts
     meant = difflib.get_close_matches(path.name, folders, n=1, cutoff=one_letter)
     if meant:
-        on_hub = "" if is_path else f" If you mean the hub's '{name}', say '{name}@main'."
-        raise ValueError(f"no folder '{name}': did you mean '{path.with_name(meant[0])}'?{on_hub}")
+        message = f"no folder '{name}': did you mean '{path.with_name(meant[0])}'?"
+        if not is_path:
+            message += f" If you mean the hub's '{name}', say '{name}@main'."
+        raise ValueError(message)
     if is_path:
         raise ValueError(f"no folder '{name}'")
 
@@ -373,15 +386,17 @@ def _weight_map(folder: Path) -> dict[str, str]:
     are refused.
     """
     index = read_json(folder / INDEX, _Index)
-    files = index["weight_map"] if index else {}
-    if index and not files:
+    if not index:
+        return {}
+    files = index["weight_map"]
+    if not files:
         raise ValueError(f"'{folder / INDEX}' names no tensor; fetch it again")
     # Any other name may belong to a file that is not weights, or that lies elsewhere.
-    if wrong := [
-        file
-        for file in files.values()
-        if Path(file).name != file or not file.endswith(".safetensors")
-    ]:
+    wrong = []
+    for file in files.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            wrong.append(file)
+    if wrong:
         raise ValueError(
             f"'{folder / INDEX}' names "
             f"{format_names(dict.fromkeys(wrong))}: no safetensors files of this "
@@ -407,8 +422,10 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         return [_ADAPTER]
     if (folder / SINGLE).is_file():
         return [SINGLE]
-    if files := sorted(set(_weight_map(folder).values())):
-        if absent := [file for file in files if not (folder / file).is_file()]:
+    files = sorted(set(_weight_map(folder).values()))
+    if files:
+        absent = [file for file in files if not (folder / file).is_file()]
+        if absent:
             raise ValueError(
                 f"'{name}': {INDEX} names shards that are not there: "
                 f"{format_names(absent)}; fetch them"
@@ -446,63 +463,76 @@ def _models_inside(folder: Path) -> list[Path]:
     """
     models = {path.parent for path in folder.glob("*/*config.json")}
     models = {path for path in models if any(path.glob("*model*.safetensors"))}
-    numbers = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in models}
-    checkpoints = {path: int(number[1]) for path, number in numbers.items() if number}
+    checkpoints = {}  # by their numbers
+    for path in models:
+        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        if match:
+            checkpoints[int(match[1])] = path
     if checkpoints:
-        return [max(checkpoints, key=lambda path: checkpoints[path])]
+        return [checkpoints[max(checkpoints)]]
     return sorted(models)
 
 
 def _conversion(folder: Path) -> str:
     """Return the command that saves the pickled weights of a folder as safetensors beside them."""
     if (folder / _PICKLED_ADAPTER).is_file():
-        before, after = (json.dumps(str(folder / file)) for file in (_PICKLED_ADAPTER, _ADAPTER))
+        before = json.dumps(str(folder / _PICKLED_ADAPTER))
+        after = json.dumps(str(folder / _ADAPTER))
         load = f"torch.load({before}, map_location='cpu', weights_only=True)"
         copies = f"{{key: value.contiguous().clone() for key, value in {load}.items()}}"
         code = f"import torch, safetensors.torch as st; st.save_file({copies}, {after})"
         return f"python -c {shlex.quote(code)}"
-    kinds = (read_json(folder / "config.json", _ModelConfig) or {}).get("architectures") or [
-        "AutoModel"
-    ]
-    kind, where = kinds[0] if kinds[0].isidentifier() else "AutoModel", json.dumps(str(folder))
-    load = (
-        f'import transformers; model = transformers.{kind}.from_pretrained({where}, dtype="auto")'
+    config = read_json(folder / "config.json", _ModelConfig) or {}
+    model_class = "AutoModel"
+    for name in (config.get("architectures") or [])[:1]:
+        if name.isidentifier():
+            model_class = name
+    home = json.dumps(str(folder))
+    code = (
+        f"import transformers; model = transformers.{model_class}.from_pretrained("
+        f'{home}, dtype="auto"); model.save_pretrained({home})'
     )
-    return f"python -c {shlex.quote(f'{load}; model.save_pretrained({where})')}"
+    return f"python -c {shlex.quote(code)}"
 
 
 def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
     try:
         metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
     except NotASafetensorsRepoError as error:
-        none = "holds no safetensors; pickled weights run code when opened and are refused"
-        convert = "Convert it with https://huggingface.co/spaces/safetensors/convert"
+        remedy = "Convert it with https://huggingface.co/spaces/safetensors/convert"
         if adapter:
             repository = name.partition("@")[0]
-            convert = f"Get it with `hf download {repository} --local-dir FOLDER`, and give FOLDER"
-        raise ValueError(f"'{name}' on the hub {none}. {convert}") from error
+            remedy = f"Get it with `hf download {repository} --local-dir FOLDER`, and give FOLDER"
+        raise ValueError(
+            f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and "
+            f"are refused. {remedy}"
+        ) from error
     except Exception as error:
         raise ValueError(
             f"'{name}': the hub can't give the headers of its weights: {error}"
         ) from error
-    return {file: _described(file, found) for file, found in metadata.files_metadata.items()}
+    files = metadata.files_metadata
+    return {file: _described(file, files[file]) for file in files}
 
 
 def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
     """Return the tensors of one file of a hub repository."""
     repository = name.partition("@")[0]
     try:
-        found = huggingface_hub.parse_safetensors_file_metadata(repository, file, revision=commit)
+        metadata = huggingface_hub.parse_safetensors_file_metadata(
+            repository, file, revision=commit
+        )
     except Exception as error:
         raise ValueError(f"'{name}': the hub can't give the header of {file}: {error}") from error
-    return _described(PurePosixPath(file).name, found)
+    return _described(PurePosixPath(file).name, metadata)
 
 
 def _described(file: str, metadata: SafetensorsFileMetadata) -> dict[str, TensorInfo]:
-    return {
-        key: TensorInfo(file, str(tensor.dtype), tuple(tensor.shape), *tensor.data_offsets)
-        for key, tensor in metadata.tensors.items()
-    }
+    tensors = {}
+    for key, tensor in metadata.tensors.items():
+        start, stop = tensor.data_offsets
+        tensors[key] = TensorInfo(file, str(tensor.dtype), tuple(tensor.shape), start, stop)
+    return tensors
 
 
 def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
