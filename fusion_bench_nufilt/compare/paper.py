@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual.models import PRETRAINED
 from fusion_bench_nufilt.continual.protocol import DeviceConfig, ProtocolConfig
-from fusion_bench_nufilt.pages.content import Published
+from fusion_bench_nufilt.pages.content import SINGLE_MODELS, Published
+from fusion_bench_nufilt.pages.results import select
 from fusion_bench_nufilt.utils.options import with_scope
 
 from .configs import compose_run, quiet, taskpool_config
@@ -35,45 +36,50 @@ DATA_FREE = [
     method for method in _PAPER["presets"]["paper"] if method not in {*NEED_DATA, "nufilt"}
 ]
 
-_FLAN_T5, _LLAVA = "flan-t5-base_glue", "llava-1.5-7b"
-_IN_ORDER = (
-    "method.shuffle_order=false"  # the one order of the paper's Flan-T5, the alphabetical one
-)
+_FLAN_T5 = "flan-t5-base_glue"
+_LLAVA = "llava-1.5-7b"
+#: The one order of the paper's Flan-T5, the alphabetical one.
+_IN_ORDER = "method.shuffle_order=false"
 #: Further keys that change no score: what is measured of a run, and where it is run.
 _HARMLESS = {
-    *("fabric.accelerator", "fabric.devices", "hydra.searchpath", "method.evaluate"),
+    "fabric.accelerator",
+    "fabric.devices",
+    "hydra.searchpath",
+    "method.evaluate",
     *(f"method.{name}" for name in with_scope([ProtocolConfig, DeviceConfig], "run")),
 }
-# These tables have the metrics of a comparison; seconds depend on the machine.
-_COMPARABLE = ("main", "single", "tasks", "ablation", "flan_t5", "steps")
+#: These tables have the metrics of a comparison; seconds depend on the machine. Where two have the
+#: same number, the later one counts.
+_COMPARABLE = ["main", "single", "tasks", "ablation", "flan_t5", "steps"]
 
 
 @cache
 def printed_numbers() -> pd.DataFrame:
-    """Return every number that the paper prints, one in each row, and what it belongs to."""
+    """Return every number that the paper prints as it prints it, one in each row, and what it
+    belongs to: the columns are those of the long table, and ``table``.
+    """
     tables = []
     for file in sorted(Path(__file__).with_name("published").glob("*.csv")):
         wide = pd.read_csv(file, dtype=str, keep_default_na=False)
         # A column is a model pool or a metric, whichever a row does not name.
         across = "metric" if "modelpool" in wide else "modelpool"
-        named = [name for name in ("modelpool", "metric", "method", "note") if name in wide]
-        long = wide.melt(named, var_name=across, value_name="printed").assign(table=file.stem)
+        keys = [name for name in ("modelpool", "metric", "method", "note") if name in wide]
+        long = wide.melt(keys, var_name=across, value_name="printed")
+        long["table"] = file.stem
         tables.append(long[long["printed"] != ""])
     rows = pd.concat(tables, ignore_index=True).fillna({"note": ""})
     numbers = rows.pop("printed").str.split(" ± ", expand=True).astype(float)
     return rows.assign(value=numbers[0], deviation=numbers[1])
 
 
-def printed(table: str, modelpool: str) -> dict[str, Published]:
-    """Return the numbers of one of the paper's tables for a model pool, by method and metric."""
-    rows = printed_numbers()
-    rows = rows[(rows["table"] == table) & (rows["modelpool"] == modelpool)]
-    numbers: dict[str, Published] = {}
-    for row in rows.itertuples():
-        deviation = None if pd.isna(row.deviation) else row.deviation
-        number = {"value": row.value, "deviation": deviation, "note": row.note}
-        numbers.setdefault(row.method, {})[row.metric] = number
-    return numbers
+def as_published(numbers: pd.DataFrame) -> Published:
+    """Return a method's printed numbers by metric or task, as ``results.json`` holds them."""
+    published: Published = {}
+    for row in numbers.to_dict("records"):
+        deviation = None if pd.isna(row["deviation"]) else row["deviation"]
+        number = {"value": row["value"], "deviation": deviation, "note": row["note"]}
+        published[row["metric"]] = number
+    return published
 
 
 def published(
@@ -81,37 +87,34 @@ def published(
     overrides: Sequence[str],
     seeds: Sequence[int],
     validation: bool | None = None,
-) -> tuple[dict[str, Published], str]:
-    """Return the paper's numbers for a comparison, by method, and why others that it prints for the
-    model pool are not among them.
+) -> tuple[pd.DataFrame, str]:
+    """Return the rows of :func:`printed_numbers` for a comparison, and why others that the paper
+    prints for the model pool are not among them.
     """
+    numbers = select(printed_numbers(), modelpool=modelpool)
     if modelpool == _LLAVA:  # each has the note that the paper does not print its setting
-        return printed("llava", _LLAVA), ""
-    numbers: dict[str, Published] = {}
-    for table in _COMPARABLE:
-        for method, row in printed(table, modelpool).items():
-            numbers[method] = numbers.get(method, {}) | row
-    changing = [override for override in overrides if not _is_harmless(override)]
-    if modelpool == _FLAN_T5 and _IN_ORDER not in changing:
-        why = f"are for one order, which {_IN_ORDER} takes"
-    elif changing and changing != [_IN_ORDER]:
-        other = next(override for override in changing if override != _IN_ORDER)
-        why = f"are for another setting than {other}"
-    elif changing and modelpool != _FLAN_T5:
-        why = f"are for other orders than {_IN_ORDER}"
-    elif validation is not None:
-        why = "are for all test data"
-    elif modelpool != _FLAN_T5 and sorted(seeds) != _PAPER["seeds"]:
-        # The single models do not depend on the order.
-        single: dict[str, Published] = {}
-        for name in ("pretrained", "individual"):
-            if name in numbers:
-                single[name] = numbers[name]
-        why = "of merged models are means over ten orders, those of --seeds 42:52"
-        return single, _hidden(why) if numbers else ""
-    else:
         return numbers, ""
-    return {}, _hidden(why) if numbers else ""
+    numbers = select(numbers, table=_COMPARABLE)
+    numbers = numbers.sort_values("table", key=lambda names: names.map(_COMPARABLE.index))
+    numbers = numbers.drop_duplicates(["method", "metric"], keep="last")
+    if numbers.empty:
+        return numbers, ""
+    none = numbers.iloc[:0]
+    changing = [override for override in overrides if not _is_harmless(override)]
+    others = [override for override in changing if override != _IN_ORDER]
+    if modelpool == _FLAN_T5 and _IN_ORDER not in changing:
+        return none, _hidden(f"are for one order, which {_IN_ORDER} takes")
+    if others:
+        return none, _hidden(f"are for another setting than {others[0]}")
+    if modelpool != _FLAN_T5 and changing:
+        return none, _hidden(f"are for other orders than {_IN_ORDER}")
+    if validation is not None:
+        return none, _hidden("are for all test data")
+    if modelpool != _FLAN_T5 and sorted(seeds) != _PAPER["seeds"]:
+        # The single models do not depend on the order.
+        note = _hidden("of merged models are means over ten orders, those of --seeds 42:52")
+        return select(numbers, method=list(SINGLE_MODELS)), note
+    return numbers, ""
 
 
 def _hidden(why: str) -> str:
@@ -126,9 +129,9 @@ def _is_harmless(override: str) -> bool:
 
 def paper_settings(modelpool: str, method: str) -> tuple[str, ...]:
     """Return the settings in which the paper differs from our configs on a model pool."""
-    return tuple(
-        _PAPER["many_tasks"].get(method, ()) if modelpool.endswith(("TALL14", "TALL20")) else ()
-    )
+    if not modelpool.endswith(("TALL14", "TALL20")):
+        return ()
+    return tuple(_PAPER["many_tasks"].get(method, ()))
 
 
 def preset_specs(
@@ -149,53 +152,62 @@ def preset_specs(
     if name in ("sensitivity", "ranks"):
         with quiet():
             width = Experiment(compose_run(pools)).width
-        panels = [
-            panel for panel in SENSITIVITY if name == "sensitivity" or panel["key"] != "max_steps"
-        ]
-        return [spec for panel in panels for spec in panel_specs(panel, width)]
+        specs = []
+        for panel in SENSITIVITY:
+            if name == "sensitivity" or panel["key"] != "max_steps":
+                specs += panel_specs(panel, width)
+        return specs
     if name not in _PAPER["presets"]:
         names = ", ".join(sorted([*_PAPER["presets"], "ranks", "sensitivity"]))
         raise ValueError(f"there is no preset '{name}'; there are: {names}")
-    data = {"none"} | (_data_of(compose_run(pools)) if with_data else set())
-    rows = [
-        method
-        for method in _PAPER["presets"][name]
-        if NEED_DATA.get(method.split(":")[0], "none") in data
-    ]
+    data = {"none"}
+    if with_data:
+        data |= _data_of(compose_run(pools))
+    methods = []
+    for method in _PAPER["presets"][name]:
+        if NEED_DATA.get(method.split(":")[0], "none") in data:
+            methods.append(method)
     if name == "paper":
-        rows = _rows_of_paper(rows, modelpool)
-    return [replace(spec, preset=True) for spec in parse_methods(",".join(rows), overrides)]
+        methods = _methods_of_paper(methods, modelpool)
+    specs = parse_methods(",".join(methods), overrides)
+    return [replace(spec, preset=True) for spec in specs]
 
 
-def _rows_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
+def _methods_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
     """Return the methods that the paper shows for a model pool, with its settings, in each of their
     forms.
     """
     # These tables have fewer methods than the main one.
-    shown = printed("flan_t5", modelpool) or printed("llava", modelpool) or methods
-    forms = _PAPER["other_form"] | (
-        {"task_arithmetic": "released"} if modelpool == _FLAN_T5 else {}
-    )
-    rows = []
-    for method in (method for method in methods if method in shown):
+    shorter = select(printed_numbers(), modelpool=modelpool, table=["flan_t5", "llava"])
+    if len(shorter):
+        methods = [method for method in methods if method in set(shorter["method"])]
+    forms = dict(_PAPER["other_form"])
+    if modelpool == _FLAN_T5:
+        forms["task_arithmetic"] = "released"
+    words = []
+    for method in methods:
         settings = paper_settings(modelpool, method)
-        rows.append(":".join([f"{method}={method}", *settings]))
-        if form := forms.get(method):
-            rows.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings]))
-    return rows
+        words.append(":".join([f"{method}={method}", *settings]))
+        if method in forms:
+            form = forms[method]
+            words.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings]))
+    return words
 
 
 def _data_of(config: DictConfig) -> set[str]:
     """Return which data of :data:`NEED_DATA` the pools have: unlabelled (CLIP, Flan-T5) or training
     data (CLIP).
     """
-    taskpool, train = taskpool_config(config), config.modelpool.get("train_datasets") or {}
+    taskpool = taskpool_config(config)
     kind = str(taskpool.get("_target_") or taskpool.get("type")).rpartition(".")[2]
-    trained = kind == "CLIPVisionModelTaskPool" and {*config.modelpool.models} - {PRETRAINED} <= {
-        *train
-    }
-    unlabelled = kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool")
-    return {name for name, has in {"training": trained, "unlabelled": unlabelled}.items() if has}
+    data = set()
+    if kind in ("CLIPVisionModelTaskPool", "FlanT5GLUETextGenerationTaskPool"):
+        data.add("unlabelled")
+    tasks = {*config.modelpool.models} - {PRETRAINED}
+    train_datasets = config.modelpool.get("train_datasets") or {}
+    if kind == "CLIPVisionModelTaskPool" and tasks <= {*train_datasets}:
+        data.add("training")
+    return data
 
 
 def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequence[str]) -> RunSpec:
@@ -204,56 +216,55 @@ def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequenc
     """
     if not (spec.preset and spec.method.startswith("nufilt")):
         return spec
-    config, given = compose_run(spec.overrides).method, {key_of(word) for word in overrides}
-    ranks = {
-        key: rank_for_width(key, config[key], experiment.width)
-        for key in ("null_rank", "lora_rank")
-    }
-    changed = [
-        f"{key}={rank}"
-        for key, rank in ranks.items()
-        if rank != config[key] and f"method.{key}" not in given
-    ]
+    config = compose_run(spec.overrides).method
+    given = {key_of(word) for word in overrides}
+    changed = []
+    for key in ("null_rank", "lora_rank"):
+        rank = rank_for_width(key, config[key], experiment.width)
+        if rank != config[key] and f"method.{key}" not in given:
+            changed.append(f"{key}={rank}")
     overrides = (*spec.overrides, *(f"method.{setting}" for setting in changed))
     return replace(spec, overrides=overrides, settings=(*spec.settings, *changed))
 
 
-def printed_row(
-    spec: RunSpec, form: str | None, modelpool: str, numbers: Mapping[str, Published]
-) -> Published:
+def printed_for_method(
+    spec: RunSpec, form: str | None, modelpool: str, numbers: pd.DataFrame
+) -> pd.DataFrame:
     """Return the printed numbers for a method if it is run with the paper's settings.
 
     They stand beside either form, unless it is known which was printed. A ``released`` form needs
     no note about it.
     """
+    none = numbers.iloc[:0]
     if _PAPER["printed_form"].get(spec.method, form) != form:
-        return {}
-    given = tuple(
-        setting
-        for setting in spec.settings
-        if not setting.startswith("form=") and not _is_harmless(f"method.{setting}")
-    )
-    as_printed = given == paper_settings(modelpool, spec.method)
-    row = numbers.get(spec.method if as_printed else ":".join((spec.method, *given)), {})
-    about_it = {
-        key
-        for key, number in row.items()
-        if form == "released" and "form=released" in number["note"]
-    }
-    return row | {key: {**row[key], "note": ""} for key in about_it}
+        return none
+    settings = []
+    for setting in spec.settings:
+        if not setting.startswith("form=") and not _is_harmless(f"method.{setting}"):
+            settings.append(setting)
+    # The paper names what it varies, such as ``nufilt:max_steps=25``.
+    method = ":".join([spec.method, *settings])
+    if tuple(settings) == paper_settings(modelpool, spec.method):
+        method = spec.method
+    rows = select(numbers, method=method).copy()
+    if form == "released":
+        rows.loc[rows["note"].str.contains("form=released"), "note"] = ""
+    return rows
 
 
 def panel_specs(panel: Mapping[str, Any], width: int) -> list[RunSpec]:
-    """Return the methods of a panel of :data:`SENSITIVITY`, with ranks for the width."""
+    """Return the methods of a panel of :data:`SENSITIVITY`, with ranks for the width; the option
+    that the panel varies is the last that they set.
+    """
+    key = panel["key"]
     specs = []
     for value in panel["values"]:
-        options = {**panel["fixed"], panel["key"]: value}
-        fitting = {key: rank_for_width(key, number, width) for key, number in options.items()}
-        settings = tuple(f"{key}={number}" for key, number in fitting.items())
+        options = {}
+        for option, number in {**panel["fixed"], key: value}.items():
+            options[option] = rank_for_width(option, number, width)
+        settings = tuple(f"{option}={number}" for option, number in options.items())
         overrides = ("method=nufilt", *(f"method.{setting}" for setting in settings))
-        specs.append(
-            RunSpec(f"{panel['symbol']} {fitting[panel['key']]}", overrides, "nufilt", settings)
-        )
+        specs.append(RunSpec(f"{panel['symbol']} {options[key]}", overrides, "nufilt", settings))
     return list(dict.fromkeys(specs))  # several ranks may be one in a narrow model
 
 
@@ -263,6 +274,10 @@ def rank_for_width(key: str, value: int, width: int) -> int:
 
     Below 768, r_p and r_l are in proportion to the width, rounded down; no rank is above it.
     """
-    if key in ("null_rank", "lora_rank") and value:
-        return width if value == _WIDTH else max(1, value * min(width, _WIDTH) // _WIDTH)
-    return min(value, width) if key == "task_rank" else value
+    if key == "task_rank":
+        return min(value, width)
+    if key not in ("null_rank", "lora_rank") or value == 0:
+        return value
+    if value == _WIDTH:  # all directions
+        return width
+    return max(1, value * min(width, _WIDTH) // _WIDTH)

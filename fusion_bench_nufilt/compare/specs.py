@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
+from fusion_bench_nufilt.pages.content import SINGLE_MODELS
 from fusion_bench_nufilt.utils.files import file_name, printable
 from fusion_bench_nufilt.utils.options import unknown
 
@@ -81,7 +82,13 @@ def check_specs(specs: Sequence[RunSpec]) -> None:
         raise ValueError("there is no method to compare: choose some with --methods or --preset")
     by_file: dict[str, RunSpec] = {}
     for spec in specs:
-        if (other := by_file.setdefault(file_name(spec.label), spec)) is not spec:
+        if spec.label in SINGLE_MODELS:
+            raise ValueError(
+                f"'{spec.label}' stands for single models in the tables: choose another label, "
+                f"LABEL={spec.method}"
+            )
+        other = by_file.setdefault(file_name(spec.label), spec)
+        if other is not spec:
             raise ValueError(
                 f"methods '{other.label}' and '{spec.label}' need labels to tell them apart: "
                 "LABEL=METHOD"

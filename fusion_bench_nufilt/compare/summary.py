@@ -1,7 +1,7 @@
 """The result of a comparison: all numbers, which are saved and given to trackers."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import pandas as pd
 from fusion_bench_nufilt.continual import METRICS
 from fusion_bench_nufilt.continual.program import finish_trackers, log_picture
 from fusion_bench_nufilt.pages.content import ComparisonContent, Json, Method, References, SeedRun
-from fusion_bench_nufilt.pages.metrics import or_none
+from fusion_bench_nufilt.pages.results import means, select
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import write_json
 
-from .paper import SENSITIVITY, printed, printed_row, published
+from .paper import SENSITIVITY, as_published, printed_for_method, printed_numbers, published
 from .specs import NEED_DATA, RunSpec
 
 _OVERHEAD_POOL = "clip-vit-base-patch32_TA8"  # the models that the paper's table of costs is for
@@ -37,36 +37,73 @@ class Comparison(ComparisonContent):
     ) -> "Comparison":
         validation = settings.get("resolved", {}).get("validation")
         modelpool = settings["modelpool"]
-        numbers, why_hidden = published(modelpool, settings["overrides"], seeds, validation)
+        numbers, note = published(modelpool, settings["overrides"], seeds, validation)
         methods = {}
+        environments = []
         for spec, by_seed in runs.items():
-            form = next(
-                (run.config["form"] for run in by_seed.values() if "form" in run.config), None
-            )
-            row = printed_row(spec, form, modelpool, numbers)
+            form = None
+            for run in by_seed.values():
+                environments.append(run.environment)
+                form = form or run.config.get("form")
+            printed = printed_for_method(spec, form, modelpool, numbers)
             data = NEED_DATA.get(spec.method, "none")
-            methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data, row)
-        panels = [{**panel, "fixed": list(panel["fixed"])} for panel in SENSITIVITY]
-        environments = pd.DataFrame(
-            run.environment for by_seed in runs.values() for run in by_seed.values()
-        )
+            methods[spec.label] = Method(
+                list(spec.overrides), dict(by_seed), data, as_published(printed)
+            )
+        panels = None
+        if preset in ("sensitivity", "ranks"):
+            panels = [{**panel, "fixed": list(panel["fixed"])} for panel in SENSITIVITY]
+        overhead = None
+        if preset == "overhead":
+            costs = select(printed_numbers(), table="overhead", modelpool=_OVERHEAD_POOL)
+            overhead = {}
+            for method, rows in costs.groupby("method", sort=False):
+                overhead[method] = as_published(rows)
+        single_models = {}
+        for name in references:
+            rows = select(numbers, method=name)
+            if len(rows):
+                single_models[name] = as_published(rows)
         return cls(
             settings=settings,
-            environment={
-                name: " and ".join(environments[name].dropna().unique()) for name in environments
-            },
+            environment=_joined(environments),
             preset=preset,
             tasks=tasks,
             seeds=seeds,
             references=references,
-            published_percent={label: numbers[label] for label in references if label in numbers},
-            published_note=why_hidden,
+            published_percent=single_models,
+            published_note=note,
             methods=methods,
-            panels=panels if preset in ("sensitivity", "ranks") else None,
-            published_overhead=(
-                printed("overhead", _OVERHEAD_POOL) if preset == "overhead" else None
-            ),
+            panels=panels,
+            published_overhead=overhead,
         )
+
+    def as_json(self) -> Json:
+        """Return the content of ``results.json``."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        names = [*METRICS, "merging_seconds"]
+        metrics = means(self.measured, "metric", list(self.methods), names)
+        scores = means(self.last_scores, "task", list(self.methods), self.tasks)
+        methods = {}
+        for label, method in self.methods.items():
+            runs = {}
+            for seed, run in method.runs.items():
+                runs[str(seed)] = asdict(run)
+                del runs[str(seed)]["environment"], runs[str(seed)]["traceback"]
+            methods[label] = {
+                "overrides": method.overrides,
+                **{name: metrics.loc[label, name].as_json() for name in names},
+                "iterations": _first_value(self.measured, label, "iterations"),
+                "extra_parameters": _first_value(self.measured, label, "extra_parameters"),
+                "data": method.data,
+                "runs": runs,
+                "final": {task: scores.loc[label, task].as_json() for task in self.tasks},
+                "published_percent": method.published_percent,
+            }
+        content["methods"] = methods
+        return {
+            key: value for key, value in content.items() if value is not None or key == "preset"
+        }
 
     def save(self, folder: Path) -> list[str]:
         """Write ``results.json`` and its tables, pictures and page; return the files' names."""
@@ -75,19 +112,35 @@ class Comparison(ComparisonContent):
 
     def log(self, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
         """Give trackers all scores by step, and with the last step means and pictures."""
-        by_step: dict[int, dict[str, float | None]] = defaultdict(dict)
-        for label, method in self.done.items():
-            for seed, matrix in method.matrices.items():
-                names = [f"{label}/seed {seed}/{task}" for task in matrix.tasks]
-                for step, row in enumerate(matrix.rows(), 1):
-                    by_step[step] |= zip(names, row, strict=True)
-            by_step[len(self.tasks)] |= {
-                f"{label}/{name}": or_none(method.mean(name).mean) for name in METRICS
-            }
-        for step, scores in by_step.items():
-            known = {name: score for name, score in scores.items() if score is not None}
-            for logger in loggers if known else ():
-                logger.log_metrics(known, step=step)
+        by_step: dict[int, dict[str, float]] = {}
+        scores = select(self.measured, metric="score", method=list(self.done)).dropna(subset="seed")
+        for row in scores.to_dict("records"):
+            name = f"{row['method']}/seed {row['seed']:.0f}/{row['task']}"
+            by_step.setdefault(int(row["step"]), {})[name] = row["value"]
+        last_step = by_step.setdefault(len(self.tasks), {})
+        metrics = means(self.measured, "metric", list(self.done), list(METRICS))
+        for label in self.done:
+            for name in METRICS:
+                mean = metrics.loc[label, name]
+                if mean.count:
+                    last_step[f"{label}/{name}"] = mean.mean
+        for step, numbers in by_step.items():
+            for logger in loggers if numbers else ():
+                logger.log_metrics(numbers, step=step)
         for picture in pictures:
             log_picture(loggers, picture.stem, picture, len(self.tasks))
         finish_trackers(loggers, "success")
+
+
+def _first_value(measured: pd.DataFrame, label: str, metric: str) -> int | None:
+    """Return a number that is the same for all seeds; None where there is none."""
+    values = select(measured, method=label, metric=metric)["value"]
+    if values.empty:
+        return None
+    return int(values.iloc[0])
+
+
+def _joined(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the versions and devices of all runs, several where they differ."""
+    table = pd.DataFrame(environments)
+    return {name: " and ".join(table[name].dropna().unique()) for name in table}

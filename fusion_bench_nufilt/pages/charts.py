@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
+import pandas as pd
 from altair.typing import ChartType
 
 from .names import depth, kind
@@ -67,6 +68,17 @@ def heat_maps(
         color=alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black")),
     )
     return faceted([base.mark_rect().encode(color=colour), numbers], rows, size, across=across)
+
+
+def score_cells(scores: pd.DataFrame, steps: Sequence[str], panel: str) -> Rows:
+    """Return the cells of a matrix of scores in per cent, given rows of the long table and the
+    names of the steps.
+    """
+    cells: Rows = []
+    for step, task, score in zip(scores["step"], scores["task"], scores["value"], strict=True):
+        value = clean(100 * score)
+        cells.append({"panel": panel, "row": steps[int(step) - 1], "column": task, "value": value})
+    return cells
 
 
 def score_maps(rows: Rows, steps: Sequence[str], tasks: Sequence[str]) -> ChartType:

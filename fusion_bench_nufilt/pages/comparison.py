@@ -6,13 +6,14 @@ from typing import Any
 import altair as alt
 from altair.typing import ChartType
 
-from .charts import bars, dots, lines, score_maps
+from .charts import bars, dots, lines, score_cells, score_maps
 from .comparison_tables import main_table, method_numbers, overhead_tables, task_numbers, task_table
 from .content import ComparisonContent, Json, Method
-from .metrics import METRICS, AccuracyMatrix, Mean
+from .metrics import METRICS, Mean, percent
 from .page import Outputs, Tables, render_page
+from .results import means, select
 from .tables import print_table, to_csv
-from .theme import COLOURS, Rows, cells
+from .theme import COLOURS, Rows
 
 PICTURES = (
     "ablation",
@@ -24,7 +25,7 @@ PICTURES = (
 #: The methods of one chart of curves: as many as there are colours.
 MOST_CURVES = len(COLOURS)
 _MOST_BANDS = 6  # more would hide each other
-_TITLES = {"plasticity": "each task right after its step (%)"}
+_PAPER_STEPS = 50  # of the adapter in the paper's experiments; its ranks are marked, too
 
 
 def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
@@ -35,12 +36,12 @@ def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
         "table.csv": to_csv(method_numbers(results)),
         "per_task.csv": to_csv(task_numbers(results)),
     }
-    found = {
+    files = {
         "table": [main_table(results)],
         "per_task": [task_table(results)],
         "overhead": overhead_tables(results),
     }
-    for name, tables in found.items():
+    for name, tables in files.items():
         if tables:
             texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
             texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
@@ -73,21 +74,25 @@ def _page(results: ComparisonContent, charts: Mapping[str, ChartType]) -> str:
 def charts_of(results: ComparisonContent) -> dict[str, ChartType]:
     """Return each chart for which there are numbers, by its name."""
     charts: dict[str, ChartType] = {}
-    best = dict(sorted(results.done.items(), key=lambda row: -row[1].mean("ACC").mean))
-    if not best:
+    if not results.done:
         return charts
-    if any(method.mean("BWT").count for method in best.values()):
-        charts["stability_plasticity"] = dots(_metrics(best, ["ACC", "plasticity", "BWT"]))
-    if results.first_seed:
-        charts["accuracy_matrices"] = _accuracy_matrices(results.first_seed)
-    task_scores = _task_scores(results)
+    measured = results.measured
+    accuracy = means(measured, "metric", list(results.done), ["ACC"])["ACC"]
+    best = sorted(results.done, key=lambda label: -accuracy[label].mean)
+    if len(select(measured, metric="BWT")):
+        rows = _metric_rows(results, best, ["ACC", "plasticity", "BWT"])
+        charts["stability_plasticity"] = dots(rows)
+    if len(select(measured, seed=results.seeds[0])):
+        charts["accuracy_matrices"] = _accuracy_matrices(results, results.seeds[0])
+    task_scores = _task_score_rows(results)
     if task_scores:
         charts["task_scores"] = bars(task_scores)
     if results.settings.get("evaluate", "").startswith("every_step"):
-        charts["accuracy_per_step"] = _accuracy_per_step(results, list(best)[:MOST_CURVES])
+        charts["accuracy_per_step"] = _accuracy_per_step(results, best[:MOST_CURVES])
     if results.preset == "ablation":
-        charts["ablation"] = dots(_metrics(results.methods, ["ACC", "BWT"]))
-    if results.preset in ("sensitivity", "ranks") and any(results.curves.values()):
+        rows = _metric_rows(results, list(results.methods), ["ACC", "BWT"])
+        charts["ablation"] = dots(rows)
+    if any(results.curve(panel) for panel in results.panels or ()):
         charts["sensitivity"] = _sensitivity(results)
     return charts
 
@@ -96,21 +101,20 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
     """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard
     deviation.
     """
+    steps = list(range(1, len(results.tasks) + 1))
+    step_names: Sequence[int | str] = steps
+    if len(results.seeds) == 1 and len(results.tasks) <= 10:
+        step_names = results.matrices(results.seeds[0])[labels[0]].steps
+    seen = means(select(results.measured, metric="seen"), "step", labels, steps)
     rows: Rows = []
     for label in labels:
-        matrices = list(results.methods[label].matrices.values())
-        steps: Sequence[int | str] = range(1, len(results.tasks) + 1)
-        if len(results.seeds) == 1 and len(results.tasks) <= 10:
-            steps = matrices[0].steps
-        seen = zip(*(matrix.mean_seen for matrix in matrices), strict=True)
-        for step, scores in zip(steps, seen, strict=True):
-            mean = Mean.of(scores)
+        for step, mean in zip(step_names, seen.loc[label], strict=True):
             row: Json = {"name": label, "x": step, "y": 100 * mean.mean}
             if len(labels) <= _MOST_BANDS and mean.count > 1:
-                row |= {"low": 100 * (mean.mean - mean.std), "high": 100 * (mean.mean + mean.std)}
+                row |= _band(mean)
             rows.append(row)
-    individual = Mean.of(results.references["individual"].values()).mean
-    rows.append({"level": 100 * individual, "words": "individual models, all tasks"})
+    individual = means(results.measured, "metric", ["individual"], ["ACC"]).loc["individual", "ACC"]
+    rows.append({"level": 100 * individual.mean, "words": "individual models, all tasks"})
     return lines(
         rows,
         "models merged",
@@ -123,43 +127,55 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
     )
 
 
-def _accuracy_matrices(matrices: Mapping[str, AccuracyMatrix]) -> ChartType:
+def _band(mean: Mean) -> Json:
+    """Return the ends of a band of one standard deviation around a mean, in per cent."""
+    return {"low": 100 * (mean.mean - mean.std), "high": 100 * (mean.mean + mean.std)}
+
+
+def _accuracy_matrices(results: ComparisonContent, seed: int) -> ChartType:
+    """Draw the matrices of a seed, whose task order all methods share."""
+    matrices = results.matrices(seed)
+    scores = select(results.measured, seed=seed, metric="score")
     tasks = next(iter(matrices.values())).tasks
     steps = [f"+ {task}" for task in tasks]
     rows: Rows = []
     for label, matrix in matrices.items():
-        rows += cells(matrix.percents, steps, tasks, f"{label}: {matrix.summary()}")
+        panel = f"{label}: {matrix.summary()}"
+        rows += score_cells(select(scores, method=label), steps, panel)
     return score_maps(rows, steps, tasks)
 
 
-def _task_scores(results: ComparisonContent) -> Rows:
+def _task_score_rows(results: ComparisonContent) -> Rows:
     """Return the final score of each method on each task, mean over the seeds."""
+    scores = means(results.last_scores, "task", list(results.done), results.tasks)
     rows: Rows = []
     for task in results.tasks:
-        for label, method in results.done.items():
-            mean = method.final(task)
+        for label, mean in scores[task].items():
             if mean.count:
-                value = 100 * mean.mean
-                rows.append({"panel": task, "name": label, "value": value, "text": f"{value:.1f}"})
+                row = {"panel": task, "name": label, "value": 100 * mean.mean}
+                rows.append({**row, "text": percent(mean.mean)})
     return rows
 
 
-def _metrics(methods: Mapping[str, Method], names: Sequence[str]) -> Rows:
+def _metric_rows(results: ComparisonContent, labels: Sequence[str], names: Sequence[str]) -> Rows:
     """Return the mean and one standard deviation over the seeds of metrics that some method has,
     and the ACC that the paper prints.
     """
+    measured = means(results.measured, "metric", labels, names)
+    printed = means(results.printed, "metric", labels, ["ACC"])["ACC"]
     rows: Rows = []
     for name in names:
-        means = {label: method.mean(name) for label, method in methods.items()}
-        if not any(mean.count for mean in means.values()):
+        if not any(mean.count for mean in measured[name]):
             continue
-        for label, mean in means.items():
-            row: Json = {"panel": _TITLES.get(name, f"{name} (%)"), "name": label}
-            row["text"] = methods[label].words(mean, sign=METRICS[name].signed)
+        for label, mean in measured[name].items():
+            row: Json = {"panel": METRICS[name].title, "name": label}
+            row["text"] = mean.percent(sign=METRICS[name].signed)
+            if label in results.failed:
+                row["text"] = "failed"
             row["value"] = 100 * mean.mean
-            row |= {"low": 100 * (mean.mean - mean.std), "high": 100 * (mean.mean + mean.std)}
-            if name == "ACC":
-                row["paper"] = methods[label].published_percent.get(name, {}).get("value")
+            row |= _band(mean)
+            if name == "ACC" and printed[label].count:
+                row["paper"] = 100 * printed[label].mean
             rows.append(row)
     return rows
 
@@ -168,38 +184,47 @@ def _sensitivity(results: ComparisonContent) -> ChartType:
     """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the
     method's own value.
     """
-    own = results.done["steps 50"].config if "steps 50" in results.done else {}
+    own_config = _paper_config(results)
+    numbers = means(results.measured, "metric", list(results.done), ["ACC", "BWT"])
     charts = []
     for name in ("ACC", "BWT"):
         rows: Rows = []
         for panel in results.panels or ():
-            curve = list(results.curves[panel["symbol"]].values())
             key = panel["key"]
-            values = []
-            for method in curve:
-                mean = method.mean(name)
+            marks: Rows = []
+            for label, method in results.curve(panel).items():
+                mean = numbers.loc[label, name]
                 if not mean.count:
                     continue
                 row: Json = {"panel": _panel_title(results, panel, method), "name": "mean"}
                 row |= {"x": str(method.config[key]), "y": 100 * mean.mean}
                 if mean.count > 1:
-                    row["low"] = 100 * (mean.mean - mean.std)
-                    row["high"] = 100 * (mean.mean + mean.std)
-                values.append(row)
-            rows += values
-            marked = [row for row in values if row["x"] == str(own.get(key))]
-            for row in marked:
-                rows.append({"panel": row["panel"], "x": row["x"], "mark": True, "words": ""})
+                    row |= _band(mean)
+                rows.append(row)
+                if method.config[key] == own_config.get(key):
+                    marks.append({"panel": row["panel"], "x": row["x"], "mark": True, "words": ""})
+            rows += marks
         if rows:
             look: Any = {"size": (240, 150), "own_scales": ["x"]}
-            charts.append(lines(rows, "value of the option", f"{name} (%)", **look))
+            charts.append(lines(rows, "value of the option", METRICS[name].title, **look))
     return alt.vconcat(*charts, title=f"scored on {results.scored}")
+
+
+def _paper_config(results: ComparisonContent) -> Json:
+    """Return the method's own options, which the panel of its steps keeps fixed."""
+    for panel in results.panels or ():
+        for method in results.curve(panel).values():
+            if panel["key"] == "max_steps" and method.config["max_steps"] == _PAPER_STEPS:
+                return method.config
+    return {}
 
 
 def _panel_title(results: ComparisonContent, panel: Json, method: Method) -> str:
     """Return such as ``lora_rank = r_l, with r_p = 128, r_v = 8``, for one of a panel's methods."""
-    symbols = {each["key"]: each["symbol"] for each in results.panels or ()}
+    symbols = {other["key"]: other["symbol"] for other in results.panels or ()}
     key = panel["key"]
-    varied = key if symbols[key] == "steps" else f"{key} = {symbols[key]}"
-    fixed = ", ".join(f"{symbols[other]} = {method.config[other]}" for other in panel["fixed"])
+    varied = key
+    if key != "max_steps":
+        varied = f"{key} = {symbols[key]}"
+    fixed = ", ".join(f"{symbols[option]} = {method.config[option]}" for option in panel["fixed"])
     return f"{varied}, with {fixed}"

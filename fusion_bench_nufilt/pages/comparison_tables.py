@@ -1,59 +1,49 @@
-"""The content of a comparison's tables."""
+"""The tables of a comparison, each a pivot of its long table of results."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
-from .content import ComparisonContent, Json, Method, Published, Scores
-from .metrics import METRICS, Mean, percent
+from .content import ComparisonContent
+from .metrics import COSTS, HEADLINE, METRICS
 from .page import sentences
+from .results import long_table, means, printed_rows, select
 from .tables import Table
 
 _NOTED = "†"  # marks a printed number that has a note below the table
-_HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
-_COSTS = ["iterations", "solving s", "subspaces s", "total s", "memory GB", "parameters M"]
-_MEASURED_COSTS = ("solving_seconds", "merging_seconds", "memory", "parameters")
-_PRINTED_COSTS = (
-    "iterations",
-    "solving_seconds",
-    "total_seconds",
-    "gpu_gigabytes",
-    "parameters_millions",
-)
+_COSTS = ["iterations", "solving_seconds", "merging_seconds", "memory", "parameters"]
 
 
 def main_table(results: ComparisonContent) -> Table:
     """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's
     numbers.
     """
-    complete = all(method.complete for method in results.methods.values())
+    measured = results.measured
+    metrics = means(measured, "metric", results.labels, HEADLINE)
+    words = _measured_words(results, metrics)
+    printed_words = _printed_words(results.printed, "metric", results.labels, HEADLINE)
+    seconds = means(measured, "metric", results.labels, ["merging_seconds"])["merging_seconds"]
 
-    def of_single_models(scores: Scores, printed: Published) -> Json:
-        return {
-            "ACC %": percent(Mean.of(scores.values()).mean),
-            "paper ACC": _printed(printed, "ACC"),
-        }
+    texts = pd.DataFrame(index=results.labels)
+    for name in HEADLINE:
+        texts[METRICS[name].column] = words[name]
+        texts[f"paper {name}"] = printed_words[name]
+    extra_parameters = _first_values(results, "extra_parameters")
+    texts["extra params"] = [_millions(number) for number in extra_parameters]
+    texts["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
+    texts["merging s"] = [_number(mean.mean) for mean in seconds]
+    texts["runs"] = ""
+    if not all(method.complete for method in results.methods.values()):
+        for label, method in results.methods.items():
+            texts.loc[label, "runs"] = f"{len(method.finished)}/{len(method.runs)}"
+    # Single models are scored, and not merged.
+    texts.loc[list(results.references), ["BWT %", "FWT %", "extra params", "merging s"]] = ""
 
-    def of_method(method: Method) -> Json:
-        row = {}
-        for name in _HEADLINE:
-            row[f"{name} %"] = method.words(method.mean(name), sign=METRICS[name].signed)
-            row[f"paper {name}"] = _printed(method.published_percent, name)
-        row["extra params"] = _millions(method.known("extra_parameters"))
-        row["data"] = method.data
-        row["merging s"] = _number(method.mean("merging_seconds").mean)
-        row["runs"] = "" if complete else f"{len(method.matrices)}/{len(method.runs)}"
-        return row
-
-    texts = _rows(results, of_single_models, of_method).fillna("")
-    means = {
-        f"{name} %": [method.mean(name) for method in results.methods.values()]
-        for name in _HEADLINE
-    }
-    return _ranked(
-        results, f"{len(results.tasks)} models merged one after another", texts, means, _HEADLINE
-    )
+    title = f"{len(results.tasks)} models merged one after another"
+    metrics.columns = [METRICS[name].column for name in HEADLINE]
+    return _ranked(results, title, texts.fillna(""), metrics, HEADLINE)
 
 
 def task_table(results: ComparisonContent) -> Table:
@@ -61,39 +51,69 @@ def task_table(results: ComparisonContent) -> Table:
     seeds.
     """
     tasks = results.tasks
-    measured = _rows(
-        results,
-        lambda scores, _: {task: Mean.of([scores[task]]).percent() for task in tasks},
-        lambda method: {task: method.words(method.final(task)) for task in tasks},
-    )
-    printed = [
-        {"method": f"{label}, paper"} | {task: _printed(numbers, task) for task in tasks}
-        for label, numbers in results.printed.items()
-        if not numbers.keys().isdisjoint(tasks)
-    ]
-    texts = pd.concat(
-        [measured, pd.DataFrame(printed, columns=measured.columns)], ignore_index=True
-    )
-    means = {task: [method.final(task) for method in results.methods.values()] for task in tasks}
-    return _ranked(results, "Score (%) of each task after the last step", texts, means, tasks)
+    scores = means(results.last_scores, "task", results.labels, tasks)
+    printed = select(results.printed, metric="score")
+    printed_words = _printed_words(printed, "task", results.labels, tasks)
+    has_numbers = (printed_words != "").any(axis=1)
+    printed_words = printed_words[has_numbers].rename(index=lambda label: f"{label}, paper")
+    texts = pd.concat([_measured_words(results, scores), printed_words])
+    return _ranked(results, "Score (%) of each task after the last step", texts, scores, tasks)
+
+
+def _measured_words(results: ComparisonContent, numbers: pd.DataFrame) -> pd.DataFrame:
+    """Return means as words; a method whose runs all failed says so."""
+    words = _words(numbers)
+    words.loc[results.failed] = "failed"
+    return words
+
+
+def _printed_words(
+    printed: pd.DataFrame, by: str, methods: Sequence[str], columns: Sequence[str]
+) -> pd.DataFrame:
+    """Return printed numbers as words, with a mark if they have a note."""
+    words = _words(means(printed, by, methods, columns)).replace("-", "")
+    noted = printed[(printed["note"] != "") & printed[by].isin(columns)]
+    for method, column in zip(noted["method"], noted[by], strict=True):
+        words.loc[method, column] += _NOTED
+    return words
+
+
+def _words(numbers: pd.DataFrame) -> pd.DataFrame:
+    """Return means of metrics, or of scores of tasks, in per cent."""
+    words = pd.DataFrame(index=numbers.index)
+    for name in numbers:
+        signed = name in METRICS and METRICS[name].signed
+        words[name] = [mean.percent(sign=signed) for mean in numbers[name]]
+    return words
 
 
 def _ranked(
     results: ComparisonContent,
     title: str,
     texts: pd.DataFrame,
-    means: Mapping[str, Sequence[Mean]],
+    numbers: pd.DataFrame,
     shown: Sequence[str],
 ) -> Table:
     """Rank the methods that finished every seed and need no data; numbers shown as equal rank
     equally, and where all are equal, none is the best.
+
+    The rows of the texts begin with those of the numbers, and their columns are named alike;
+    ``shown`` has the metrics or tasks whose notes stand below the table.
     """
-    compared = [method.data == "none" and method.complete for method in results.methods.values()]
-    numbers = pd.DataFrame({name: [mean.mean for mean in column] for name, column in means.items()})
-    numbers.index += len(results.references)
-    ranks = numbers[compared].round(3).rank(method="dense", ascending=False)
-    ranks = ranks.loc[:, ranks.max() > 1]
-    return Table(title, _filled(texts), ranks, len(results.references), _notes(results, shown))
+    compared = []
+    for label, method in results.methods.items():
+        if method.data == "none" and method.complete:
+            compared.append(label)
+    ranks = pd.DataFrame(index=[results.labels.index(label) for label in compared])
+    for name, metric in zip(numbers, shown, strict=True):
+        higher_is_better = metric not in METRICS or METRICS[metric].higher_is_better
+        rounded = [round(mean.mean, 3) for mean in numbers.loc[compared, name]]
+        column = pd.Series(rounded, index=ranks.index, dtype=float)
+        column = column.rank(method="dense", ascending=not higher_is_better)
+        if column.max() > 1:
+            ranks[name] = column
+    texts = _filled(texts.rename_axis("method").reset_index())
+    return Table(title, texts, ranks, len(results.references), _notes(results, shown))
 
 
 def overhead_tables(results: ComparisonContent) -> list[Table]:
@@ -105,52 +125,47 @@ def overhead_tables(results: ComparisonContent) -> list[Table]:
     """
     if results.preset != "overhead":
         return []
-    ours, papers = [], []
-    for label, method in results.methods.items():
-        solving, total, memory, parameters = (method.mean(name).mean for name in _MEASURED_COSTS)
-        costs = (solving, total - solving, total, memory / 1e9, parameters / 1e6)
-        ours.append(
-            [
-                label,
-                _number(method.iterations, 0),
-                *map(_number, costs),
-                method.words(method.mean("ACC")),
-            ]
-        )
-    for label, row in (results.published_overhead or {}).items():
-        values = (row.get(name, {}).get("value", math.nan) for name in _PRINTED_COSTS)
-        iterations, solving, total, memory, parameters = values
-        # Of other methods the paper prints the total alone, which contains more than subspaces.
-        subspaces = total - solving if label.startswith("nufilt") else math.nan
-        costs = (solving, subspaces, total, memory, parameters)
-        papers.append(
-            [
-                label,
-                _number(iterations, 0),
-                *map(_number, costs),
-                _printed(row, "ACC").rstrip(_NOTED),
-            ]
-        )
+    title = f"Cost of merging {len(results.tasks)} models"
+    measured = _cost_words(results.measured, list(results.methods))
+    measured.loc[results.failed, "ACC %"] = "failed"
     memory_note = "memory: most in use between scorings, with all that stays loaded"
-    notes = [
+    measured_notes = [*_notes(results, ()), memory_note]
+
+    printed_title = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
+    rows = []
+    for label, numbers in (results.published_overhead or {}).items():
+        for row in printed_rows(numbers):
+            rows.append({"method": label, **row})
+    labels = list(results.published_overhead or {})
+    printed = _cost_words(long_table(rows), labels)
+    # Of other methods the paper prints the total alone, which contains more than subspaces.
+    others = [label for label in labels if label.partition(":")[0] != "nufilt"]
+    printed.loc[others, "subspaces s"] = "-"
+    printed_notes = [
         "not comparable with seconds and memory of another machine",
         "subspaces: total - solving, computed here",
     ]
-    printed_for = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
     return [
-        _cost_table(
-            f"Cost of merging {len(results.tasks)} models",
-            ours,
-            [*_notes(results, ()), memory_note],
-        ),
-        _cost_table(printed_for, papers, notes),
+        Table(title, _filled(measured.reset_index()), notes=measured_notes),
+        Table(printed_title, _filled(printed.reset_index()), notes=printed_notes),
     ]
 
 
-def _cost_table(title: str, rows: list[list[str]], notes: list[str]) -> Table:
-    return Table(
-        title, _filled(pd.DataFrame(rows, columns=["method", *_COSTS, "ACC %"])), notes=notes
-    )
+def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
+    """Return the costs of methods, means over the seeds, and their ACC."""
+    costs = means(table, "metric", labels, _COSTS).map(lambda mean: mean.mean)
+    words = pd.DataFrame(index=pd.Index(labels, name="method"))
+    for name in _COSTS:
+        if name == "merging_seconds":
+            outside_solver = costs["merging_seconds"] - costs["solving_seconds"]
+            words["subspaces s"] = [_number(seconds) for seconds in outside_solver]
+        digits = 0 if name == "iterations" else 1
+        words[COSTS[name].column] = [
+            _number(cost / COSTS[name].unit, digits) for cost in costs[name]
+        ]
+    accuracy = _words(means(table, "metric", labels, ["ACC"]))
+    words[METRICS["ACC"].column] = accuracy["ACC"]
+    return words
 
 
 def _filled(texts: pd.DataFrame) -> pd.DataFrame:
@@ -160,67 +175,62 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
 
 def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
-    names = {name: name for name in (*METRICS, "merging_seconds", "solving_seconds")} | {
-        "memory_bytes": "memory"
-    }
-    return _rows(
-        results,
-        lambda scores, printed: {
-            "ACC_mean": Mean.of(scores.values()).mean,
-            **_printed_fractions(printed),
-        },
-        lambda method: {
-            **_mean_and_std({title: method.mean(name) for title, name in names.items()}),
-            **{name: method.known(name) for name in ("parameters", "extra_parameters")},
-            "data": method.data,
-            **_printed_fractions(method.published_percent),
-            "finished": " ".join(map(str, method.matrices)),
-            "failed": "; ".join(method.failures),
-        },
+    names = [*METRICS, "merging_seconds", "solving_seconds", "memory"]
+    columns = _mean_and_std(means(results.measured, "metric", results.labels, names))
+    columns = columns.rename(
+        columns={"memory_mean": "memory_bytes_mean", "memory_std": "memory_bytes_std"}
     )
+    for name in ("parameters", "extra_parameters"):
+        columns[name] = _first_values(results, name)
+    columns["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
+    for name in ("ACC", "BWT"):
+        printed = select(results.printed, metric=name).set_index("method")
+        columns[f"paper_{name}"] = printed["value"]
+    columns["paper_note"] = select(results.printed, metric="ACC").set_index("method")["note"]
+    for label, method in results.methods.items():
+        columns.loc[label, "finished"] = " ".join(map(str, method.finished))
+        columns.loc[label, "failed"] = "; ".join(method.failures)
+    return columns.rename_axis("method").reset_index()
+
+
+def _first_values(results: ComparisonContent, metric: str) -> "pd.Series[int]":
+    """Return a whole number of every method, that of its first run that has it; where none has, it
+    is missing.
+    """
+    rows = select(results.measured, metric=metric)
+    return rows.groupby("method")["value"].first().reindex(results.labels).astype("Int64")
 
 
 def task_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the score of each task after the last step as a fraction, for ``per_task.csv``."""
-    return _rows(
-        results,
-        lambda scores, _: {f"{task}_mean": scores[task] for task in results.tasks},
-        lambda method: _mean_and_std({task: method.final(task) for task in results.tasks}),
-    )
+    scores = means(results.last_scores, "task", results.labels, results.tasks)
+    return _mean_and_std(scores).rename_axis("method").reset_index()
 
 
-def _rows(
-    results: ComparisonContent,
-    of_single_models: Callable[[Scores, Published], Json],
-    of_method: Callable[[Method], Json],
-) -> pd.DataFrame:
-    """Return a row for each kind of single models, given their scores and the paper's, and one for
-    each method.
-    """
-    rows = [
-        {"method": label} | of_single_models(scores, results.printed[label])
-        for label, scores in results.references.items()
-    ]
-    methods = [{"method": label} | of_method(method) for label, method in results.methods.items()]
-    return pd.DataFrame([*rows, *methods], columns=list(methods[0]), dtype=object)
-
-
-def _mean_and_std(means: Mapping[str, Mean]) -> Json:
-    return {
-        f"{name}_{key}": getattr(mean, key)
-        for name, mean in means.items()
-        for key in ("mean", "std")
-    }
+def _mean_and_std(numbers: pd.DataFrame) -> pd.DataFrame:
+    columns = {}
+    for name in numbers:
+        columns[f"{name}_mean"] = [mean.mean for mean in numbers[name]]
+        columns[f"{name}_std"] = [mean.std for mean in numbers[name]]
+    return pd.DataFrame(columns, index=numbers.index)
 
 
 def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
     """Return notes on the numbers of a table that shows these metrics or tasks."""
-    best = _best_values(results) if results.preset == "ranks" else []
-    matrices = [
-        matrix for method in results.methods.values() for matrix in method.matrices.values()
-    ]
-    missing = sorted({task for matrix in matrices for task in matrix.missing})
-    notes = sentences("notes.txt", results=results, shown=shown, best=best, missing=missing)
+    best = []
+    if results.preset == "ranks":
+        best = _best_values(results)
+    missing = set()
+    for method in results.methods.values():
+        for run in method.finished.values():
+            missing.update(run.missing)
+    printed = results.printed
+    is_shown = printed["task"].fillna(printed["metric"]).isin(shown)
+    noted = printed[is_shown & (printed["note"] != "")]
+    remarks = list(zip(noted["method"], noted["note"], strict=True))
+    notes = sentences(
+        "notes.txt", results=results, best=best, missing=sorted(missing), remarks=remarks
+    )
     return list(dict.fromkeys(notes))
 
 
@@ -228,39 +238,25 @@ def _best_values(results: ComparisonContent) -> list[str]:
     """Return the value with the highest ACC of each panel, such as ``null_rank=21``."""
     best = []
     for panel in results.panels or ():
-        curve = results.curves[panel["symbol"]].values()
+        curve = results.curve(panel)
         if curve:
-            highest = max(curve, key=lambda method: method.mean("ACC").mean)
-            best.append(f"{panel['key']}={highest.config[panel['key']]}")
+            accuracy = means(results.measured, "metric", list(curve), ["ACC"])
+            highest = max(curve, key=lambda label: accuracy.loc[label, "ACC"].mean)
+            best.append(f"{panel['key']}={curve[highest].config[panel['key']]}")
     return best
 
 
-def _printed(row: Published, name: str) -> str:
-    """Return a printed value in per cent, with its deviation, and a mark if it has a note."""
-    if name not in row:
-        return ""
-    sign = "+" if name in METRICS and METRICS[name].signed else ""
-    text, deviation = f"{row[name]['value']:{sign}.1f}", row[name]["deviation"]
-    if deviation is not None:
-        text += f" ± {deviation:.1f}"
-    return text + _NOTED if row[name]["note"] else text
-
-
-def _printed_fractions(row: Published) -> Json:
-    values = {
-        f"paper_{name}": row[name]["value"] / 100 if name in row else None
-        for name in ("ACC", "BWT")
-    }
-    return values | {"paper_note": row.get("ACC", {}).get("note")}
-
-
-def _millions(number: int | None) -> str:
-    if number is None:
+def _millions(number: Any) -> str:
+    if pd.isna(number):  # an integer column's missing value is no float
         return "-"
-    return f"{number / 1e6:.3g} M" if number else "none"
+    if number == 0:
+        return "none"
+    return f"{number / 1e6:.3g} M"
 
 
-def _number(number: float | None, digits: int = 1) -> str:
-    if number is None or math.isnan(number):
+def _number(number: float, digits: int = 1) -> str:
+    if math.isnan(number):
         return "-"
-    return f"{number:.{digits}f}" if number >= 0.1 or number == 0 else f"{number:.2g}"
+    if number == 0 or number >= 0.1:
+        return f"{number:.{digits}f}"
+    return f"{number:.2g}"

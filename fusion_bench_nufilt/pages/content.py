@@ -1,26 +1,41 @@
-"""The content of a comparison's ``results.json``."""
+"""The content of a comparison's ``results.json``, and the long table of its numbers."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import pandas as pd
+
 from fusion_bench_nufilt.utils.schemas import Score, Seconds
 
-from .metrics import METRICS, AccuracyMatrix, Mean
+from .metrics import COSTS, AccuracyMatrix
+from .results import (
+    MEASURED,
+    PAPER,
+    Row,
+    long_table,
+    printed_rows,
+    score_rows,
+    select,
+    single_model_rows,
+)
 
 Json = dict[str, Any]
 Published = dict[str, Json]  # the paper's numbers for a row, in per cent, by metric or task
 Scores = dict[str, Score | None]  # by task; None where there is none
 References = dict[str, Scores]  # those of the single models, by ``pretrained`` or ``individual``
 
+SINGLE_MODELS = ("pretrained", "individual")
+
 
 def check_references(references: References, tasks: Sequence[str]) -> None:
     """Raise a ValueError unless each reference has all tasks, with or without a score."""
-    for name in ("pretrained", "individual", *references):
-        if other := set(references.get(name, ())) ^ set(tasks):
+    for name in (*SINGLE_MODELS, *references):
+        differing = set(references.get(name, ())) ^ set(tasks)
+        if differing:
             raise ValueError(
-                f"field '{name}': must have each task once, and '{min(other)}' is too many or "
+                f"field '{name}': must have each task once, and '{min(differing)}' is too many or "
                 "missing"
             )
 
@@ -36,9 +51,8 @@ class SeedRun:
     tasks: list[str] | None = None  # as merged
     accuracy_matrix: list[list[Score | None]] | None = None
     merge_seconds: list[Seconds] = field(default_factory=list)  # by step
-    solving_seconds: Seconds | None = (
-        None  # the part of them that a solver took, if the method has one
-    )
+    #: The part of them that a solver took, if the method has one.
+    solving_seconds: Seconds | None = None
     memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
     parameters: int | None = None  # number in the final model
     extra_parameters: int | None = None  # number beyond the pretrained model's
@@ -59,6 +73,34 @@ class SeedRun:
     def merging_seconds(self) -> float:
         return sum(self.merge_seconds)
 
+    @property
+    def iterations(self) -> int | None:
+        """Steps of an optimiser at each merging step; None for a method without one."""
+        if self.config.get("lora_rank") == 0 or self.config.get("solver") == "closed_form":
+            return None
+        for options in (self.config, self.config.get("base_method") or {}):
+            for name in ("max_steps", "iter_num", "num_steps"):
+                if name in options:
+                    steps: int = options[name]
+                    return steps
+        return None
+
+    @property
+    def missing(self) -> list[str]:
+        """The tasks without a score after the last step."""
+        return [] if self.matrix is None else self.matrix.missing
+
+    def rows(self) -> list[Row]:
+        """Return its scores and costs; a run that failed has none."""
+        if self.matrix is None:
+            return []
+        rows = score_rows(self.matrix)
+        for name in COSTS:
+            value = getattr(self, name)
+            if value is not None:
+                rows.append({"metric": name, "value": value})
+        return rows
+
 
 @dataclass(frozen=True)
 class Method:
@@ -69,10 +111,10 @@ class Method:
     data: str = "none"  # the data that it needs besides models
     published_percent: Published = field(default_factory=dict)
 
-    @cached_property
-    def matrices(self) -> dict[int, AccuracyMatrix]:
-        """Those of the runs that did not fail, by seed."""
-        return {seed: run.matrix for seed, run in self.runs.items() if run.matrix is not None}
+    @property
+    def finished(self) -> dict[int, SeedRun]:
+        """The runs that did not fail, by seed."""
+        return {seed: run for seed, run in self.runs.items() if run.matrix is not None}
 
     @property
     def failures(self) -> dict[str, list[int]]:
@@ -85,58 +127,20 @@ class Method:
 
     @property
     def complete(self) -> bool:
-        return len(self.matrices) == len(self.runs)
+        return len(self.finished) == len(self.runs)
 
     @property
     def config(self) -> Json:
         """That of the first run that did not fail; empty if all failed."""
-        return next((self.runs[seed].config for seed in self.matrices), {})
+        for run in self.finished.values():
+            return run.config
+        return {}
 
     @property
-    def iterations(self) -> int | None:
-        """Steps of an optimiser at each merging step; None for a method without one."""
-        if self.config.get("lora_rank") == 0 or self.config.get("solver") == "closed_form":
-            return None
-        names = ("max_steps", "iter_num", "num_steps")
-        places = (self.config, self.config.get("base_method") or {})
-        return next((place[name] for place in places for name in names if name in place), None)
-
-    def known(self, name: str) -> Any:
-        """Return a field of the first run that has it; None if there is none."""
-        return next(
-            (value for run in self.runs.values() if (value := getattr(run, name)) is not None), None
-        )
-
-    def mean(self, name: str) -> Mean:
-        """Return the mean of a metric, or of a field of the runs, over those that did not fail."""
-        if name in METRICS:
-            return Mean.of(METRICS[name].of(matrix) for matrix in self.matrices.values())
-        return Mean.of(getattr(self.runs[seed], name) for seed in self.matrices)
-
-    def words(self, mean: Mean, *, sign: bool = False) -> str:
-        """Return one of these means in per cent; ``failed`` if all runs did."""
-        return mean.percent(sign=sign) if self.matrices else "failed"
-
-    def final(self, task: str) -> Mean:
-        """Return the mean score of a task after the last step, wherever the orders have it."""
-        return Mean.of(
-            float(matrix.values[-1, matrix.tasks.index(task)]) for matrix in self.matrices.values()
-        )
-
-    def as_json(self, tasks: Sequence[str]) -> Json:
-        runs = {str(seed): asdict(run) for seed, run in self.runs.items()}
-        for run in runs.values():
-            del run["environment"], run["traceback"]
-        return {
-            "overrides": self.overrides,
-            **{name: self.mean(name).as_json() for name in (*METRICS, "merging_seconds")},
-            "iterations": self.iterations,
-            "extra_parameters": self.known("extra_parameters"),
-            "data": self.data,
-            "runs": runs,
-            "final": {task: self.final(task).as_json() for task in tasks},
-            "published_percent": self.published_percent,
-        }
+    def options(self) -> list[str]:
+        """The options that its overrides set, without ``method.``."""
+        keys = [override.partition("=")[0] for override in self.overrides]
+        return [key.removeprefix("method.") for key in keys if key.startswith("method.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +148,8 @@ class ComparisonContent:
     """All that tables, pictures and the page are made of."""
 
     settings: Json  # model pool, overrides, models, …, as in ``compare.json``
-    environment: dict[
-        str, str
-    ]  # versions and devices that the runs were made with; several where they differ
+    #: Versions and devices that the runs were made with; several where they differ.
+    environment: dict[str, str]
     preset: str | None = None  # of the methods, if any
     tasks: list[str]  # in the model pool's order
     seeds: list[int]
@@ -162,6 +165,8 @@ class ComparisonContent:
         if not self.methods or not self.seeds:
             raise ValueError("there is no run")
         for label, method in self.methods.items():
+            if label in self.references:
+                raise ValueError(f"field 'methods.{label}': single models have this name")
             for seed, run in method.runs.items():
                 if run.error is None and sorted(run.tasks or ()) != sorted(self.tasks):
                     raise ValueError(
@@ -170,56 +175,75 @@ class ComparisonContent:
                     )
 
     @property
+    def labels(self) -> list[str]:
+        """The names of all rows of a table, single models first."""
+        return [*self.references, *self.methods]
+
+    @property
     def scored(self) -> str:
         """The data on which the models were scored."""
         validation = self.settings.get("resolved", {}).get("validation")
         if validation is None:
             return "all test data"
-        return (
-            "a fifth of the test data"
-            if validation
-            else "the test data without the fifth of --validation"
-        )
-
-    @property
-    def curves(self) -> dict[str, dict[str, Method]]:
-        """The methods of each panel, by its symbol and their labels."""
-        curves = {}
-        for panel in self.panels or ():
-            start = f"{panel['symbol']} "
-            curves[panel["symbol"]] = {
-                label: row for label, row in self.done.items() if label.startswith(start)
-            }
-        return curves
+        if validation:
+            return "a fifth of the test data"
+        return "the test data without the fifth of --validation"
 
     @property
     def done(self) -> dict[str, Method]:
         """The methods with at least one run that did not fail."""
-        return {label: method for label, method in self.methods.items() if method.matrices}
+        return {label: method for label, method in self.methods.items() if method.finished}
+
+    def matrices(self, seed: int) -> dict[str, AccuracyMatrix]:
+        """The matrices of the methods that finished a seed, whose task order all share."""
+        matrices = {}
+        for label, method in self.methods.items():
+            matrix = method.runs[seed].matrix if seed in method.runs else None
+            if matrix is not None:
+                matrices[label] = matrix
+        return matrices
 
     @property
-    def first_seed(self) -> dict[str, AccuracyMatrix]:
-        """The matrices of the first seed, by method; all have the same task order."""
-        seed = self.seeds[0]
-        return {
-            label: method.matrices[seed]
-            for label, method in self.methods.items()
-            if seed in method.matrices
-        }
+    def failed(self) -> list[str]:
+        """The methods whose runs all failed."""
+        return [label for label in self.methods if label not in self.done]
+
+    def curve(self, panel: Json) -> dict[str, Method]:
+        """The methods of a panel, which set the options that it keeps fixed and then the one that
+        it varies.
+        """
+        options = [*panel["fixed"], panel["key"]]
+        return {label: method for label, method in self.done.items() if method.options == options}
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """All numbers, measured or printed by the paper, as rows of the long table."""
+        about = {"modelpool": self.settings["modelpool"]}
+        rows = []
+        for label, scores in self.references.items():
+            for row in single_model_rows(scores):
+                rows.append({**about, "source": MEASURED, "method": label, **row})
+            for row in printed_rows(self.published_percent.get(label, {}), self.tasks):
+                rows.append({**about, "source": PAPER, "method": label, **row})
+        for label, method in self.methods.items():
+            for seed, run in method.runs.items():
+                for row in run.rows():
+                    rows.append({**about, "source": MEASURED, "method": label, "seed": seed, **row})
+            for row in printed_rows(method.published_percent, self.tasks):
+                rows.append({**about, "source": PAPER, "method": label, **row})
+        return long_table(rows)
+
+    @cached_property
+    def measured(self) -> pd.DataFrame:
+        return select(self.table, source=MEASURED)
+
+    @cached_property
+    def printed(self) -> pd.DataFrame:
+        """The paper's numbers for the methods, with the methods' labels."""
+        return select(self.table, source=PAPER)
 
     @property
-    def printed(self) -> dict[str, Published]:
-        """The paper's numbers for every row; empty for a row without any."""
-        references = {label: self.published_percent.get(label, {}) for label in self.references}
-        return references | {
-            label: method.published_percent for label, method in self.methods.items()
-        }
-
-    def as_json(self) -> Json:
-        content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["methods"] = {
-            label: method.as_json(self.tasks) for label, method in self.methods.items()
-        }
-        return {
-            name: value for name, value in content.items() if value is not None or name == "preset"
-        }
+    def last_scores(self) -> pd.DataFrame:
+        """The measured scores after the last step, and those of the single models."""
+        scores = select(self.measured, metric="score")
+        return scores[scores["step"].isna() | (scores["step"] == len(self.tasks))]

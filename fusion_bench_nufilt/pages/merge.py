@@ -9,6 +9,7 @@ from fusion_bench_nufilt.utils.schemas import Count, Coverage, LayerStep, Share
 
 from .layers import layer_charts, layer_means, strongest_layers
 from .page import Outputs, Tables, render_page
+from .results import layer_rows
 
 
 class MergeContent(TypedDict):
@@ -31,38 +32,40 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
         raise ValueError(
             "it is one step of a run: name the log directory of the run, in which checkpoints/ is"
         )
-    tasks, coverage = content["tasks"], content["coverage"]
-    rows = pd.DataFrame(
-        [{"layer": name, **report} for name, steps in content["layers"].items() for report in steps]
-    )
+    reports = []
+    for layer, steps in content["layers"].items():
+        for report in steps:
+            reports.append({"layer": layer, **report})
+    measured = pd.DataFrame(reports)
+    rows = layer_rows(measured)
+    tasks = content["tasks"]
     steps = layer_means(rows, ["step"])
     # The last task is that of the last step; the first one's step may be any (--step).
     steps.insert(1, "task", [tasks[step - content["step"] - 1] for step in steps["step"]])
     strongest = strongest_layers(rows)
-    shapes = {
-        name: " x ".join(map(str, shape))
-        for name, shape in zip(rows["layer"], rows["shape"], strict=True)
-    }
+    shapes = {}
+    for layer, shape in zip(measured["layer"], measured["shape"], strict=True):
+        shapes[layer] = " x ".join(map(str, shape))
     strongest.insert(1, "shape", strongest["layer"].map(shapes))
+    coverage = content["coverage"]
+    remarks = [f"not merged: {name} ({count})" for name, count in coverage["left_out"].items()]
     page = render_page(
         "merge.html",
         content=content,
-        begun_elsewhere=len(tasks) > content["step"] - rows["step"].min() + 1,
+        begun_elsewhere=len(tasks) > content["step"] - measured["step"].min() + 1,
         steps=steps,
         strongest=strongest,
         layers=layer_charts(rows),
         coverage=_shares(coverage),
-        remarks=[f"not merged: {name} ({count})" for name, count in coverage["left_out"].items()]
-        + content.get("warnings", []),
+        remarks=remarks + content.get("warnings", []),
     )
     return Outputs(page, {})
 
 
 def _shares(coverage: Coverage) -> pd.DataFrame:
     shares: dict[str, Share] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
-    rows = [
-        (name, share["parameters"], 100 * share["share"])
-        for name, share in shares.items()
-        if share["parameters"]
-    ]
+    rows = []
+    for name, share in shares.items():
+        if share["parameters"]:
+            rows.append((name, share["parameters"], 100 * share["share"]))
     return pd.DataFrame(rows, columns=["what", "tensors", "elements %"])

@@ -1,7 +1,7 @@
-"""The accuracy matrix of a continual run, the metrics computed from it, and its JSON file."""
+"""What is measured: the accuracy matrix of a continual run, and the names of all metrics."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +12,83 @@ from numpy.typing import NDArray
 from fusion_bench_nufilt.utils.files import write_json
 
 
+class Metric(NamedTuple):
+    """What a number of the long table says, and how it is shown."""
+
+    title: str  # on an axis
+    column: str = ""  # the header of a table's column
+    unit: float = 1.0  # what that column counts, such as 10**9 bytes
+    higher_is_better: bool = True
+    signed: bool = False  # whether it is shown with its sign, as a difference is
+    headline: bool = False  # whether tables and the line below a matrix show it; files have all
+    meaning: str = ""  # for readers who do not know its name
+
+
+#: What files, tables and loggers report of every run, computed from its accuracy matrix. All are
+#: fractions, and shown in per cent.
+METRICS = {
+    "ACC": Metric(
+        "ACC (%)",
+        "ACC %",
+        headline=True,
+        meaning="the mean score over all tasks after the last step",
+    ),
+    "BWT": Metric(
+        "BWT (%)",
+        "BWT %",
+        signed=True,
+        headline=True,
+        meaning="backward transfer, the mean change of a task's score from its own step to the "
+        "last one; below zero, tasks are forgotten",
+    ),
+    "FWT": Metric(
+        "FWT (%)",
+        "FWT %",
+        headline=True,
+        meaning="forward transfer, the mean score over the steps of the tasks that are still to "
+        "come",
+    ),
+    "plasticity": Metric(
+        "each task right after its step (%)",
+        meaning="the mean score of each task right after its own step",
+    ),
+}
+#: Those that tables show.
+HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
+#: What a run costs.
+COSTS = {
+    "iterations": Metric("iterations", "iterations", higher_is_better=False),
+    "solving_seconds": Metric("solving (s)", "solving s", higher_is_better=False),
+    "merging_seconds": Metric("merging (s)", "total s", higher_is_better=False),
+    "memory": Metric("memory (GB)", "memory GB", 1e9, higher_is_better=False),
+    "parameters": Metric("parameters (M)", "parameters M", 1e6, higher_is_better=False),
+    "extra_parameters": Metric("extra parameters", "extra params", higher_is_better=False),
+}
+#: What a method measures of a layer at a step, the columns of ``layers.csv`` that are drawn.
+LAYER_METRICS = {
+    "filtered_share": Metric("share of the task vector that the filter took", "share filtered"),
+    "overlap": Metric("overlap of new and old subspaces", "overlap of subspaces"),
+    "loss_before": Metric("data-free loss before the adapter", higher_is_better=False),
+    "loss_after": Metric("data-free loss after it", higher_is_better=False),
+    "task_norm": Metric("norm of the task vector", "norm of task vectors"),
+    "merged_norm": Metric("norm of what was merged before"),
+}
+
+
 def or_none(value: float) -> float | None:
     """Return a value as JSON can hold it: None for NaN, anything else as it is."""
-    return None if isinstance(value, float) and math.isnan(value) else value
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value
 
 
 def percent(value: float, *, sign: bool = False) -> str:
     """Return a fraction as text, in per cent with one decimal; ``-`` for NaN."""
     if math.isnan(value):
         return "-"
-    return f"{100 * value:+.1f}" if sign else f"{100 * value:.1f}"
+    if sign:
+        return f"{100 * value:+.1f}"
+    return f"{100 * value:.1f}"
 
 
 @dataclass(frozen=True)
@@ -35,18 +102,23 @@ class Mean:
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Mean":
         """Leave out what is no number; without any, the mean is NaN."""
-        numbers = np.array(
-            [value for value in values if value is not None and not math.isnan(value)]
-        )
-        mean = float(numbers.mean()) if numbers.size else math.nan
-        return cls(mean, float(numbers.std(ddof=1)) if numbers.size > 1 else math.nan, numbers.size)
+        known = [value for value in values if value is not None and not math.isnan(value)]
+        numbers = np.array(known)
+        mean = std = math.nan
+        if len(known) > 0:
+            mean = float(numbers.mean())
+        if len(known) > 1:
+            std = float(numbers.std(ddof=1))
+        return cls(mean, std, len(known))
 
     def percent(self, *, sign: bool = False) -> str:
         """Return fractions as words such as ``75.7 ± 0.3``, a single one as ``75.7``, and none as
         ``-``.
         """
         mean = percent(self.mean, sign=sign)
-        return mean if math.isnan(self.std) else f"{mean} ± {percent(self.std)}"
+        if math.isnan(self.std):
+            return mean
+        return f"{mean} ± {percent(self.std)}"
 
     def as_json(self) -> dict[str, float | int | None]:
         return {"mean": or_none(self.mean), "std": or_none(self.std), "count": self.count}
@@ -81,12 +153,10 @@ class AccuracyMatrix:
 
     def rows(self) -> list[list[float | None]]:
         """Return :attr:`values` for JSON, which knows no NaN."""
-        return [[or_none(value) for value in row] for row in self.values.tolist()]
-
-    @property
-    def percents(self) -> list[list[float]]:
-        percents: list[list[float]] = (100 * self.values).tolist()
-        return percents
+        rows = []
+        for scores in self.values.tolist():
+            rows.append([or_none(score) for score in scores])
+        return rows
 
     def record(self, step: int, scores: dict[str, float]) -> None:
         """Enter the scores of some tasks after a step (from 1); a score that is not a number stays
@@ -102,31 +172,32 @@ class AccuracyMatrix:
 
     @property
     def missing(self) -> list[str]:
-        return [
-            task
-            for task, score in zip(self.tasks, self.values[-1], strict=True)
-            if math.isnan(score)
-        ]
+        """The tasks without a score after the last step."""
+        last = zip(self.tasks, self.values[-1], strict=True)
+        return [task for task, score in last if math.isnan(score)]
 
     def metrics(self) -> dict[str, float]:
         """Return every metric of :data:`METRICS`; NaN where it could not be measured."""
-        return {name: metric.of(self) for name, metric in METRICS.items()}
+        return {
+            "ACC": self.acc,
+            "BWT": self.bwt,
+            "FWT": self.fwt,
+            "plasticity": self.plasticity,
+        }
 
     def summary(self) -> str:
         """Return the headline metrics in one line, in per cent, with a note on missing scores."""
-        found = [
-            (name, metric, metric.of(self)) for name, metric in METRICS.items() if metric.headline
-        ]
-        texts = [
-            f"{name} {percent(value, sign=row.signed)}"
-            for name, row, value in found
-            if not math.isnan(value)
-        ]
-        line, missing, count = "   ".join(texts) or "no score", self.missing, len(self.tasks)
+        metrics = self.metrics()
+        texts = []
+        for name in HEADLINE:
+            if not math.isnan(metrics[name]):
+                texts.append(f"{name} {percent(metrics[name], sign=METRICS[name].signed)}")
+        line = "   ".join(texts) or "no score"
+        missing = self.missing
+        count = len(self.tasks)
         if 0 < len(missing) < count:
-            line += (
-                f"   ({count - len(missing)} of {count} tasks; no score for {', '.join(missing)})"
-            )
+            scored = f"{count - len(missing)} of {count} tasks"
+            line += f"   ({scored}; no score for {', '.join(missing)})"
         return line
 
     def save(self, folder: Path, about: dict[str, Any]) -> None:
@@ -164,8 +235,12 @@ class AccuracyMatrix:
         Tasks that never get a score, because the task pool lacks them, do not count.
         """
         scored = ~np.isnan(self.values[-1])
-        seen = [row[:step][scored[:step]] for step, row in enumerate(self.values, 1)]
-        return np.array([values.mean() if values.size else math.nan for values in seen])
+        means = np.full(len(self.tasks), math.nan)
+        for step, scores in enumerate(self.values, 1):
+            seen = scores[:step][scored[:step]]
+            if seen.size:
+                means[step - 1] = seen.mean()
+        return means
 
     @property
     def fwt(self) -> float:
@@ -175,42 +250,15 @@ class AccuracyMatrix:
         This is the mean score of tasks that are still to come; the paper announces forward transfer
         but prints none.
         """
-        ahead = [Mean.of(row[step:]).mean for step, row in enumerate(self.values[:-1], 1)]
-        return float(np.mean(ahead)) if ahead else math.nan
+        if len(self.tasks) == 1:
+            return math.nan
+        ahead = [Mean.of(scores[step:]).mean for step, scores in enumerate(self.values[:-1], 1)]
+        return float(np.mean(ahead))
 
     @property
     def bwt(self) -> float:
         r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with
         both, else NaN.
         """
-        return Mean.of((self.values[-1] - np.diagonal(self.values))[:-1]).mean
-
-
-class Metric(NamedTuple):
-    """A number computed from an accuracy matrix, as a fraction."""
-
-    of: Callable[[AccuracyMatrix], float]
-    meaning: str
-    signed: bool = False  # whether it is shown with its sign, as a difference is
-    headline: bool = True  # whether tables and the line below a matrix show it; files have all
-
-
-#: What files, tables and loggers report of every run.
-METRICS = {
-    "ACC": Metric(lambda matrix: matrix.acc, "the mean score over all tasks after the last step"),
-    "BWT": Metric(
-        lambda matrix: matrix.bwt,
-        "backward transfer, the mean change of a task's score from its own step to the last one; "
-        "below zero, tasks are forgotten",
-        signed=True,
-    ),
-    "FWT": Metric(
-        lambda matrix: matrix.fwt,
-        "forward transfer, the mean score over the steps of the tasks that are still to come",
-    ),
-    "plasticity": Metric(
-        lambda matrix: matrix.plasticity,
-        "the mean score of each task right after its own step",
-        headline=False,
-    ),
-}
+        changes = self.values[-1] - np.diagonal(self.values)
+        return Mean.of(changes[:-1]).mean

@@ -8,12 +8,12 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.schemas import Score, Seconds
 
-from .charts import score_maps
+from .charts import score_cells, score_maps
 from .layers import layer_charts, layer_means, strongest_layers
 from .metrics import AccuracyMatrix
 from .page import Outputs, Tables, render_page
+from .results import layer_rows, long_table, score_rows, select
 from .tables import to_csv
-from .theme import cells
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,37 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     fractions.insert(0, "step", range(1, 1 + len(matrix.tasks)))
     fractions.insert(1, "merged_task", matrix.tasks)
     summary = matrix.summary()
-    scores = cells(matrix.percents, matrix.steps, matrix.tasks, f"{run.method}: {summary}")
-    picture = score_maps(scores, matrix.steps, matrix.tasks)
+    scores = select(long_table(score_rows(matrix)), metric="score")
+    cells = score_cells(scores, matrix.steps, f"{run.method}: {summary}")
+    picture = score_maps(cells, matrix.steps, matrix.tasks)
+    layers = {}
+    if "layers" in tables:
+        layers = layer_charts(layer_rows(tables["layers"]))
     page = render_page(
         "run.html",
         run=run,
         summary=summary,
         matrix=picture,
         steps=_steps(matrix, run.merge_seconds),
-        layers=layer_charts(tables["layers"]) if "layers" in tables else {},
+        layers=layers,
     )
     return Outputs(page, {"accuracy_matrix": picture}, {"accuracy_matrix.csv": to_csv(fractions)})
 
 
 def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     """Return what each step did for its own task; how long it took may not be known of all."""
-    own, last = 100 * matrix.values.diagonal(), 100 * matrix.values[-1]
-    steps = pd.DataFrame(
-        {"task": matrix.tasks, "score right after it": own, "score at the end": last}
+    own = 100 * matrix.values.diagonal()
+    last = 100 * matrix.values[-1]
+    return pd.DataFrame(
+        {
+            "step": range(1, 1 + len(matrix.tasks)),
+            "task": matrix.tasks,
+            "score right after it": own,
+            "score at the end": last,
+            "change": last - own,
+            "merging s": pd.Series(seconds, dtype=float).reindex(range(len(matrix.tasks))),
+        }
     )
-    steps["change"], steps["merging s"] = last - own, pd.Series(seconds, dtype=float)
-    steps.insert(0, "step", steps.index + 1)
-    return steps
 
 
 class UnscoredRun(TypedDict):
@@ -80,15 +89,13 @@ def unscored_outputs(run: UnscoredRun, tables: Tables) -> Outputs:
             "it has no scores, and its method measures no layers: run it with a task pool, such as "
             "the model pool's own (without taskpool=dummy)"
         )
-    layers = tables["layers"]
-    return Outputs(
-        render_page(
-            "unscored.html",
-            run=run,
-            merged=layers["step"].nunique(),
-            steps=layer_means(layers, ["step", "task"]),
-            strongest=strongest_layers(layers),
-            layers=layer_charts(layers),
-        ),
-        {},
+    rows = layer_rows(tables["layers"])
+    page = render_page(
+        "unscored.html",
+        run=run,
+        merged=rows["step"].nunique(),
+        steps=layer_means(rows, ["step", "task"]),
+        strongest=strongest_layers(rows),
+        layers=layer_charts(rows),
     )
+    return Outputs(page, {})

@@ -4,6 +4,7 @@ from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.summary import Comparison
 from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.pages.content import SeedRun
+from fusion_bench_nufilt.pages.results import means
 
 TASKS = ["a", "b", "c"]
 SCORES = {"a": 0.9, "b": 0.6, "c": 0.3}
@@ -43,3 +44,13 @@ def comparison(
     return Comparison.of(
         about, TASKS, list(next(iter(by_seed.values()))), references, by_seed, preset
     )
+
+
+def mean_of(result, label, metric):
+    """The mean of a metric over a method's seeds."""
+    return means(result.measured, "metric", [label], [metric]).loc[label, metric]
+
+
+def final(result, label, task):
+    """The mean score of a task after the last step."""
+    return means(result.last_scores, "task", [label], [task]).loc[label, task]

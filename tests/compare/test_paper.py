@@ -4,9 +4,15 @@ import re
 
 import pytest
 
-from fusion_bench_nufilt.compare.paper import paper_settings, printed, printed_numbers, printed_row
+from fusion_bench_nufilt.compare.paper import (
+    as_published,
+    paper_settings,
+    printed_for_method,
+    printed_numbers,
+)
 from fusion_bench_nufilt.compare.paper import published as published_and_why
 from fusion_bench_nufilt.compare.specs import RunSpec
+from fusion_bench_nufilt.pages.results import select
 from tests.conftest import shared_or_skip
 
 B32, T5 = "clip-vit-base-patch32_TA8", "flan-t5-base_glue"
@@ -19,8 +25,21 @@ POOLS = [
 ]
 
 
+def by_method(rows):
+    """Printed numbers by method, and by metric or task."""
+    return {method: as_published(numbers) for method, numbers in rows.groupby("method")}
+
+
+def printed(table, modelpool):
+    return by_method(select(printed_numbers(), table=table, modelpool=modelpool))
+
+
 def published(*setting):
-    return published_and_why(*setting)[0]
+    return by_method(published_and_why(*setting)[0])
+
+
+def printed_row(spec, form, numbers):
+    return as_published(printed_for_method(spec, form, B32, numbers))
 
 
 def test_every_number_has_one_place():
@@ -60,7 +79,7 @@ def test_another_setting_than_the_papers_has_no_number_and_says_why(
     pool, overrides, seeds, rows, why
 ):
     numbers, note = published_and_why(pool, overrides, seeds)
-    assert numbers.keys() == rows
+    assert set(numbers["method"]) == rows
     assert why in note
     assert bool(why) == bool(note)
 
@@ -68,7 +87,7 @@ def test_another_setting_than_the_papers_has_no_number_and_says_why(
 def test_numbers_for_all_test_data_do_not_stand_beside_those_for_a_part():
     for validation in (True, False):
         numbers, note = published_and_why(B32, [], ORDERS, validation)
-        assert numbers == {}
+        assert numbers.empty
         assert "are for all test data" in note
 
 
@@ -85,14 +104,15 @@ def test_numbers_for_all_test_data_do_not_stand_beside_those_for_a_part():
 )
 def test_what_changes_no_score_hides_no_number(override):
     numbers, note = published_and_why(B32, [override], reversed(ORDERS))
-    assert numbers == published(B32, [], ORDERS)
+    assert by_method(numbers) == published(B32, [], ORDERS)
     assert note == ""
 
 
 def test_a_methods_own_setting_that_changes_no_score_hides_no_number():
-    numbers = published(B32, [], ORDERS)
-    assert printed_row(spec("nufilt", "devices=all"), None, B32, numbers) == numbers["nufilt"]
-    assert printed_row(spec("nufilt", "null_rank=1"), None, B32, numbers) == {}
+    numbers, _ = published_and_why(B32, [], ORDERS)
+    expected = published(B32, [], ORDERS)["nufilt"]
+    assert printed_row(spec("nufilt", "devices=all"), None, numbers) == expected
+    assert printed_row(spec("nufilt", "null_rank=1"), None, numbers) == {}
 
 
 def test_the_ablation_that_could_be_either_form_stands_beside_both():
@@ -112,22 +132,18 @@ def spec(method, *settings):
 
 
 def test_a_number_stands_beside_the_form_that_it_is_of_and_the_mark_beside_another():
-    numbers = published(B32, [], ORDERS)
-    assert printed_row(spec("lora_wemoe"), "paper", B32, numbers) == {}
-    assert (
-        printed_row(spec("lora_wemoe", "form=released"), "released", B32, numbers)["ACC"]["value"]
-        == 68.8
-    )
-    assert printed_row(spec("lora_wemoe", "form=released", "lr=1"), "released", B32, numbers) == {}
+    numbers, _ = published_and_why(B32, [], ORDERS)
+    released = spec("lora_wemoe", "form=released")
+    assert printed_row(spec("lora_wemoe"), "paper", numbers) == {}
+    assert printed_row(released, "released", numbers)["ACC"]["value"] == 68.8
+    assert printed_row(spec("lora_wemoe", "form=released", "lr=1"), "released", numbers) == {}
     for method, settings in (("adamerging", ["form=released"]), ("magmax", [])):
-        own, other = (
-            printed_row(spec(method, *settings), form, B32, numbers)
-            for form in ("released", "paper")
-        )
+        own = printed_row(spec(method, *settings), "released", numbers)
+        other = printed_row(spec(method, *settings), "paper", numbers)
         assert (own["ACC"]["note"], own["ACC"]["value"]) == ("", other["ACC"]["value"])
         assert "form=released" in other["ACC"]["note"]
-        assert "form=released" in numbers[method]["ACC"]["note"]
-    ties = printed_row(spec("ties_merging", "form=released"), "released", B32, numbers)
+        assert "form=released" in by_method(numbers)[method]["ACC"]["note"]
+    ties = printed_row(spec("ties_merging", "form=released"), "released", numbers)
     assert ties["ACC"]["note"] == "open which of the two forms was run"
 
 

@@ -17,6 +17,7 @@ from fusion_bench_nufilt.compare.experiment import Experiment, WatchingEvaluator
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
+from tests.compare.helpers import mean_of
 from tests.test_command_line import TASKS as DEMO
 
 pytestmark = pytest.mark.usefixtures("demo")
@@ -66,19 +67,18 @@ def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypa
     assert result.tasks == TASKS
     for method in result.methods.values():
         assert [sorted(run.matrix.tasks) for run in method.runs.values()] == [sorted(TASKS)] * 2
-        assert not any(math.isnan(value) for value in method.matrices[42].mean_seen)
+        assert not any(math.isnan(value) for value in method.runs[42].matrix.mean_seen)
     assert all(sorted(scores) == sorted(TASKS) for scores in result.references.values())
 
 
 def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
-    method = run(tmp_path, "nufilt", seeds=[43]).methods["nufilt"]
+    result = run(tmp_path, "nufilt", seeds=[43])
     experiment = Experiment(compose_run(["modelpool=nufilt_demo", *THREE]))
     alone = NufiltContinualMergingAlgorithm(max_steps=1, seed=43, save_on_every_step=False)
     alone.run(experiment.modelpool, experiment.evaluator)
-    assert (method.mean("ACC").mean, method.mean("BWT").mean) == (
-        alone.matrix.acc,
-        alone.matrix.bwt,
-    )
+    method = result.methods["nufilt"]
+    assert mean_of(result, "nufilt", "ACC").mean == alone.matrix.acc
+    assert mean_of(result, "nufilt", "BWT").mean == alone.matrix.bwt
     assert (method.runs[43].extra_parameters, method.runs[43].parameters) == (
         0,
         experiment.parameters,
@@ -99,7 +99,8 @@ def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):
 
 def matrices(result):
     return [
-        [matrix.rows() for matrix in method.matrices.values()] for method in result.methods.values()
+        [run.matrix.rows() for run in method.finished.values()]
+        for method in result.methods.values()
     ]
 
 
@@ -146,7 +147,7 @@ def test_finished_pairs_are_kept_and_methods_and_seeds_can_be_added(tmp_path, st
     again = run(tmp_path, seeds=(42, 43), **CHEAP)
     run(tmp_path, seeds=(42, 43), **CHEAP)
     assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]
-    assert again.methods["nufilt"].matrices[42].acc == first.methods["nufilt"].matrices[42].acc
+    assert again.matrices(42)["nufilt"].acc == first.matrices(42)["nufilt"].acc
 
 
 def test_an_interrupted_pair_starts_again_and_the_others_are_kept(tmp_path, monkeypatch, started):
@@ -162,7 +163,7 @@ def test_an_interrupted_pair_starts_again_and_the_others_are_kept(tmp_path, monk
         run(tmp_path, **CHEAP)
     result = run(tmp_path, **CHEAP)
     assert started == [(True, 42), (False, 42), (False, 42)]
-    assert all(method.matrices for method in result.methods.values())
+    assert all(method.finished for method in result.methods.values())
 
 
 def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(
@@ -179,7 +180,7 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(
         patch.setattr(NufiltContinualMergingAlgorithm, "merge_step", fails_on_43)
         broken, whole = run(tmp_path, seeds=(42, 43), **CHEAP).methods.values()
     assert broken.failures == {"RuntimeError: out of memory": [43]}
-    assert (len(broken.matrices), len(whole.matrices)) == (1, 2)
+    assert (len(broken.finished), len(whole.finished)) == (1, 2)
     assert "nufilt, seed 43: RuntimeError: out of memory" in caplog.text
     assert (
         "fails_on_43" in (tmp_path / "runs" / "nufilt" / "43.json").read_text()
@@ -244,7 +245,7 @@ def test_results_of_other_settings_or_weights_are_refused_until_told_otherwise(
 def test_the_task_pool_that_is_named_wins(tmp_path):
     overrides = [*QUICK, "taskpool=nufilt_demo", "~taskpool.test_datasets.digits"]
     result = run(tmp_path, "nufilt", overrides=overrides, **CHEAP)
-    assert result.methods["nufilt"].matrices[42].missing == ["digits"]
+    assert result.matrices(42)["nufilt"].missing == ["digits"]
     assert result.references["individual"]["digits"] is None
 
 

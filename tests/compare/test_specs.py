@@ -93,6 +93,7 @@ def test_a_method_of_the_users_is_found_on_the_search_path(tmp_path):
         ("nufilt:null_rank", ["'null_rank' is not of the form KEY=VALUE"]),
         ("nufilt, nufilt", ["need labels to tell them apart"]),
         ("a b=nufilt, a/b=opcm", ["need labels to tell them apart"]),
+        ("pretrained=nufilt", ["'pretrained' stands for single models in the tables"]),
         ("", ["no method to compare"]),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
 from fusion_bench_nufilt.pages.metrics import Mean
-from tests.compare.helpers import SCORES, comparison, failed, finished
+from tests.compare.helpers import SCORES, comparison, failed, final, finished, mean_of
 
 
 def test_mean_and_sample_deviation():
@@ -23,34 +23,39 @@ def test_one_value_has_no_deviation_and_none_no_mean():
     assert Mean.of([]).as_json() == {"mean": None, "std": None, "count": 0}
 
 
-def method(*runs):
-    return comparison({"m": list(runs)}).methods["m"]
+def one_method(*runs):
+    return comparison({"m": list(runs)})
 
 
 def test_acc_bwt_and_plasticity_are_means_of_the_runs():
-    result = method(finished(42, change=-0.1), finished(43, change=-0.2))
-    assert result.mean("plasticity").mean == pytest.approx(
-        0.6
-    )  # each task's own score, in any order
-    assert result.mean("BWT").mean == pytest.approx(
-        -(0.15 + 0.3) / 2
-    )  # two changes and one, over two tasks
-    assert result.mean("ACC").mean == pytest.approx(0.6 - 0.15)
-    assert result.mean("merging_seconds").mean == 3.0
+    result = one_method(finished(42, change=-0.1), finished(43, change=-0.2))
+    # Each task's own score, in any order.
+    assert mean_of(result, "m", "plasticity").mean == pytest.approx(0.6)
+    # Two changes and one, over two tasks.
+    assert mean_of(result, "m", "BWT").mean == pytest.approx(-(0.15 + 0.3) / 2)
+    assert mean_of(result, "m", "ACC").mean == pytest.approx(0.6 - 0.15)
+    assert mean_of(result, "m", "merging_seconds").mean == 3.0
 
 
 def test_a_tasks_score_is_found_by_name_whatever_the_order():
     runs = [finished(seed) for seed in (42, 43, 44)]
     assert len({tuple(run.matrix.tasks) for run in runs}) > 1
-    result = method(*runs)
-    assert {task: result.final(task).mean for task in SCORES} == pytest.approx(SCORES)
-    assert result.final("a").std == pytest.approx(0)
+    result = one_method(*runs)
+    finals = {task: final(result, "m", task).mean for task in SCORES}
+    assert finals == pytest.approx(SCORES)
+    assert final(result, "m", "a").std == pytest.approx(0)
 
 
 def test_failed_runs_are_left_out_and_named_by_reason():
-    result = method(finished(42), failed(43, "no"), failed(44, "no"), failed(45, "never"))
-    assert result.mean("ACC").count == 1
-    assert result.failures == {"no": [43, 44], "never": [45]}
+    runs = [finished(42), failed(43, "no"), failed(44, "no"), failed(45, "never")]
+    result = one_method(*runs)
+    assert mean_of(result, "m", "ACC").count == 1
+    assert result.methods["m"].failures == {"no": [43, 44], "never": [45]}
+
+
+def test_a_method_that_is_named_like_the_single_models_is_refused():
+    with pytest.raises(ValueError, match=r"methods\.pretrained.*single models"):
+        comparison({"pretrained": [finished(42)]})
 
 
 def test_environments_that_differ_are_all_named():

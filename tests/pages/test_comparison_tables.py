@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.pages.comparison_tables import main_table, task_table
-from tests.compare.helpers import comparison, failed, finished
+from tests.compare.helpers import comparison, failed, final, finished
 from tests.pages.sizes import sensitivity_of
 
 SEEDS = (42, 43, 44)
@@ -200,7 +200,7 @@ def test_each_tasks_score_is_in_its_own_column(three):
     table = cells(task_table(three))
     assert list(table["good"]) == ["a", "b", "c"]
     assert table["individual"]["a"].text == "95.0"
-    assert table["best_one"]["b"].text == three.methods["best_one"].final("b").percent()
+    assert table["best_one"]["b"].text == final(three, "best_one", "b").percent()
 
 
 def test_notes_say_what_the_numbers_are_of(three):

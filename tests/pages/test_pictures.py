@@ -9,9 +9,10 @@ import pytest
 
 from fusion_bench_nufilt.analysis.summary import summarise
 from fusion_bench_nufilt.pages import analysis, comparison
-from fusion_bench_nufilt.pages.charts import score_maps
+from fusion_bench_nufilt.pages.charts import score_cells, score_maps
 from fusion_bench_nufilt.pages.layers import layer_charts
-from fusion_bench_nufilt.pages.theme import cells, chart_definition
+from fusion_bench_nufilt.pages.results import layer_rows, long_table, score_rows, select
+from fusion_bench_nufilt.pages.theme import chart_definition
 from tests.pages.charts import rows_of
 from tests.pages.sizes import analysis_of, comparison_of, layers_of, sensitivity_of
 
@@ -25,12 +26,13 @@ def pictures(methods, tasks):
     tables = {"losses": pd.DataFrame(whole.losses), "affinity": pd.DataFrame(whole.affinity)}
     charts = {
         **comparison.charts_of(comparison_of(methods, tasks, preset="ablation")),
-        **layer_charts(layers_of(tasks)),
+        **layer_charts(layer_rows(layers_of(tasks))),
         **analysis.charts_of(summarise(whole), tables),
     }
-    matrix = comparison_of(1, tasks).first_seed["method 1"]
-    scores = cells(matrix.percents, matrix.steps, matrix.tasks, "NUFILT")
-    charts["accuracy_matrix"] = score_maps(scores, matrix.steps, matrix.tasks)
+    matrix = comparison_of(1, tasks).matrices(42)["method 1"]
+    scores = select(long_table(score_rows(matrix)), metric="score")
+    cells = score_cells(scores, matrix.steps, "NUFILT")
+    charts["accuracy_matrix"] = score_maps(cells, matrix.steps, matrix.tasks)
     charts["sensitivity"] = comparison.charts_of(sensitivity_of(2))["sensitivity"]
     return {name: chart_definition(chart) for name, chart in charts.items()}
 

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.pages.layers import layer_charts
+from fusion_bench_nufilt.pages.results import layer_rows
 from fusion_bench_nufilt.pages.write import write_results
 from tests.pages.charts import legend, rows_of
 from tests.pages.helpers import TASKS, run_folder
@@ -34,7 +35,7 @@ def test_layers_are_drawn_by_block_over_the_steps_and_by_step_over_each_kind():
         [(step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)],
         columns=["step", "layer", "overlap"],
     )
-    charts = layer_charts(table)
+    charts = layer_charts(layer_rows(table))
     assert [(row["layer"], row["y"]) for row in rows_of(charts["by_layer"])] == [
         (layer, 15 + place) for place, layer in enumerate(layers)
     ]
@@ -42,8 +43,8 @@ def test_layers_are_drawn_by_block_over_the_steps_and_by_step_over_each_kind():
     assert found == [("attention", 1, 11), ("MLP", 1, 12), ("attention", 2, 21), ("MLP", 2, 22)]
     # The kinds have the same colours in both.
     assert legend(charts["by_layer"]) == legend(charts["by_step"])
-    assert layer_charts(table[table["step"] == 1]).keys() == {"by_layer"}
-    assert layer_charts(table[["step", "layer"]]) == {}
+    assert layer_charts(layer_rows(table[table["step"] == 1])).keys() == {"by_layer"}
+    assert layer_charts(layer_rows(table[["step", "layer"]])) == {}
 
 
 def test_damaged_layers_are_named(tmp_path):

@@ -1,0 +1,129 @@
+"""The long table of results: in each row one number, and what it belongs to.
+
+What reads the files of a run returns such rows. A table is a pivot of them, a chart a function of
+them, and the numbers that the paper prints are rows, too.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from .metrics import LAYER_METRICS, AccuracyMatrix, Mean
+
+Row = dict[str, Any]
+
+#: Where a number comes from.
+MEASURED, PAPER = "measured", "paper"
+#: What does not apply to a number is missing. Scores are fractions.
+COLUMNS = [
+    "source",  # MEASURED or PAPER
+    "modelpool",
+    "method",  # its label, or ``pretrained`` or ``individual`` for the single models
+    "seed",
+    "step",  # from 1
+    "task",
+    "layer",
+    "metric",  # a name of pages/metrics.py
+    "value",
+    "deviation",  # printed beside a mean over seeds
+    "note",  # what is to be known of a printed number
+]
+
+#: The costs that the paper prints: our metric, and how many of its units are one of the paper's.
+_PRINTED_COSTS = {
+    "iterations": ("iterations", 1),
+    "solving_seconds": ("solving_seconds", 1),
+    "total_seconds": ("merging_seconds", 1),
+    "gpu_gigabytes": ("memory", 1e9),
+    "parameters_millions": ("parameters", 1e6),
+}
+
+
+def long_table(rows: Iterable[Row]) -> pd.DataFrame:
+    return pd.DataFrame(list(rows), columns=COLUMNS)
+
+
+def select(table: pd.DataFrame, /, **values: Any) -> pd.DataFrame:
+    """Return the rows whose columns have these values, or one of the values of a list."""
+    for column, value in values.items():
+        if isinstance(value, list):
+            table = table[table[column].isin(value)]
+        else:
+            table = table[table[column] == value]
+    return table
+
+
+def score_rows(matrix: AccuracyMatrix) -> list[Row]:
+    """Return the scores of a run after each step, and the metrics that follow from them."""
+    rows: list[Row] = []
+    for step, scores in enumerate(matrix.values.tolist(), 1):
+        for task, score in zip(matrix.tasks, scores, strict=True):
+            rows.append({"step": step, "task": task, "metric": "score", "value": score})
+    for step, mean in enumerate(matrix.mean_seen.tolist(), 1):
+        rows.append({"step": step, "metric": "seen", "value": mean})
+    for name, value in matrix.metrics().items():
+        rows.append({"metric": name, "value": value})
+    return [row for row in rows if not math.isnan(row["value"])]
+
+
+def single_model_rows(scores: Mapping[str, float | None]) -> list[Row]:
+    """Return the scores of single models by task, and their mean."""
+    known = {task: score for task, score in scores.items() if score is not None}
+    rows: list[Row] = []
+    for task, score in known.items():
+        rows.append({"task": task, "metric": "score", "value": score})
+    if known:
+        rows.append({"metric": "ACC", "value": Mean.of(known.values()).mean})
+    return rows
+
+
+def printed_rows(numbers: Mapping[str, Row], tasks: Sequence[str] = ()) -> list[Row]:
+    """Return numbers of the paper, given by metric, cost or task as it prints them: scores in per
+    cent.
+    """
+    rows: list[Row] = []
+    for name, number in numbers.items():
+        value = number["value"]
+        if name in _PRINTED_COSTS:
+            metric, unit = _PRINTED_COSTS[name]
+            rows.append({"metric": metric, "value": value * unit, "note": number["note"]})
+            continue
+        row: Row = {"metric": name, "value": value / 100, "note": number["note"]}
+        if name in tasks:
+            row |= {"metric": "score", "task": name}
+        if number["deviation"] is not None:
+            row["deviation"] = number["deviation"] / 100
+        rows.append(row)
+    return rows
+
+
+def layer_rows(measured: pd.DataFrame) -> pd.DataFrame:
+    """Return what a method measured of its layers, given the rows of ``layers.csv``."""
+    names = [name for name in LAYER_METRICS if name in measured]
+    keys = [name for name in ("step", "task", "layer") if name in measured]
+    rows = measured.melt(keys, names, "metric", "value").dropna(subset="value")
+    return rows.reindex(columns=COLUMNS)
+
+
+def means(
+    table: pd.DataFrame, by: str, methods: Sequence[str], columns: Sequence[Any]
+) -> pd.DataFrame:
+    """Return a :class:`Mean` over the seeds for each method and each of the ``columns``, which are
+    values of the column ``by``; what the paper prints is one already.
+    """
+    table = select(table, **{by: list(columns)})
+    values = table["value"].to_numpy(dtype=float)
+    deviations = table["deviation"].to_numpy(dtype=float)
+    known = {}
+    for key, places in table.groupby(["method", by]).indices.items():
+        if len(places) == 1:
+            known[key] = Mean(float(values[places[0]]), float(deviations[places[0]]), 1)
+        else:
+            known[key] = Mean.of(values[places])
+    none = Mean.of([])
+    grid = []
+    for method in methods:
+        grid.append([known.get((method, column), none) for column in columns])
+    return pd.DataFrame(grid, index=list(methods), columns=list(columns), dtype=object)

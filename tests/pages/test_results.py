@@ -1,0 +1,62 @@
+"""The long table: what is a row of it, and what is found in it by what it belongs to."""
+
+import math
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from fusion_bench_nufilt.pages.comparison import charts_of
+from fusion_bench_nufilt.pages.results import layer_rows, long_table, means, score_rows, select
+from tests.compare.helpers import SCORES, comparison, failed, finished
+from tests.pages.charts import panels, parts, rows_of
+from tests.pages.sizes import sensitivity_of
+from tests.pages.test_metrics import matrix
+
+B32 = "clip-vit-base-patch32_TA8"
+
+
+def test_a_score_that_was_not_measured_has_no_row():
+    rows = long_table(score_rows(matrix([[0.9], [math.nan, 0.7]], tasks="ab")))
+    scores = select(rows, metric="score")
+    measured = scores[["step", "task", "value"]].to_numpy().tolist()
+    assert measured == [[1, "a", 0.9], [2, "b", 0.7]]
+    assert set(rows["metric"]) == {"score", "seen", "ACC", "plasticity"}
+    assert rows["value"].notna().all()
+
+
+def test_every_number_of_a_comparison_is_one_row_with_what_it_belongs_to():
+    ten = [finished(seed, memory=10**9) for seed in range(42, 52)]
+    result = comparison({"nufilt": ten, "never": [failed(42)]}, modelpool=B32)
+    keys = ["source", "method", "seed", "step", "task", "layer", "metric"]
+    assert not result.table.duplicated(keys).any()
+    assert set(result.table["modelpool"]) == {B32}
+    assert "never" not in set(result.table["method"])
+    assert set(select(result.measured, metric="memory")["seed"]) == set(range(42, 52))
+    one = select(result.measured, method="nufilt", metric="score", seed=42, step=3, task="a")
+    assert one["value"].item() == SCORES["a"]
+
+
+def test_what_the_paper_prints_is_a_fraction_beside_the_measured_one():
+    ten = [finished(seed) for seed in range(42, 52)]
+    result = comparison({"nufilt": ten}, modelpool=B32)
+    printed = means(result.printed, "metric", ["nufilt", "individual"], ["ACC", "BWT"])
+    assert printed.loc["nufilt", "ACC"].percent() == "83.6 ± 0.2"
+    assert printed.loc["individual", "ACC"].mean == pytest.approx(0.904)
+    assert printed.loc["individual", "BWT"].count == 0
+
+
+def test_a_layer_has_a_row_for_each_quantity_that_its_method_measured():
+    table = {"step": [1, 2], "task": ["a", "b"], "layer": ["l", "l"], "overlap": [math.nan, 0.5]}
+    rows = layer_rows(pd.DataFrame({**table, "task_norm": [1.0, 2.0], "of mine": [3.0, 4.0]}))
+    found = [tuple(row) for row in rows[["step", "metric", "value"]].to_numpy()]
+    assert found == [(2, "overlap", 0.5), (1, "task_norm", 1.0), (2, "task_norm", 2.0)]
+
+
+def test_a_panels_methods_are_found_by_their_options_whatever_their_labels():
+    result = sensitivity_of(3)
+    methods = {f"renamed {number}": row for number, row in enumerate(result.methods.values())}
+    renamed = replace(result, methods=methods)
+    before, after = (parts(charts_of(each)["sensitivity"])[0] for each in (result, renamed))
+    assert panels(after) == panels(before)
+    assert rows_of(after) == rows_of(before)
