@@ -78,12 +78,10 @@ class Manifest(TypedDict, total=False):
     order: list[str]  # all models of the stream, of which `tasks` are the first ones
     inputs: dict[str, Input]
     settings: dict[str, Any]
-    mean_counts: dict[
-        str, NonNegativeInt
-    ]  # models in the mean of a tensor, where that is not `step`
-    files: dict[
-        str, Fingerprint
-    ]  # all files of the folder but the manifest, by their relative paths
+    #: Models in the mean of a tensor, where that is not `step`.
+    mean_counts: dict[str, NonNegativeInt]
+    #: All files of the folder but the manifest, by their relative paths.
+    files: dict[str, Fingerprint]
     vocabulary: VocabularyEntry
     heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]

@@ -57,40 +57,38 @@ def entropy(vision, weights, images):
 
 def test_it_is_adam_on_the_entropy_of_the_new_tasks_predictions(pools):
     modelpool, taskpool = pools
-    lr, batch_size, steps = 0.01, 12, 6
+    lr = 0.01
+    steps = 6
+    options = {
+        "lr": lr,
+        "max_steps": steps,
+        "batch_size": 12,
+        "samples_per_class": None,
+        "seed": 5,
+    }
     taskpool.setup()
-    taskpool.test_datasets = {
-        "shapes": taskpool.test_datasets["shapes"]
-    }  # no images of another task are seen
+    # No images of another task are seen.
+    taskpool.test_datasets = {"shapes": taskpool.test_datasets["shapes"]}
     with torch.no_grad():  # as under the protocol
-        options = {
-            "lr": lr,
-            "max_steps": steps,
-            "batch_size": batch_size,
-            "samples_per_class": None,
-            "seed": 5,
-        }
         merged = algorithm(taskpool, **options).run(modelpool)
 
-    pretrained, *models = (
+    pretrained, first, second = [
         dict(modelpool.load_model(name).named_parameters()) for name in modelpool._models
-    )
+    ]
     coefficients = torch.full((2, len(pretrained)), 0.3, requires_grad=True)
 
     def weights():
-        return {
-            name: theta.detach()
-            + sum(
-                c * (model[name] - theta).detach() for c, model in zip(column, models, strict=True)
-            )
-            for column, (name, theta) in zip(coefficients.T, pretrained.items(), strict=True)
-        }
+        values = {}
+        for number, (name, theta_0) in enumerate(pretrained.items()):
+            tau_1 = (first[name] - theta_0).detach()
+            tau_2 = (second[name] - theta_0).detach()
+            lambda_1, lambda_2 = coefficients[:, number]
+            values[name] = theta_0.detach() + (lambda_1 * tau_1 + lambda_2 * tau_2)
+        return values
 
     generator = torch.Generator().manual_seed(5)
     images = torch.stack([to_pixels(item["image"]) for item in load_test_dataset("shapes")])
-    batches = torch.utils.data.DataLoader(
-        images, batch_size=batch_size, shuffle=True, generator=generator
-    )
+    batches = torch.utils.data.DataLoader(images, batch_size=12, shuffle=True, generator=generator)
     optimizer = torch.optim.Adam([coefficients], lr=lr)
     tower = modelpool.load_model("_pretrained_")
     for batch in islice(chain.from_iterable(repeat(batches)), steps):
@@ -119,10 +117,10 @@ def test_the_papers_form_keeps_what_is_merged_and_the_released_one_drops_it(pool
     merged = baseline("adamerging", *options).run(models, taskpool)
     theta_0, digits, shapes = (model.state_dict() for model in models.values())
     for name, value in merged.state_dict().items():
-        expected = kept * 0.3 * (digits[name] - theta_0[name]) + 0.3 * (
-            shapes[name] - theta_0[name]
-        )
-        torch.testing.assert_close(value, theta_0[name] + expected)
+        first_tau = digits[name] - theta_0[name]
+        second_tau = shapes[name] - theta_0[name]
+        expected = theta_0[name] + 0.3 * (kept * first_tau + second_tau)
+        torch.testing.assert_close(value, expected)
 
 
 def test_five_items_of_each_class_are_drawn_once_and_none_of_them_is_scored(demo, monkeypatch):

@@ -5,7 +5,7 @@ The formulas are written out for vectors of one layer.
 """
 
 from copy import deepcopy
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -36,16 +36,16 @@ IN_ORDER = "method.shuffle_order=false"
 
 def pool(tasks=3):
     base = clip()
-    return {"_pretrained_": base} | {
-        f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)
-    }
+    models = {"_pretrained_": base}
+    for number in range(1, tasks + 1):
+        models[f"task{number}"] = finetuned(base, seed=number)
+    return models
 
 
 def by_itself(name, models, *overrides):
     """FusionBench's own run of a continual method."""
-    method = on_cpu(
-        instantiate(configured(f"{'dop' if name == 'dop' else 'opcm'}/{name}", *overrides))
-    )
+    folder = "dop" if name == "dop" else "opcm"
+    method = on_cpu(instantiate(configured(f"{folder}/{name}", *overrides)))
     method._program = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets=None))
     method.save_on_every_step = method.evaluate_on_every_step = False
     return method.run(BaseModelPool(deepcopy(models)))
@@ -57,15 +57,14 @@ def assert_close(model, other):
 
 @pytest.mark.parametrize("name", ["opcm", "weight_average", "dop"])
 def test_a_continual_method_of_fusionbench_is_run_as_it_is(name):
-    models, seed = pool(), 43
-    settings = ["num_steps=2"] if name == "dop" else []
-    merged = baseline(
-        name, f"method.seed={seed}", *(f"method.base_method.{setting}" for setting in settings)
-    )
-    own = by_itself(
-        name, models, f"method.seed={seed}", *(f"method.{setting}" for setting in settings)
-    )
-    assert same(merged.run(models), own)
+    models = pool()
+    of_baseline = ["method.seed=43"]
+    of_fusion_bench = ["method.seed=43"]
+    if name == "dop":
+        of_baseline.append("method.base_method.num_steps=2")
+        of_fusion_bench.append("method.num_steps=2")
+    merged = baseline(name, *of_baseline).run(models)
+    assert same(merged, by_itself(name, models, *of_fusion_bench))
 
 
 def test_a_continual_method_that_overflows_is_refused_and_not_scored():
@@ -171,7 +170,8 @@ def test_a_method_with_a_memory_of_its_own_does_not_go_on_from_a_model():
         baseline("ties_merging", "method.num_merged=1").run(models)
 
 
-LAMBDA, KEPT = 0.4, 30  # the factor of a method, and the per cents that TIES keeps
+LAMBDA = 0.4  # the factor of a method
+KEPT = 30  # the per cents that TIES keeps
 
 
 def magmax(old, new):
@@ -187,49 +187,56 @@ def flattened(*taus):
     return S.mean() * U @ V
 
 
-def added(join):
-    """θ + λ join(τ~, τ)."""
-    return lambda taus: reduce(
-        lambda sofar, tau: sofar + LAMBDA * join(sofar, tau), taus[1:], LAMBDA * taus[0]
-    )
+def knots(old, new):
+    return oracle_knots([old, new], KEPT, "sum")
 
 
-def running(join):
-    """θ + λ T_t, T_t = join(T_{t-1}, τ_t)."""
-    return lambda taus: LAMBDA * sum(accumulate(taus, join))
+def added(join, taus):
+    """τ~ + λ join(τ~, τ), for one τ after another; the first τ~ is λ τ."""
+    update = LAMBDA * taus[0]
+    for tau in taus[1:]:
+        update = update + LAMBDA * join(update, tau)
+    return update
+
+
+def running(join, taus):
+    """λ (T_1 + T_2 + ...), T_t = join(T_{t-1}, τ_t)."""
+    return LAMBDA * sum(accumulate(taus, join))
 
 
 FORMULAS = {
     ("task_arithmetic", "paper"): lambda taus: LAMBDA * sum(taus),
     ("task_arithmetic", "released"): lambda taus: LAMBDA * taus[-1],
-    ("ties_merging", "paper"): running(ties),
-    ("ties_merging", "released"): added(ties),
-    ("magmax", "paper"): running(magmax),
+    ("ties_merging", "paper"): partial(running, ties),
+    ("ties_merging", "released"): partial(added, ties),
+    ("magmax", "paper"): partial(running, magmax),
     ("magmax", "released"): lambda taus: LAMBDA * reduce(magmax, taus),
-    ("knots_ties", "paper"): added(lambda old, new: oracle_knots([old, new], KEPT, "sum")),
-    ("iso_c", "paper"): lambda taus: reduce(flattened, taus),
+    ("knots_ties", "paper"): partial(added, knots),
+    ("iso_c", "paper"): partial(reduce, flattened),
 }
-FACTOR, SHARE = (
-    f"method.base_method.scaling_factor={LAMBDA}",
-    f"method.base_method.threshold={KEPT}",
-)
-SETTINGS = {"task_arithmetic": [FACTOR], "magmax": [FACTOR], "iso_c": []}
-SETTINGS |= {"ties_merging": [FACTOR, SHARE], "knots_ties": [FACTOR, SHARE]}
+FACTOR = f"method.base_method.scaling_factor={LAMBDA}"
+THRESHOLD = f"method.base_method.threshold={KEPT}"
+SETTINGS = {
+    "task_arithmetic": [FACTOR],
+    "magmax": [FACTOR],
+    "iso_c": [],
+    "ties_merging": [FACTOR, THRESHOLD],
+    "knots_ties": [FACTOR, THRESHOLD],
+}
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(("name", "form"), FORMULAS)
 def test_a_method_follows_the_formula_of_its_form(name, form, steps):
     base = nn.Linear(7, 5, bias=False, dtype=torch.float64)
-    models = {"_pretrained_": base} | {
-        f"task{i}": finetuned(base, i, scale=1) for i in range(1, steps + 1)
-    }
-    theta_0, *thetas = (model.weight.detach().numpy().copy() for model in models.values())
+    models = {"_pretrained_": base}
+    for number in range(1, steps + 1):
+        models[f"task{number}"] = finetuned(base, number, scale=1)
+    theta_0, *thetas = [model.weight.detach().numpy().copy() for model in models.values()]
     merged = baseline(name, f"method.form={form}", IN_ORDER, *SETTINGS[name]).run(models)
+    update = merged.weight.detach().numpy() - theta_0
     expected = FORMULAS[name, form]([theta - theta_0 for theta in thetas])
-    torch.testing.assert_close(
-        merged.weight.detach().numpy() - theta_0, expected, rtol=1e-9, atol=1e-9
-    )
+    torch.testing.assert_close(update, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsvm", "tsvm_svc", "wudi"])
@@ -270,14 +277,14 @@ def test_values_out_of_range_are_refused(bad):
 def test_a_shifted_model_is_rounded_once():
     """In bfloat16, where three roundings leave an update 4 % off."""
     base = clip().bfloat16()
-    merged, scale = finetuned(base, seed=1, scale=0.01), 0.3
-    theta_0, theta = (
-        {key: value.double() for key, value in m.state_dict().items()} for m in (base, merged)
-    )
+    merged = finetuned(base, seed=1, scale=0.01)
+    scale = 0.3
     for key, value in shifted(base, merged, base, 1 / scale).state_dict().items():
-        expected = theta_0[key] + (theta[key] - theta_0[key]) / scale
-        once = (expected.bfloat16().double() - expected).norm()
-        assert (value.double() - expected).norm() <= 1.001 * once
+        theta_0 = base.state_dict()[key].double()
+        theta = merged.state_dict()[key].double()
+        expected = theta_0 + (theta - theta_0) / scale
+        error_of_one_rounding = (expected.bfloat16().double() - expected).norm()
+        assert (value.double() - expected).norm() <= 1.001 * error_of_one_rounding
 
 
 def test_a_weight_with_two_names_is_shifted_once():
