@@ -10,11 +10,14 @@ import re
 import subprocess
 
 import pytest
+import torch
 from typer.main import get_command
 
 import fusion_bench_nufilt
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.cli.app import app
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.methods import METHODS
 from tests.conftest import REPO
 from tests.docs import (
     PAGES,
@@ -25,6 +28,7 @@ from tests.docs import (
     save_models,
     write_files,
 )
+from tests.tiny_models import clip, finetuned
 
 pytest.importorskip("latex2mathml")
 
@@ -121,6 +125,19 @@ def test_hydra_composes_every_marked_run_of_the_pages(tmp_path):
                     folder = tmp_path / words[place + 1]
                     overrides[place : place + 2] = [f"hydra.searchpath=[file://{folder}]"]
                 compose_run(overrides)
+
+
+def test_the_layerwise_method_on_the_page_merges_as_sum_does(monkeypatch):
+    blocks = blocks_of(REPO / "docs" / "develop.md")
+    (example,) = [block for block in blocks if block.language == "python"]
+    given = {}
+    exec(compile(example.text, example.page, "exec"), given)
+    monkeypatch.setitem(METHODS, "running_sum", given["RunningSum"])
+    base = clip()
+    models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
+    merged = LayerwiseMergingAlgorithm("running_sum", other_params="mean").run(models)
+    expected = LayerwiseMergingAlgorithm("sum", other_params="mean").run(models)
+    torch.testing.assert_close(merged.state_dict(), expected.state_dict())
 
 
 @pytest.fixture
