@@ -73,9 +73,10 @@ def merge_folders(
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
+    unchanged = partial(_unchanged, plan)
     with (
         disk_full_errors(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
-        closing(Output(out, plan.description, headers, partial(_unchanged, plan))) as output,
+        closing(Output(out, plan.description, headers, unchanged)) as output,
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))
         changed = format_names(plan.changed())
@@ -84,10 +85,10 @@ def merge_folders(
                 f"{changed} was changed during the run: run the same command again, which makes "
                 "anew what was made from it"
             )
-        about = _about(plan, output.done, warnings)
+        manifest = _manifest(plan, output.done, warnings)
         write_files(output.model, files)
-        (output.model / CARD).write_text(model_card(plan, about["warnings"]))
-        write_manifest(output.model, about)
+        (output.model / CARD).write_text(model_card(plan, manifest["warnings"]))
+        write_manifest(output.model, manifest)
         output.finish()
     return out
 
@@ -96,7 +97,7 @@ def check_disk(plan: Plan, out: Path) -> None:
     """Raise a ValueError if the disk has no room for the result, besides what an interrupted run
     wrote of it.
     """
-    folder = _nearest(out)
+    folder = _existing_parent(out)
     needed = disk_bytes(plan)
     free = shutil.disk_usage(folder).free
     for path in work_folder(out).rglob("*.safetensors"):
@@ -120,9 +121,9 @@ def check_output(plan: Plan, out: Path) -> bool:
             raise ValueError(f"'{out}' exists: {remedy}")
         saved = {key: manifest.get(key) for key in plan.description}
         differing = differences(saved, plan.description)
-        others = without_times(differing)
-        if others:
-            raise ValueError(f"'{out}' exists: {in_one_line(others)}; {remedy}")
+        differing_work = without_times(differing)
+        if differing_work:
+            raise ValueError(f"'{out}' exists: {in_one_line(differing_work)}; {remedy}")
         advice = "remove it, and the same command makes it again"
         verify_files(out, manifest, advice, digests=plan.settings.verify)
         if differing:
@@ -134,7 +135,7 @@ def check_output(plan: Plan, out: Path) -> bool:
                 advice,
             )
         return True
-    folder = _nearest(out)
+    folder = _existing_parent(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"'{out}' can't be made: '{folder}' is no folder that can be written to")
     return False
@@ -144,12 +145,12 @@ def refuse_inside(plan: Plan, out: Path) -> None:
     """Refuse a folder for results that is or lies in a model that is read, or whose work folder
     holds such a model.
     """
-    place = out.resolve()
-    work = work_folder(place)
+    resolved_out = out.resolve()
+    work = work_folder(resolved_out)
     for checkpoint in plan.checkpoints:
         paths = [file.path.resolve() for file in checkpoint.opened.values()]  # may be links
         for path in [checkpoint.folder.resolve(), *paths]:
-            if path == place or path in place.parents:
+            if path == resolved_out or path in resolved_out.parents:
                 raise ValueError(
                     f"'{out}' is inside '{checkpoint.name}', which is not written to: name another "
                     "folder"
@@ -161,7 +162,8 @@ def refuse_inside(plan: Plan, out: Path) -> None:
                 )
 
 
-def _nearest(out: Path) -> Path:
+def _existing_parent(out: Path) -> Path:
+    """Return the folder that exists and is nearest to a path above it."""
     return next(parent for parent in out.absolute().parents if parent.exists())
 
 
@@ -238,7 +240,7 @@ def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
     return [record for record, now in pairs if record["read"] == now]
 
 
-def _about(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -> dict[str, Any]:
+def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -> dict[str, Any]:
     """Return the manifest's content: what the result depends on, and what became of it."""
     public_warnings = list(warnings)
     for checkpoint in plan.checkpoints:  # without the user's directories

@@ -19,6 +19,8 @@ from .settings import BATCH_BYTES
 
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
 _WORKER_BYTES = 64 * 2**20
+# The number by which glibc's malloc.h knows this parameter.
+_M_MMAP_THRESHOLD = -3
 
 
 def process_memory(workers: int) -> int:
@@ -34,15 +36,20 @@ def give_back_freed_memory() -> None:
     By default, every thread keeps freed blocks of up to 32 MB, and a process of many threads takes
     twice what it uses.
     """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        mallopt(-3, 4 * 2**20)  # M_MMAP_THRESHOLD
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
 
 
 def layer_memory(plan: Plan, layer: Layer) -> int:
     """Return the bytes of main memory held while a layer is merged; on a GPU, it only passes
     through there.
     """
-    return solving_memory(plan, layer) if plan.settings.on_cpu else _stored_memory(plan, layer)
+    if plan.settings.on_cpu:
+        return solving_memory(plan, layer)
+    return _stored_memory(plan, layer)
 
 
 def solving_memory(plan: Plan, layer: Layer) -> int:
@@ -54,19 +61,18 @@ def solving_memory(plan: Plan, layer: Layer) -> int:
 
 
 def _stored_memory(plan: Plan, layer: Layer) -> int:
-    dtype, shape = plan.dtype(layer.keys[0]), layer.view.shape
-    # The factors of a LoRA are too thin to count.
-    full = [
-        task.source.tensors[task.keys[layer.param]]
-        for task in plan.tasks
-        if layer.param in task.keys
-    ]
-    stored = (
-        dtype.itemsize + max((FLOATS[info.dtype].itemsize for info in full), default=0)
-    ) * math.prod(shape)
+    numel = math.prod(layer.view.shape)
+    base_itemsize = plan.dtype(layer.keys[0]).itemsize
+    # One task's weight is held at a time. The factors of a LoRA are too thin to count.
+    task_itemsize = 0
+    for task in plan.tasks:
+        if layer.param in task.keys:
+            info = task.source.tensors[task.keys[layer.param]]
+            task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
+    weights = (base_itemsize + task_itemsize) * numel
     if plan.method.state_is_weight and plan.state is None and not plan.keeps_state:
-        return stored + dtype.itemsize * math.prod(shape)
-    return stored + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
+        return weights + base_itemsize * numel
+    return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
 
 
 def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
@@ -90,12 +96,15 @@ def layer_budget(plan: Plan, workers: int | None = None) -> int:
     """Return the bytes that all layers in progress may take together, by default with this
     process's workers.
     """
-    workers, bound = workers or plan.settings.workers, plan.settings.max_memory
-    held = sorted(
-        sum(layer_memory(plan, layer) for layer in batch) for batch in batches(plan, plan.layers)
-    )
-    largest = sum(held[-workers:])
-    return largest if bound is None else min(largest, bound - process_memory(workers))
+    workers = workers or plan.settings.workers
+    batch_bytes = []
+    for batch in batches(plan, plan.layers):
+        batch_bytes.append(sum(layer_memory(plan, layer) for layer in batch))
+    largest = sum(sorted(batch_bytes)[-workers:])
+    bound = plan.settings.max_memory
+    if bound is None:
+        return largest
+    return min(largest, bound - process_memory(workers))
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
@@ -108,10 +117,12 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
 
 def disk_bytes(plan: Plan) -> int:
     """Return the bytes of all weight files while the result is made."""
-    _, state = state_layout(plan)
-    heads = sum(
-        task.source.tensors[key].nbytes for task in plan.tasks for key in task.head.values()
-    )
-    return heads + sum(
-        info.nbytes for tensors in (*plan.files.values(), state) for info in tensors.values()
-    )
+    total = 0
+    for task in plan.tasks:
+        for key in task.head.values():
+            total += task.source.tensors[key].nbytes
+    _, state_file = state_layout(plan)
+    for tensors in (*plan.files.values(), state_file):
+        for info in tensors.values():
+            total += info.nbytes
+    return total

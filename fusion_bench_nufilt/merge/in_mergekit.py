@@ -42,25 +42,22 @@ class MergekitMethod(mergekit.GroupMergeMethod):
 
     def __init__(self, kind: type[LayerMethod]) -> None:
         self.kind = kind
-        options = {
-            each.name: _parameter(of, each, kind)
-            for of in (kind.Options, TargetConfig)
-            for each in fields(of)
-        }
-        del (
-            options["heads"],
-            options["on_shape_mismatch"],
-        )  # mergekit takes tensors of equal shapes alone
-        seed = next(
-            _parameter(Settings, each, kind) for each in fields(Settings) if each.name == "seed"
-        )
         weight = mergekit.ParameterSpec(
             "weight", FiniteFloat, mergekit.ParameterScope.NON_BASE, 1.0
         )
+        parameters = [weight]
+        for option in fields(Settings):
+            if option.name == "seed":
+                parameters.append(_parameter(Settings, option, kind))
+        for options_class in (kind.Options, TargetConfig):
+            for option in fields(options_class):
+                # mergekit takes tensors of equal shapes alone.
+                if option.name not in ("heads", "on_shape_mismatch"):
+                    parameters.append(_parameter(options_class, option, kind))
         url = re.search(r"https://[^)]+", getattr(kind, "citation", ""))
         self.spec = mergekit.MergeMethodSpec(
             kind.name,
-            (weight, seed, *options.values()),
+            tuple(parameters),
             mergekit.InputContract(mergekit.BasePolicy.REQUIRED, min_non_base=1),
             pretty_name=kind.label,
             reference_url=url and url[0],
@@ -73,13 +70,15 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         without any.
         """
         (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
-        base, wide = group.base.tensor, wide_dtype(group.base.tensor)
-        tasks = [
-            each.tensor
-            if (by := rest["weight"][each.id]) == 1
-            else torch.lerp(base.to(wide), each.tensor.to(wide), by)
-            for each in group.non_base
-        ]
+        base = group.base.tensor
+        wide = wide_dtype(base)
+        tasks = []
+        for each in group.non_base:
+            weight = rest["weight"][each.id]
+            tensor = each.tensor
+            if weight != 1:
+                tensor = torch.lerp(base.to(wide), tensor.to(wide), weight)
+            tasks.append(tensor)
         folder = _folder(group.base.id)
         model = _base(folder, targets)
         names = [layer.name for held in model.layers.values() for layer in held]
@@ -157,7 +156,8 @@ def _base(folder: Path, targets: TargetConfig) -> _Base:
 def _layers_in(base: _Base, group: Any) -> list[Layer]:
     """Return the layers to merge that a tensor holds."""
     tensor = group.metadata.name
-    if (param := base.architecture.param(tensor)) not in base.layers:
+    param = base.architecture.param(tensor)
+    if param not in base.layers:
         raise ValueError(
             f"the base '{group.base.id}' has no tensor '{tensor}' of the result: name one that has "
             "all its layers"
@@ -185,6 +185,7 @@ def _mean(base: Tensor, tasks: list[Tensor], tensor: str) -> Tensor:
         mean = running_mean(mean, task, count)
     if tasks and not is_finite(mean):
         raise ValueError(f"tensor '{tensor}': a model has NaN or infinite values")
-    if tasks and not is_finite(mean := mean.to(base.dtype)):
+    rounded = mean.to(base.dtype)
+    if tasks and not is_finite(rounded):
         raise ValueError(f"tensor '{tensor}': the mean has values that {base.dtype} can't hold")
-    return mean
+    return rounded

@@ -106,14 +106,14 @@ def plan_merge(
 
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     selection = select(pretrained, architecture, targets, heads)
-    pretrained.source.check_floats(key for layer in selection.layers for key in layer.keys)
-    merged_by = kind(
-        options,
-        [layer.name for layer in selection.layers],
-        settings.seed,
-        architecture.last_blocks,
-    )
+    for layer in selection.layers:
+        pretrained.source.check_floats(layer.keys)
+    layer_names = [layer.name for layer in selection.layers]
+    layer_method = kind(options, layer_names, settings.seed, architecture.last_blocks)
+
     small_files = checkpoint.small_files() | checkpoint.module_files()
+    # Models are changed up to here and in the next lines alone: they come to present the base's
+    # names, rows and shapes, and checks and merge go by that.
     vocabulary = _join_vocabularies(
         models_by_role(pretrained, so_far, None, opened),
         architecture,
@@ -123,27 +123,27 @@ def plan_merge(
         before,
         state,
     )
-    # A tokenizer that changes nothing is not recorded as chosen.
-    changes_tokens = bool(vocabulary.params) and settings.tokenizer is not None
-    tokenizer = vocabulary.tokenizer if changes_tokens else None
-    settings = dataclasses.replace(settings, tokenizer=tokenizer)
     for task in opened:
         for param in check_shapes(selection, task, architecture):
             task.ignore(param)
+    if settings.tokenizer is not None:
+        # A tokenizer that changes nothing is not recorded as chosen.
+        tokenizer = vocabulary.tokenizer if vocabulary.params else None
+        settings = dataclasses.replace(settings, tokenizer=tokenizer)
+
     files = arrange_files(selection, vocabulary, settings)
     untied = bool(checkpoint.copies) and is_untied(architecture, checkpoint.config)
+    result_files = vocabulary.files or small_files
     plan = Plan(
         **vars(selection),
         tasks=opened,
-        method=merged_by,
+        method=layer_method,
         settings=settings,
         before=before,
         merged=so_far,
         state=state,
         heads=describe_heads(heads, pretrained, opened, before),
-        small_files=small_files_of(
-            vocabulary.files or small_files, checkpoint, files, settings.dtype, untied
-        ),
+        small_files=small_files_of(result_files, checkpoint, files, settings.dtype, untied),
         files=files,
         vocabulary=vocabulary,
     )
@@ -170,14 +170,16 @@ def _open_merged(
         return so_far, before, None
     if merged.revision is not None and STATE_FILE not in before.get("files", {}):
         return so_far, before, None
-    kept = merged.open_inside(STATE_FILE)
-    return so_far, before, None if kept is None else ModelWeights(kept, architecture)
+    state = merged.open_inside(STATE_FILE)
+    if state is None:
+        return so_far, before, None
+    return so_far, before, ModelWeights(state, architecture)
 
 
 def _has_sums(before: Manifest) -> bool:
     """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
-    label = before.get("method")
-    return any(method.label == label for method in METHODS.values() if not method.state_is_weight)
+    methods_with_sums = [each for each in METHODS.values() if not each.state_is_weight]
+    return before.get("method") in [method.label for method in methods_with_sums]
 
 
 def _open_tasks(
@@ -185,9 +187,10 @@ def _open_tasks(
 ) -> list[ModelWeights]:
     if len(weights) != len(names):
         raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
-    return [
-        open_task(name, architecture, weight) for name, weight in zip(names, weights, strict=True)
-    ]
+    models = []
+    for name, weight in zip(names, weights, strict=True):
+        models.append(open_task(name, architecture, weight))
+    return models
 
 
 def _join_vocabularies(

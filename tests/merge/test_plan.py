@@ -5,8 +5,19 @@ import math
 import torch
 
 from fusion_bench_nufilt.merge import Settings, forecast
+from fusion_bench_nufilt.merge.checks import (
+    check_merged,
+    check_modules,
+    check_shapes,
+    check_state,
+    check_task,
+    verify_merged,
+)
 from fusion_bench_nufilt.merge.forecast import batches, layer_budget, layer_memory, peak_memory
-from tests.merge.helpers import plan
+from fusion_bench_nufilt.merge.relation import check_relation
+from fusion_bench_nufilt.models.architecture import Architecture
+from tests.merge.helpers import merge, plan, save_stream
+from tests.tiny_models import llama
 
 
 def test_the_state_counts_in_memory_and_on_the_disk(stream):
@@ -58,3 +69,35 @@ def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(
         "dtype",
         "max_shard_size",
     }
+
+
+def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=2)
+    models["task2"].resize_token_embeddings(40)
+    models["task2"].save_pretrained(tmp_path / "task2")
+    merge(tmp_path, ["task1"], "one")
+    settings = {"dtype": "bfloat16"}
+    planned = plan(tmp_path, ["task2"], "one", settings, on_shape_mismatch="keep-base")
+    assert any("because of their shape" in text for text in planned.warnings)
+    assert any("settings differ" in text for text in planned.warnings)
+
+    def contents():
+        return {
+            role: (dict(model.params), dict(model.keys), list(model.ignored))
+            for role, model in planned.models.items()
+        }
+
+    before = contents()
+    (task,) = planned.tasks
+    architecture = Architecture.of_checkpoint(planned.base)
+    warnings = [
+        *check_merged(planned, planned.merged),
+        *check_shapes(planned, task, architecture),
+        *check_task(planned, task, architecture, planned.averaged),
+        *check_modules(planned, task),
+        *check_state(planned, "one"),
+        *check_relation(planned),
+        *verify_merged(planned),
+    ]
+    assert [text for text in planned.warnings if "null_rank" not in text] == warnings
+    assert contents() == before
