@@ -25,9 +25,9 @@ settings:
   max_memory: 100GB
 """
 SETTINGS = ("null_rank", "lora_rank", "lr", "null_space", "target_modules")
-FLAGS = [
-    part for key, value in RANKS.items() for part in (f"--{key.replace('_', '-')}", str(value))
-]
+FLAGS = []
+for _name, _rank in RANKS.items():
+    FLAGS += [f"--{_name.replace('_', '-')}", str(_rank)]
 
 
 def test_a_recipe_its_words_and_its_options_make_the_same_model_as_the_code(tmp_path):
@@ -195,7 +195,7 @@ def test_a_model_that_is_not_the_one_of_the_manifest_is_named_before_any_work(tm
     code, text = nufilt(*again, "--dry-run")
     assert (code, "task2' is not the task 1 of the recipe: files.model.saf" in text) == (1, True)
     assert nufilt(*again, "--dry-run", "--no-verify")[0] == 0
-    tasks = [part for task in ("task1", "task2") for part in ("--task", tmp_path / task)]
+    tasks = ["--task", tmp_path / "task1", "--task", tmp_path / "task2"]
     assert nufilt(*again, "--dry-run", *tasks)[0] == 0
 
 
@@ -219,8 +219,9 @@ def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
         "out": "/etc",
         "step": 9,
         "null_rank": 3,
+        "verify": False,
+        "max_memory": 1,
     }
-    settings |= {"verify": False, "max_memory": 1}
     content = {
         "inputs": {"base": {"name": "b"}, "task 0": {"name": "t"}},
         "step": 1,
@@ -246,16 +247,12 @@ def test_the_manifest_of_another_program_is_no_recipe(tmp_path):
 
 def test_a_stream_and_one_more_model(tmp_path):
     save_stream(tmp_path, llama())
-    base, one, two, three = (
-        ("--base", tmp_path / "base"),
-        *(tmp_path / f"task{i}" for i in (1, 2, 3)),
-    )
-    code, text = nufilt(
-        "merge", *base, "--task", one, "--task", two, "--out", tmp_path / "two", *FLAGS
-    )
+    base = ["--base", tmp_path / "base"]
+    stream = ["--task", tmp_path / "task1", "--task", tmp_path / "task2", "--out", tmp_path / "two"]
+    code, text = nufilt("merge", *base, *stream, *FLAGS)
     assert (code, "step 2, 14 layers merged" in text) == (0, True), text
-    more = ("--merged", tmp_path / "two", "--task", three, "--out", tmp_path / "new")
-    code, text = nufilt("merge", *base, *more, *FLAGS)
+    third = ["--merged", tmp_path / "two", "--task", tmp_path / "task3", "--out", tmp_path / "new"]
+    code, text = nufilt("merge", *base, *third, *FLAGS)
     assert (code, "step 3, 14 layers merged" in text) == (0, True), text
     assert same(tensors(tmp_path / "new"), tensors(merge(tmp_path)))
 

@@ -46,13 +46,13 @@ def base(request):
 
 def test_with_whole_experts_and_level_gates_it_is_task_arithmetic(base):
     tasks = [finetuned(base, seed, scale=0.1) for seed in (1, 2)]
-    expected, found = finetuned(base, 0, scale=0), mixture(base, *tasks, level_gates=True)
+    merged = mixture(base, *tasks, level_gates=True)
+    expected = finetuned(base, 0, scale=0)
     for task in tasks:
-        for value, theta, theta_0 in zip(
-            *(m.parameters() for m in (expected, task, base)), strict=True
-        ):
-            value.data += 0.3 * (theta - theta_0).detach()
-    torch.testing.assert_close(output(found), output(expected), rtol=1e-4, atol=1e-5)
+        for name, theta_0 in base.named_parameters():
+            tau = task.get_parameter(name) - theta_0
+            expected.get_parameter(name).data += 0.3 * tau.detach()
+    torch.testing.assert_close(output(merged), output(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_it_is_saved_and_loaded_whole(base, tmp_path):
@@ -69,12 +69,10 @@ def test_an_expert_is_the_truncated_svd_of_its_task_vector(base):
     for name, module in mixture(base, task, rank=3).mixtures():
         for layer, B in module.B.items():
             key = f"{name}.{layer}.weight"
-            U, S, Vh = torch.linalg.svd(
-                task.get_parameter(key) - base.get_parameter(key), full_matrices=False
-            )
-            torch.testing.assert_close(
-                B @ module.A[layer], (U[:, :3] * S[:3]) @ Vh[:3], rtol=1e-3, atol=1e-5
-            )
+            tau = task.get_parameter(key) - base.get_parameter(key)
+            U, S, Vh = torch.linalg.svd(tau, full_matrices=False)
+            truncated = (U[:, :3] * S[:3]) @ Vh[:3]
+            torch.testing.assert_close(B @ module.A[layer], truncated, rtol=1e-3, atol=1e-5)
 
 
 def test_a_new_expert_leaves_the_gate_of_the_others(base):
@@ -107,11 +105,14 @@ def test_the_released_form_has_the_parameters_that_the_paper_prints_for_eight_ta
         "batch_reduce": True,
     }
     with torch.device("meta"):
-        models = CLIPVisionModel(config), CLIPVisionModelWithExperts(config)
-    assert [round(sum(p.numel() for p in model.parameters()) / 1e6, 1) for model in models] == [
-        87.5,
-        millions,
-    ]
+        base = CLIPVisionModel(config)
+        merged = CLIPVisionModelWithExperts(config)
+    assert millions_of_parameters(base) == 87.5
+    assert millions_of_parameters(merged) == millions
+
+
+def millions_of_parameters(model):
+    return round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1)
 
 
 def test_the_released_form_merges_attention_alone(base):
@@ -119,19 +120,18 @@ def test_the_released_form_merges_attention_alone(base):
     made = mixture(base, task, rank=3, attention_alone=True)
     changed = set()
     for key, theta_0 in base.named_parameters():
-        own = made.get_parameter(key.replace(f".{made.mlp}.", f".{made.mlp}.base_model."))
-        if not torch.equal(own, theta_0):
+        value = made.get_parameter(key.replace(f".{made.mlp}.", f".{made.mlp}.base_model."))
+        if not torch.equal(value, theta_0):
             changed.add(key)
-            torch.testing.assert_close(own, theta_0 + 0.3 * (task.get_parameter(key) - theta_0))
-    attention = [
-        name for name, module in base.named_modules() if name.endswith(("self_attn", "Attention"))
-    ]
-    linear = [
-        key
-        for key, _ in base.named_parameters()
-        if key.startswith(tuple(f"{name}." for name in attention))
-    ]
-    assert changed == {key for key in linear if "relative_attention_bias" not in key} != set()
+            tau = task.get_parameter(key) - theta_0
+            torch.testing.assert_close(value, theta_0 + 0.3 * tau)
+    linear_in_attention = set()
+    for key, _ in base.named_parameters():
+        is_linear = "relative_attention_bias" not in key
+        if is_linear and ("self_attn." in key or "Attention." in key):
+            linear_in_attention.add(key)
+    assert linear_in_attention
+    assert changed == linear_in_attention
 
 
 def test_experts_of_different_ranks_are_weighted_each_by_its_own_gate(base):
