@@ -22,7 +22,6 @@ from .last_read import LastRead
 from .model import ModelWeights
 from .names import with_same_ending
 from .source import Source, format_names
-from .targets import matches
 
 # Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
 _EMBEDDING_A = ".lora_embedding_A"
@@ -281,15 +280,18 @@ class LoraAdapter(ModelWeights):
         return float(alpha / rank)
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
-        """Return the value of the first expression that matches the end of a module's name, as peft
-        does.
-        """
+        """Return the value of the pattern that peft finds for a module in a field of the config."""
+        from peft.utils.other import get_pattern_key
+
         values = self.config.get(field) or {}
-        for pattern, value in values.items():
-            option = f"adapter '{self.source.name}', {field}"
-            if matches(rf"(.*\.)?({pattern})", module, of=option):
-                return value
-        return default
+        try:
+            pattern = get_pattern_key(list(values), module)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                f"adapter '{self.source.name}', {field}: one of {format_names(values)} is no "
+                f"regular expression: {error}"
+            ) from error
+        return values.get(pattern, default)
 
     def _forget(self, param: str) -> None:
         super()._forget(param)
