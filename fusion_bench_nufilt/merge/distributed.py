@@ -44,20 +44,21 @@ def merge_on_cluster(
     """
     found = batches(plan, layers)
     work = {f"layer '{batch[0].param}'": ([layer.param for layer in batch],) for batch in found}
+    strengths: list[float] = []
     if work:
         # Here, so that every node has the same.
-        plan.strengths = list(PlannedLayers(plan).strengths)
+        strengths += PlannedLayers(plan).strengths
     for _, merged in run_on_cluster(
-        connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan
+        connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan, strengths
     ):
         for record, pieces in merged:
             write(record, [piece.data for piece in pieces])
         yield len(merged)
 
 
-def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
+def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[str]], _Merged]:
     """Return the function that merges layers, by params, on a node, which must have the driver's
-    files.
+    files, with the tasks' strengths as the driver measured them.
     """
     if other := format_names(plan.changed()):
         remedy = (
@@ -68,7 +69,7 @@ def _make_merger(plan: Plan) -> Callable[[Sequence[str]], _Merged]:
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     here = dataclasses.replace(plan, settings=settings)
-    merger = LayerMerger(PlannedLayers(here))
+    merger = LayerMerger(PlannedLayers(here, strengths))
     encode = LayerBytes(here)
     layers = {layer.param: layer for layer in plan.layers}
 

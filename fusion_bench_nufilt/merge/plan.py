@@ -27,7 +27,7 @@ from .layout import Files, arrange, as_written, find_places, is_rounded, make_he
 from .settings import Settings
 
 
-@dataclass
+@dataclass(frozen=True)
 class Selection:
     """What is merged of a base, and what happens to its other tensors."""
 
@@ -78,9 +78,13 @@ def select(
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan(Selection):
-    """A merge whose models have passed all checks that need no more than headers and samples."""
+    """A merge whose models have passed all checks that need no more than headers and samples.
+
+    It is made once and does not change. What is found later, such as warnings of downloaded weights
+    and the strengths of tasks, is handed on beside it.
+    """
 
     tasks: list[ModelWeights]
     method: LayerMethod
@@ -95,7 +99,6 @@ class Plan(Selection):
     files: Files = field(default_factory=dict)  # the tensors in each file of the result
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     warnings: list[str] = field(default_factory=list)  # of the checks
-    strengths: list[float] = field(default_factory=list)  # of the tasks, once they are measured
 
     @cached_property
     def averaged(self) -> set[str]:

@@ -22,8 +22,10 @@ from .strength import measure_strengths
 class PlannedLayers(LayerSource[Layer]):
     """The layers of a plan, whose weights are read as they are merged."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, strengths: Sequence[float] | None = None) -> None:
+        """``strengths`` are those of the tasks, measured here by default."""
         self.plan = plan
+        self._strengths = strengths
         self.method = plan.method
         self.devices = plan.settings.devices
         self.workers = plan.settings.workers
@@ -32,9 +34,11 @@ class PlannedLayers(LayerSource[Layer]):
 
     @cached_property
     def strengths(self) -> Sequence[float]:
+        if self._strengths is not None:
+            return self._strengths
         if not self.method.weighs_tasks:
             return [1.0] * len(self.plan.tasks)
-        return self.plan.strengths or measure_strengths(self.plan)
+        return measure_strengths(self.plan)
 
     def name(self, layer: Layer) -> str:
         return layer.name

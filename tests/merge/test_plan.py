@@ -1,10 +1,12 @@
 """What a plan says of the memory and the disk space that it takes."""
 
+import dataclasses
 import math
 
+import pytest
 import torch
 
-from fusion_bench_nufilt.merge import Settings, forecast
+from fusion_bench_nufilt.merge import Settings, forecast, merge_folders
 from fusion_bench_nufilt.merge.checks import (
     check_merged,
     check_modules,
@@ -101,3 +103,15 @@ def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path)
     ]
     assert [text for text in planned.warnings if "null_rank" not in text] == warnings
     assert contents() == before
+
+
+def test_nothing_is_written_into_a_plan_after_planning(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    planned = plan(tmp_path, ["task1", "task2"], method="best", other_params="mean")
+    fields = {field.name: getattr(planned, field.name) for field in dataclasses.fields(planned)}
+    warnings = list(planned.warnings)
+    merge_folders(planned, tmp_path / "out")
+    assert all(getattr(planned, name) is value for name, value in fields.items())
+    assert planned.warnings == warnings
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        planned.settings = Settings()
