@@ -15,16 +15,16 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.merge.beside import has_state, mean_key, state_tensors, stored_keys
 from fusion_bench_nufilt.merge.checks import check_made_from, check_shapes, check_state, check_task
 from fusion_bench_nufilt.merge.encode import state_to_keep
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
-from fusion_bench_nufilt.merge.others import average_others
+from fusion_bench_nufilt.merge.other_params import average_others
 from fusion_bench_nufilt.merge.plan import Plan, Selection, select
 from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.merge.relation import check_relation
 from fusion_bench_nufilt.merge.settings import Settings
+from fusion_bench_nufilt.merge.state_file import has_state, mean_key, state_tensors, stored_keys
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.models import Heads, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer

@@ -29,10 +29,10 @@ from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.schemas import Input
 from fusion_bench_nufilt.utils.tensors import FLOATS, describe
 
-from .beside import mean_key, means_to_keep, state_tensors
 from .layout import is_rounded
 from .plan import Plan, Selection
 from .settings import Settings
+from .state_file import mean_key, means_to_keep, state_tensors
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, digest, is_finite, raw_bytes
 
-from .beside import state_layout, state_tensors
 from .engine import MergedLayer
 from .plan import Plan
+from .state_file import state_layout, state_tensors
 
 
 class LayerBytes:

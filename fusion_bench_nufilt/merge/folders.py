@@ -27,7 +27,6 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
-from .beside import state_layout
 from .card import model_card
 from .checks import verify_merged
 from .distributed import merge_on_cluster
@@ -35,11 +34,12 @@ from .encode import LayerBytes
 from .engine import Budget, merge_layers
 from .forecast import disk_bytes, give_back_freed_memory
 from .heads import head_files
-from .others import NOT_FINITE, write_other
+from .other_params import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .planned import PlannedLayers
 from .relation import check_relation
+from .state_file import state_layout
 
 log = logging.getLogger(__name__)
 

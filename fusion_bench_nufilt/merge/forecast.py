@@ -12,10 +12,10 @@ import torch
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
-from .beside import state_layout, state_tensors
 from .engine import batch_size
 from .plan import Plan
 from .settings import BATCH_BYTES
+from .state_file import state_layout, state_tensors
 
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
 _WORKER_BYTES = 64 * 2**20

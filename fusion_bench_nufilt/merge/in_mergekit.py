@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
 
 from .fuse import MatrixLayers, check_layers, merge_matrices
-from .others import running_mean
+from .other_params import running_mean
 from .settings import Settings
 from .strength import strength_of
 

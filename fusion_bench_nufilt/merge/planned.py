@@ -11,11 +11,11 @@ from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
-from .beside import state_tensors
 from .engine import LayerSource, MergedLayer
 from .forecast import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
 from .plan import Plan
+from .state_file import state_tensors
 from .strength import measure_strengths
 
 

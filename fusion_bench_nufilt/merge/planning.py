@@ -22,7 +22,6 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.schemas import Manifest
 
-from .beside import mean_key
 from .checks import (
     CHANGED,
     check_merged,
@@ -38,6 +37,7 @@ from .layout import small_files_of
 from .plan import Plan, arrange_files, models_by_role, select
 from .relation import check_relation
 from .settings import Settings
+from .state_file import mean_key
 
 
 def plan_merge(

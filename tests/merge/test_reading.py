@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from fusion_bench_nufilt.merge import merge_folders, others
+from fusion_bench_nufilt.merge import merge_folders, other_params
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
 from tests.merge.helpers import plan, save_stream, tensors
@@ -62,7 +62,7 @@ def test_a_plan_reads_a_sample_of_the_base_once_for_all_tasks(stream, bytes_read
 def test_what_is_quantised_outside_the_layers_is_decoded_once(
     tmp_path, bytes_read, monkeypatch, quantisation
 ):
-    monkeypatch.setattr(others, "CHUNK_BYTES", 2**11)  # a few rows
+    monkeypatch.setattr(other_params, "CHUNK_BYTES", 2**11)  # a few rows
     if quantisation == "MXFP4":
         save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=2, dtype=torch.bfloat16)
         quantise = test_mxfp4.quantise
@@ -83,7 +83,7 @@ def test_what_is_quantised_outside_the_layers_is_decoded_once(
 def test_the_factors_of_fused_experts_are_read_once_however_many_experts_there_are(
     tmp_path, bytes_read, monkeypatch, experts, target_modules
 ):
-    monkeypatch.setattr(others, "CHUNK_BYTES", 2**11)
+    monkeypatch.setattr(other_params, "CHUNK_BYTES", 2**11)
     test_experts.save_adapter(tmp_path, partial(test_experts.qwen3_moe, num_experts=experts))
     planned = plan(tmp_path, ["adapter"], target_modules=target_modules, other_params="mean")
     bytes_read.clear()

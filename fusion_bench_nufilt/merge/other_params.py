@@ -22,9 +22,9 @@ from fusion_bench_nufilt.utils.tensors import (
     wide_dtype,
 )
 
-from .beside import mean_key, means_to_keep
 from .output import Output, Record
 from .plan import Plan
+from .state_file import mean_key, means_to_keep
 
 log = logging.getLogger(__name__)
 
