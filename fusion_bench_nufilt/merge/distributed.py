@@ -16,7 +16,7 @@ from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_
 
 from .encode import LayerBytes
 from .engine import LayerMerger
-from .forecast import batches, give_back_freed_memory
+from .memory import batches, give_back_freed_memory
 from .output import Record
 from .plan import Plan
 from .planned import PlannedLayers

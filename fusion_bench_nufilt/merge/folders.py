@@ -32,8 +32,8 @@ from .checks import verify_merged
 from .distributed import merge_on_cluster
 from .encode import LayerBytes
 from .engine import Budget, merge_layers
-from .forecast import disk_bytes, give_back_freed_memory
 from .heads import head_files
+from .memory import disk_bytes, give_back_freed_memory
 from .other_params import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
 from .engine import LayerSource, MergedLayer
-from .forecast import batches, layer_budget, layer_memory, solving_memory
+from .memory import batches, layer_budget, layer_memory, solving_memory
 from .output import Record
 from .plan import Plan
 from .state_file import state_tensors

@@ -31,9 +31,9 @@ from .checks import (
     check_task,
     verify_merged,
 )
-from .forecast import layer_memory, process_memory
 from .heads import describe_heads, take_heads
 from .layout import small_files_of
+from .memory import layer_memory, process_memory
 from .plan import Plan, arrange_files, models_by_role, select
 from .relation import check_relation
 from .settings import Settings

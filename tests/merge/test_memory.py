@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
-from fusion_bench_nufilt.merge.forecast import layer_budget, peak_memory, process_memory
+from fusion_bench_nufilt.merge.memory import layer_budget, peak_memory, process_memory
 
 torch.set_num_threads(2)
 folder, tasks, method, bounded = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fusion_bench_nufilt.merge.forecast import disk_bytes
+from fusion_bench_nufilt.merge.memory import disk_bytes
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from tests.conftest import REPO
