@@ -83,7 +83,7 @@ def test_there_is_no_import_circle():
 def test_models_in_memory_and_folders_are_merged_by_the_same_code():
     shared = {
         f"{NAME}.merge.{part}"
-        for part in ("engine", "checks", "heads", "other_params", "relation", "plan")
+        for part in ("engine", "checks", "heads", "other_params", "same_base", "plan")
     }
     rooms = {"continual": ("continual.layerwise",), "merge": ("merge.folders", "merge.planning")}
     for room_, modules in rooms.items():

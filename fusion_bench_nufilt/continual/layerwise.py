@@ -22,7 +22,7 @@ from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads
 from fusion_bench_nufilt.merge.other_params import average_others
 from fusion_bench_nufilt.merge.plan import Plan, Selection, select
 from fusion_bench_nufilt.merge.planned import PlannedLayers
-from fusion_bench_nufilt.merge.relation import check_relation
+from fusion_bench_nufilt.merge.same_base import check_same_base
 from fusion_bench_nufilt.merge.settings import Settings
 from fusion_bench_nufilt.merge.state_file import has_state, mean_key, state_tensors, stored_keys
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
@@ -268,7 +268,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             task.ignore(param)
         for warning in check_task(plan, task, self._architecture, plan.averaged):
             log.warning("%s", warning)
-        for warning in check_relation(plan):
+        for warning in check_same_base(plan):
             log.warning("%s", warning)
         self._ignored_keys[name] = set(missing_keys)
         for key in task.source.tensors:

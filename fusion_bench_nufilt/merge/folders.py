@@ -38,7 +38,7 @@ from .other_params import NOT_FINITE, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .planned import PlannedLayers
-from .relation import check_relation
+from .same_base import check_same_base
 from .state_file import state_layout
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ def _fetch(plan: Plan) -> list[str]:
     if not remote:
         return []
     warnings = []
-    for text in [*verify_merged(plan), *check_relation(plan)]:
+    for text in [*verify_merged(plan), *check_same_base(plan)]:
         if text not in plan.warnings:
             warnings.append(text)
             log.warning("%s", text)

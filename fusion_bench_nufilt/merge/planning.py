@@ -35,7 +35,7 @@ from .heads import describe_heads, take_heads
 from .layout import small_files_of
 from .memory import layer_memory, process_memory
 from .plan import Plan, arrange_files, models_by_role, select
-from .relation import check_relation
+from .same_base import check_same_base
 from .settings import Settings
 from .state_file import mean_key
 
@@ -250,7 +250,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
         warnings += check_modules(plan, task)
     if plan.merged is not None:
         warnings += check_state(plan, plan.merged.source.name)
-    warnings += check_relation(plan)
+    warnings += check_same_base(plan)
     _check_memory(plan)
     warnings += verify_merged(plan)
     return warnings

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.merge.checks import (
     verify_merged,
 )
 from fusion_bench_nufilt.merge.memory import batches, layer_budget, layer_memory, peak_memory
-from fusion_bench_nufilt.merge.relation import check_relation
+from fusion_bench_nufilt.merge.same_base import check_same_base
 from fusion_bench_nufilt.models.architecture import Architecture
 from tests.merge.helpers import merge, plan, save_stream
 from tests.tiny_models import llama
@@ -98,7 +98,7 @@ def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path)
         *check_task(planned, task, architecture, planned.averaged),
         *check_modules(planned, task),
         *check_state(planned, "one"),
-        *check_relation(planned),
+        *check_same_base(planned),
         *verify_merged(planned),
     ]
     assert [text for text in planned.warnings if "null_rank" not in text] == warnings

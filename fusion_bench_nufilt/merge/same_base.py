@@ -24,7 +24,7 @@ _SAMPLED_LAYERS = 8
 _SAMPLED_ELEMENTS = 2**20
 
 
-def check_relation(plan: Plan) -> list[str]:
+def check_same_base(plan: Plan) -> list[str]:
     """Warn if the weights suggest another base or no training, and refuse a layer that was drawn at
     random.
 
