@@ -81,9 +81,8 @@ def fit_adapter(
     """Minimise the objective by full-batch Adam from A ``(n, r_l, d_i)``, which is not changed, and
     B = 0.
 
-    Fifty steps do not converge, and stopping there restrains forgetting
-    (``docs/notes/closed_form.md``). Each step costs d_i^2 r_l multiplications and writes into the
-    same buffers.
+    Fifty steps do not converge, and stopping there restrains forgetting. Each step costs d_i^2 r_l
+    multiplications and writes into the same buffers.
 
     Returns:
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each
@@ -112,7 +111,8 @@ def fit_adapter(
         torch.bmm(B.mT, GB, out=BtGB)
         # ||T||^2 - 2 <T, tau B Y> + ||tau B Y||^2
         cross = (HtB.mT * Y[..., :h]).sum(dim=(-2, -1))
-        losses[:, step] = objective.target_norm2 - 2 * cross + (BtGB * YYt).sum(dim=(-2, -1))
+        square = (BtGB * YYt).sum(dim=(-2, -1))
+        losses[:, step] = objective.target_norm2 - 2 * cross + square
         if step == max_steps:
             break
         torch.bmm(GB, YYt, out=B.grad)
@@ -133,9 +133,9 @@ def solve_adapter(
     B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in
     which :math:`\tau` is large, with :math:`B^\top G B = \operatorname{diag}(g)`. With
     :math:`V^\top V = W s W^\top` the minimiser is :math:`A = [(B^\top H W) / (g s^\top +
-    \lambda)]\, W^\top V^\top`. This is not in the paper; the ridge acts as stopping Adam early does
-    (``docs/notes/closed_form.md``), and is given as :math:`\lambda` over the mean eigenvalue
-    :math:`\|\tau\|_F^2 / d_i` of G. With ``exact``, matrices are decomposed in float64.
+    \lambda)]\, W^\top V^\top`. This is not in the paper; the ridge acts as stopping Adam early
+    does, and is given as :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
+    With ``exact``, matrices are decomposed in float64.
 
     Returns:
         As :func:`fit_adapter`; the losses ``(n, 2)`` are those before and after, without the ridge.
@@ -153,16 +153,20 @@ def solve_adapter(
     B = Q @ F
     s, W = (each.to(A) for each in torch.linalg.eigh(wide(V.mT @ V)))
     penalty = ridge * tau.square().sum(dim=(-2, -1), keepdim=True) / tau.shape[-1]
-    target = B.mT @ H @ W[..., : H.shape[-1], :]  # in the coordinates where the system is diagonal
-    D = target / (g[..., None] * s[..., None, :] + penalty.clamp_min(torch.finfo(A.dtype).tiny))
+    # In the coordinates where the system is diagonal:
+    target = B.mT @ H @ W[..., : H.shape[-1], :]
+    penalty = penalty.clamp_min(torch.finfo(A.dtype).tiny)
+    D = target / (g[..., None] * s[..., None, :] + penalty)
     reached = D * s[..., None, :]  # A V = reached W^T
     gain = (reached * (2 * target - g[..., None] * reached)).sum(dim=(-2, -1))
-    losses = torch.stack([objective.target_norm2, objective.target_norm2 - gain], dim=-1)
+    loss_before = objective.target_norm2
+    losses = torch.stack([loss_before, loss_before - gain], dim=-1)
     return D @ (V @ W).mT, B, losses
 
 
 SOLVERS: dict[
-    str, Callable[[Objective, Tensor, FusionConfig, bool], tuple[Tensor, Tensor, Tensor]]
+    str,
+    Callable[[Objective, Tensor, FusionConfig, bool], tuple[Tensor, Tensor, Tensor]],
 ] = {
     "adam": lambda objective, A, config, exact: fit_adapter(
         objective, A, lr=config.lr, max_steps=config.max_steps

@@ -38,7 +38,9 @@ class FusionConfig:
         "between 0 and 1 is a share of the layer's input width.",
         symbol="r_p",
     )
-    lora_rank: int | float = option(64, "Rank of the adapter BA; 0 means no adapter.", symbol="r_l")
+    lora_rank: int | float = option(
+        64, "Rank of the adapter BA; 0 means no adapter.", symbol="r_l"
+    )
     task_rank: int | float = option(
         8,
         "Number of directions of the new task that the adapter is trained to keep; 0 means no "
@@ -82,7 +84,9 @@ class FusionConfig:
             if not is_share:
                 # The others are clipped to the layer.
                 most = 2**16 if key == "lora_rank" else 2**31
-                _check_whole(key, rank, most, ", or a share of the layer's width between 0 and 1")
+                _check_whole(
+                    key, rank, most, ", or a share of the layer's width between 0 and 1"
+                )
         _check_whole("max_steps", self.max_steps, 2**31)
         for key in ("lr", "ridge"):
             value = getattr(self, key)
@@ -100,7 +104,9 @@ class FusionConfig:
                 f"first_task must be one of 'paper', 'release', got {self.first_task!r}"
             )
         if self.solver not in ("adam", "closed_form"):
-            raise ValueError(f"solver must be one of 'adam', 'closed_form', got {self.solver!r}")
+            raise ValueError(
+                f"solver must be one of 'adam', 'closed_form', got {self.solver!r}"
+            )
 
     @property
     def has_adapter(self) -> bool:
@@ -115,7 +121,9 @@ class FusionConfig:
         def number(rank: int | float) -> int:
             return int(rank) if rank >= 1 or rank == 0 else max(1, round(rank * d_i))
 
-        return Ranks(number(self.null_rank), number(self.lora_rank), number(self.task_rank))
+        return Ranks(
+            number(self.null_rank), number(self.lora_rank), number(self.task_rank)
+        )
 
 
 def _is_number(value: object) -> bool:
@@ -133,4 +141,6 @@ def _check_whole(key: str, value: Any, most: int, otherwise: str = "") -> None:
     if is_whole and 0 <= value <= most:
         return
     bound = f" and <= {most}" if is_whole and value > most else ""
-    raise ValueError(f"{key} must be a whole number >= 0{bound}{otherwise}, got {value!r}")
+    raise ValueError(
+        f"{key} must be a whole number >= 0{bound}{otherwise}, got {value!r}"
+    )

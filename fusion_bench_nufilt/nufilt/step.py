@@ -47,7 +47,8 @@ class LowRank:
     def norm(self) -> Tensor:
         """Return the Frobenius norm of the update, ``(...)``, in float64."""
         left, right = self.left.double(), self.right.double()
-        return ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1)).clamp_min(0).sqrt()
+        squared_norm = ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1))
+        return squared_norm.clamp_min(0).sqrt()
 
     def __getitem__(self, rows: int | list[int]) -> "LowRank":
         """Return the factors of some layers of a stack."""
@@ -81,17 +82,20 @@ class LayerReport:
     solving_seconds: float = 0.0  # the part of it that the solver took
     task_norm: float = 0.0  # Frobenius norm of the new task vector
     merged_norm: float = 0.0  # Frobenius norm of the cumulative update before this step
-    protected_rank: float = (
-        0.0  # number of directions in the filter: r_p clipped to the numerical rank
-    )
-    filtered_share: float = 0.0  # share of the squared norm of tau that the filter took, in [0, 1]
-    overlap: float = 0.0  # affinity of the new task's subspace to the protected one, in [0, 1]
+    #: number of directions in the filter: r_p clipped to the numerical rank
+    protected_rank: float = 0.0
+    #: share of the squared norm of tau that the filter took, in [0, 1]
+    filtered_share: float = 0.0
+    #: affinity of the new task's subspace to the protected one, in [0, 1]
+    overlap: float = 0.0
     loss_before: float = 0.0  # objective where BA = 0
     loss_after: float = 0.0  # objective of the fused adapter
 
 
 #: The names of what a step measures of a layer.
-MEASURES = tuple(each.name for each in fields(LayerReport) if each.name not in ("shape", "seconds"))
+MEASURES = tuple(
+    each.name for each in fields(LayerReport) if each.name not in ("shape", "seconds")
+)
 
 
 def fuse_stack(
@@ -143,7 +147,9 @@ def fuse_stack(
     measures["loss_before"] = measures["loss_after"] = objective.target_norm2
     del tau_merged
 
-    weights = theta.to(tau.dtype).contiguous() + (tau_filtered if Q is None else Q @ tau_filtered)
+    if Q is not None:
+        tau_filtered = Q @ tau_filtered
+    weights = theta.to(tau.dtype).contiguous() + tau_filtered
     del tau_filtered
     if A is not None:
         begin = clock(tau.device)
@@ -160,13 +166,19 @@ def measures_of_first(tau: Tensor | LowRank) -> dict[str, Tensor]:
     if isinstance(tau, LowRank):
         _, tau = tau.in_basis()
     task_norm = _norm2(tau).sqrt()
-    return {**dict.fromkeys(MEASURES, torch.zeros_like(task_norm)), "task_norm": task_norm}
+    return {
+        **dict.fromkeys(MEASURES, torch.zeros_like(task_norm)),
+        "task_norm": task_norm,
+    }
 
 
-def task_vectors(task: Tensor | LowRank, base: Tensor, dtype: torch.dtype) -> Tensor | LowRank:
+def task_vectors(
+    task: Tensor | LowRank, base: Tensor, dtype: torch.dtype
+) -> Tensor | LowRank:
     r"""Return :math:`\tau` of tasks that are given by their weights, or by the factors of it."""
     if isinstance(task, LowRank):
-        return LowRank(task.left.to(dtype).contiguous(), task.right.to(dtype).contiguous())
+        left, right = task.left.to(dtype), task.right.to(dtype)
+        return LowRank(left.contiguous(), right.contiguous())
     return difference(task, base, dtype)
 
 
@@ -206,7 +218,8 @@ def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> 
     # or the eigenvectors and thin matrices, all in float64, too. Afterwards there is tau P with its
     # temporary.
     solver = max(
-        8 * shorter**2, 2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block
+        8 * shorter**2,
+        2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block,
     )
     subspaces = 5 * d_o * d_i + gram + solver
     # While the adapter is fitted, these are tau, the new weights, and thin matrices: A and B with
@@ -221,14 +234,15 @@ def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> 
     return itemsize * max(subspaces, adapter)
 
 
-def initial_A(name: str, d_i: int, config: FusionConfig, seed: int, step: int) -> Tensor:
+def initial_A(
+    name: str, d_i: int, config: FusionConfig, seed: int, step: int
+) -> Tensor:
     """Draw A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone or among
     other layers.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     cpu = torch.device("cpu")  # and float32, whatever torch's defaults are
     generator = torch.Generator(cpu).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    A = torch.randn(
-        config.ranks(d_i).lora, d_i, generator=generator, dtype=torch.float32, device=cpu
-    )
+    size = (config.ranks(d_i).lora, d_i)
+    A = torch.randn(size, generator=generator, dtype=torch.float32, device=cpu)
     return A * config.init_std

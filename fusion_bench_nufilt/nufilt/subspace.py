@@ -59,7 +59,8 @@ def top_right_singular_vectors(
     block, others = _split_eigenvectors(gram_matrix(X) if gram is None else gram, rank)
     for largest_change in _LARGEST_CHANGES:
         block, sigma, change = _refine(X, block, others, rank, cutoff)
-        if converged := bool((change <= largest_change).all()):
+        converged = bool((change <= largest_change).all())
+        if converged:
             break
     if tau.dtype == torch.float32 and not converged:
         raise SteepSpectrumError("its spectrum falls too steeply for float32")
@@ -73,8 +74,8 @@ def top_right_singular_vectors(
 def _refine(
     X: Tensor,  # (..., m, d)
     block: Tensor,  # approximate top eigenvectors, (..., d, k) with k > rank
-    others: tuple[Tensor, Tensor]
-    | None,  # the other eigenvectors (..., d, d - k) and eigenvalues (..., d - k)
+    # the other eigenvectors (..., d, d - k) and eigenvalues (..., d - k)
+    others: tuple[Tensor, Tensor] | None,
     rank: int,
     cutoff: float,  # singular values up to this share of the largest count as zero
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +109,8 @@ def _refine(
         U, mu = others
         change = U @ (U.mT @ residual / (squares - mu[..., None]).clamp_min(tiny))
     size = torch.linalg.vector_norm(change, dim=-2, keepdim=True)
-    V = torch.where(size < 1, V + change, V)  # Perturbation theory does not hold elsewhere.
+    # Perturbation theory does not hold elsewhere.
+    V = torch.where(size < 1, V + change, V)
     return torch.cat([V, block[..., rank:]], dim=-1), sigma, size
 
 
@@ -158,7 +160,9 @@ def leading_basis(X: Tensor, rank: int, rounds: int) -> Tensor:
     return basis
 
 
-def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def _split_eigenvectors(
+    gram: Tensor, rank: int
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix,
     and the others.
 
@@ -168,12 +172,13 @@ def _split_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, tuple[Tensor, 
     vectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
     """
     d = gram.shape[-1]
-    if d >= 256 and 16 * rank <= d and (block := _block_iteration(gram, rank)) is not None:
-        return block, None
+    if d >= 256 and 16 * rank <= d:
+        block = _block_iteration(gram, rank)
+        if block is not None:
+            return block, None
     eigenvalues, vectors = torch.linalg.eigh(gram)
-    more = max(
-        16, rank // 2
-    )  # in the flat tails of language models the gap behind fewer drowns in rounding
+    # In the flat tails of language models the gap behind fewer drowns in rounding.
+    more = max(16, rank // 2)
     n = max(0, d - rank - more)
     return vectors[..., n:], (vectors[..., :n], eigenvalues[..., :n])
 
@@ -187,7 +192,8 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
     """
     start = random_start(gram.shape[-1], 2 * rank + 16)
     X = torch.linalg.qr(gram @ start.to(gram)).Q
-    tolerance = 12 * torch.finfo(gram.dtype).eps  # the floor, where rounding takes over, is about 4
+    # The floor, where rounding takes over, is about 4.
+    tolerance = 12 * torch.finfo(gram.dtype).eps
     products = 1
     while products < max_products:
         Y = gram @ X
@@ -229,10 +235,9 @@ def _chebyshev_degree(ratios: Tensor) -> int:
     overflow float32.
     """
     growth = (2 * ratios.clamp_min(1) - 1).arccosh()
-    largest, spread = float(growth.max()), float((growth[..., -1] - growth[..., 0]).max())
-    return int(
-        max(2, min(8, math.log(1e6) / max(spread, 1e-3), math.log(1e15) / max(largest, 1e-3)))
-    )
+    largest = max(1e-3, float(growth.max()))
+    spread = max(1e-3, float((growth[..., -1] - growth[..., 0]).max()))
+    return int(max(2, min(8, math.log(1e6) / spread, math.log(1e15) / largest)))
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
@@ -255,9 +260,9 @@ def null_space_filter(
     """
     if null_space is True:
         return tau - (tau @ V_p) @ V_p.mT
-    return (
-        torch.zeros_like(tau) if null_space == "zero" else tau
-    )  # the same object tells the caller that P = I
+    if null_space == "zero":
+        return torch.zeros_like(tau)
+    return tau  # the same object tells the caller that P = I
 
 
 def first_coordinates(tau: Tensor, rank: int) -> Tensor:
