@@ -23,7 +23,6 @@ class Family(NamedTuple):
     convolutions: bool = False  # whether convolutions are merged, too
 
 
-# Each family of models is told by a module that only it has.
 _VLM = "vision-language model, whose vision tower and projector count as other parameters"
 _BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
 # The first family that fits wins. CLIP and T5 merge the authors' layers, the others all projections

@@ -1,0 +1,22 @@
+"""Rows of a tensor that are matched with the base's."""
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.models.module import MemorySource
+from fusion_bench_nufilt.models.rows import MatchedRows
+
+
+@pytest.mark.parametrize(
+    "stored", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 2, -1, -1], [-1, 0, -1, 3], [0, 1, 3, -1]]
+)
+def test_any_piece_has_the_matched_rows_and_the_bases_where_there_is_none(stored):
+    weight = torch.arange(12.0).reshape(4, 3)
+    theta_0 = -torch.arange(12.0).reshape(4, 3) - 100
+    rows = [weight[row] if row >= 0 else theta_0[i] for i, row in enumerate(stored)]
+    expected = torch.cat(rows)
+    matched = MatchedRows(MemorySource("task", {"embed": weight}), "embed", 3, stored)
+    for start in range(12):
+        for stop in range(start + 1, 13):
+            piece = matched.elements(start, stop, theta_0.flatten()[start:stop])
+            assert torch.equal(piece, expected[start:stop])
