@@ -29,10 +29,12 @@ def analyze_folders(
     """
     for checkpoint in plan.checkpoints:
         checkpoint.fetch()
-    labels = [task.source.label for task in plan.tasks]  # folders of the same name get numbers
-    tasks = [
-        label if labels.count(label) == 1 else f"{label} ({i})" for i, label in enumerate(labels, 1)
-    ]
+    labels = [task.source.label for task in plan.tasks]
+    tasks = []
+    for number, label in enumerate(labels, 1):
+        if labels.count(label) > 1:  # folders of the same name
+            label = f"{label} ({number})"
+        tasks.append(label)
     models = dict(zip(tasks, plan.tasks, strict=True))
     if plan.merged is not None:
         models["merged so far"] = plan.merged
@@ -49,10 +51,9 @@ def analyze_folders(
                 vectors[name] = task_vector(_update(model, layer, stored), rank)
         return float(torch.linalg.vector_norm(layer.view.matrix(stored))), vectors
 
-    for layer, found in zip(
-        plan.layers, map_layers(examine, plan.layers, torch.device("cpu")), strict=True
-    ):
-        result.add_vectors(layer.name, *found)
+    examined = map_layers(examine, plan.layers, torch.device("cpu"))
+    for layer, (size, vectors) in zip(plan.layers, examined, strict=True):
+        result.add_vectors(layer.name, size, vectors)
         on_layer()
     return result
 

@@ -30,14 +30,17 @@ def default_methods(width: int) -> str:
     """Return NUFILT and its ablations at the paper's ranks, scaled to the width, and the data-free
     baselines.
     """
-    r_p, r_l = rank_for_width("null_rank", 128, width), rank_for_width("lora_rank", 64, width)
+    r_p = rank_for_width("null_rank", 128, width)
+    r_l = rank_for_width("lora_rank", 64, width)
     ranks = f"null_rank={r_p}:lora_rank={r_l}"
-    return (
-        f"NUFILT {r_p}/{r_l}/8=nufilt:{ranks}, filter only "
-        f"({r_p})=nufilt/filter_only:null_rank={r_p}, "
-        f"adapter only ({r_l}/8)=nufilt/adapter_only:{ranks}, naive sum=nufilt/naive, "
-        f"{', '.join(DATA_FREE)}"
-    )
+    methods = [
+        f"NUFILT {r_p}/{r_l}/8=nufilt:{ranks}",
+        f"filter only ({r_p})=nufilt/filter_only:null_rank={r_p}",
+        f"adapter only ({r_l}/8)=nufilt/adapter_only:{ranks}",
+        "naive sum=nufilt/naive",
+        *DATA_FREE,
+    ]
+    return ", ".join(methods)
 
 
 class LossTracker:
@@ -102,10 +105,11 @@ class LossTracker:
 
 def _ranks(settings: Mapping[str, Any]) -> FusionConfig:
     """Return the method's ranks r_p and r_v, or NUFILT's where it has none."""
-    known = {
-        key: settings[key] for key in ("null_rank", "task_rank") if is_number(settings.get(key))
-    }
-    return FusionConfig(**known)
+    ranks = {}
+    for key in ("null_rank", "task_rank"):
+        if is_number(settings.get(key)):
+            ranks[key] = settings[key]
+    return FusionConfig(**ranks)
 
 
 def measure_methods(

@@ -52,24 +52,28 @@ class PoolAnalysis:
         folder: Path,
         targets: str | Sequence[str],
     ) -> None:
-        self.experiment, self.name, self.config, self.folder = experiment, name, config, folder
-        self.taskpool = (
-            experiment.evaluator.taskpool
-        )  # whose data are looked up before any model is loaded
+        self.experiment = experiment
+        self.name = name
+        self.config = config
+        self.folder = folder
+        # Its data are looked up before any model is loaded.
+        self.taskpool = experiment.evaluator.taskpool
         self.tasks = experiment.tasks
         self._pairs = config.named_pairs(self.tasks)
         self.pretrained, drawn = experiment.load(PRETRAINED)
         self.views = merged_layers(self.pretrained, targets)
         self._keys = {view.key for view in self.views.values()}
-        refuse_missing_keys(
-            PRETRAINED, [key for key in drawn if key in self._keys], can_exclude=False
-        )
+        missing_keys = [key for key in drawn if key in self._keys]
+        refuse_missing_keys(PRETRAINED, missing_keys, can_exclude=False)
         self._modules = [view.module for view in self.views.values()]
-        self.width = min(
-            view.shape[1] for view in self.views.values()
-        )  # d_i of the narrowest layer
-        self._inputs = self._draw_inputs(config.samples)
-        self._samples = {task: len(inputs.dataset) for task, inputs in self._inputs.items()}  # type: ignore[arg-type]
+        #: d_i of the narrowest layer
+        self.width = min(view.shape[1] for view in self.views.values())
+        self._inputs: dict[str, Loader] = {}
+        self._samples: dict[str, int] = {}
+        for task in self.tasks:
+            inputs = task_inputs(self.taskpool, task, config.samples, config.seed)
+            self._inputs[task] = inputs
+            self._samples[task] = len(inputs.dataset)  # type: ignore[arg-type]
         for task, count in self._samples.items():
             if count < config.data_rank:
                 raise ValueError(
@@ -83,11 +87,12 @@ class PoolAnalysis:
     @property
     def memory_note(self) -> str:
         needed = memory_of(self.pretrained, self.owners)
+        at_a_time = min(needed, MEMORY)
+        on_disk = needed / 3  # float32 means, without the float64 sums
         return (
             f"second moments of {len(self.owners)} inputs of {len(self.views)} layers, for each of "
-            f"{len(self.tasks)} "
-            f"tasks: at most {min(needed, MEMORY) / 1e6:.0f} MB of memory at a time, "
-            f"{needed / 3e6:.0f} MB on disk"
+            f"{len(self.tasks)} tasks: at most {at_a_time / 1e6:.0f} MB of memory at a time, "
+            f"{on_disk / 1e6:.0f} MB on disk"
         )
 
     def load(self, task: str) -> nn.Module:
@@ -104,19 +109,16 @@ class PoolAnalysis:
         about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
         shapes = {layer: view.shape for layer, view in self.views.items()}
         result = Analysis(about, self.tasks, shapes, self.config.task_rank, pairs=self._pairs)
-        data: dict[str, dict[str, Tensor]] = {
-            layer: {} for layer in self.views
-        }  # V_d by layer and task
-        vectors: dict[str, dict[str, TaskVector]] = {layer: {} for layer in self.views}
+        layers = list(self.views)
+        data: dict[str, dict[str, Tensor]] = {layer: {} for layer in layers}  # V_d
+        vectors: dict[str, dict[str, TaskVector]] = {layer: {} for layer in layers}
         for task in self.tasks:
             model = self.load(task)
             self.moments[task] = self._moments(task, model)
             samples[task] = {"samples": self._samples[task], "inputs": self.moments[task].tokens}
             subspaces = self._data_subspaces(self.moments[task])
-            layers = list(self.views)
-            task_vectors = map_layers(
-                partial(self._task_vector, model), layers, torch.device("cpu")
-            )
+            measure = partial(self._task_vector, model)
+            task_vectors = map_layers(measure, layers, torch.device("cpu"))
             for layer, vector in zip(layers, task_vectors, strict=True):
                 data[layer][task] = subspaces[layer]
                 vectors[layer][task] = vector
@@ -128,16 +130,13 @@ class PoolAnalysis:
         result.vectors.sort(key=lambda row: self.tasks.index(row["task"]))
         return result
 
-    def _draw_inputs(self, samples: int) -> dict[str, Loader]:
-        return {
-            task: task_inputs(self.taskpool, task, samples, self.config.seed) for task in self.tasks
-        }
-
     def _moments(self, task: str, model: nn.Module) -> Moments:
         """Return the second moments of a task's inputs, recorded now unless they were before."""
-        source, name = (
-            (model, task) if self.config.activations == "own" else (self.pretrained, PRETRAINED)
-        )
+        source = self.pretrained
+        name = PRETRAINED
+        if self.config.activations == "own":
+            source = model
+            name = task
         about = {
             "task": task,
             "activations": self.config.activations,
@@ -148,19 +147,21 @@ class PoolAnalysis:
             "taskpool": self.experiment.settings["taskpool"],
         }
         folder = self.folder / "moments" / file_name(task)
-        known = known_moments(folder, about)
-        return known or record_moments(
-            source, self._inputs[task], self.owner, folder, about, MEMORY
-        )
+        moments = known_moments(folder, about)
+        if moments is None:
+            inputs = self._inputs[task]
+            moments = record_moments(source, inputs, self.owner, folder, about, MEMORY)
+        return moments
 
     def _data_subspaces(self, moments: Moments) -> dict[str, Tensor]:
-        found = map_layers(
-            lambda own: data_subspace(moments.read(own), max(RANKS)),
-            self.owners,
-            torch.device("cpu"),
-        )
-        solved = dict(zip(self.owners, found, strict=True))
-        return {layer: solved[self.owner[view.module]] for layer, view in self.views.items()}
+        """Return V_d of every layer."""
+
+        def solve(owner: str) -> Tensor:
+            return data_subspace(moments.read(owner), max(RANKS))
+
+        subspaces = map_layers(solve, self.owners, torch.device("cpu"))
+        by_owner = dict(zip(self.owners, subspaces, strict=True))
+        return {layer: by_owner[self.owner[view.module]] for layer, view in self.views.items()}
 
     def _task_vector(self, model: nn.Module, layer: str) -> TaskVector:
         view = self.views[layer]
@@ -176,23 +177,21 @@ class PoolAnalysis:
         narrowest = min(min(view.shape) for view in self.views.values())
         ranks = [rank for rank in RANKS if rank <= narrowest]
         d_i = self.views[layer].shape[1]
-        r_d, r_v = self.config.data_rank, self.config.task_rank
+        r_d = self.config.data_rank
+        r_v = self.config.task_rank
         rows = []
-        for (of_data, V_d), (of_vector, vector) in product(data.items(), vectors.items()):
+        for data_task, vector_task in product(data, vectors):
+            V_d = data[data_task]
+            vector = vectors[vector_task]
             if vector.norm == 0:  # there are no directions to compare
                 continue
             by_rank = affinity_by_rank(V_d, vector.V, ranks).tolist()
-            rows.append(
-                {
-                    "layer": layer,
-                    "kind": kind(layer),
-                    "data": of_data,
-                    "vector": of_vector,
-                    "affinity": float(subspace_affinity(V_d[:, :r_d], vector.V[:, :r_v])),
-                    "chance": vector.directions(r_v) / d_i,
-                    "by_rank": dict(zip(ranks, by_rank, strict=True)),
-                }
-            )
+            row: Row = {"layer": layer, "kind": kind(layer)}
+            row |= {"data": data_task, "vector": vector_task}
+            row["affinity"] = float(subspace_affinity(V_d[:, :r_d], vector.V[:, :r_v]))
+            row["chance"] = vector.directions(r_v) / d_i
+            row["by_rank"] = dict(zip(ranks, by_rank, strict=True))
+            rows.append(row)
         return rows
 
 
@@ -201,11 +200,12 @@ def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict
     encoder.
     """
     chosen = select_layers(model, target_modules)
-    views = {
-        name: view for name, view in chosen.items() if view.linear and view.name == view.module
-    }
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        views = {name: view for name, view in views.items() if name.startswith("encoder.")}
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    views = {}
+    for name, view in chosen.items():
+        has_inputs = view.linear and view.name == view.module
+        if has_inputs and (name.startswith("encoder.") or not is_encoder_decoder):
+            views[name] = view
     if not views:
         raise ValueError(
             f"none of the {len(chosen)} merged layers of {type(model).__name__} has inputs to be "

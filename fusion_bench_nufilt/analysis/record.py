@@ -47,30 +47,36 @@ def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
 
 
 def _test_loader(taskpool: Any, task: str) -> Any:
-    pool, is_v01 = type(taskpool).__name__, isinstance(taskpool, V01TaskPool)
-    known = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
-    own = (
-        task
-        if task in known
-        else next((name for name in known if task in task_aliases(name)), None)
-    )
-    if own is None:
+    pool = type(taskpool).__name__
+    is_v01 = isinstance(taskpool, V01TaskPool)
+    names = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
+    name = _name_in_pool(task, names)
+    if name is None:
         raise ValueError(
-            f"the task pool {pool} has no data of task '{task}', only of {', '.join(known)}"
+            f"the task pool {pool} has no data of task '{task}', only of {', '.join(names)}"
         )
     if hasattr(taskpool, "get_test_dataloader"):
-        return taskpool.get_test_dataloader(own)
+        return taskpool.get_test_dataloader(name)
     if hasattr(taskpool, "_test_datasets"):
         if not taskpool._is_setup:
             taskpool.setup()
-        return taskpool.test_dataloaders[own]
+        return taskpool.test_dataloaders[name]
     if is_v01:
-        return taskpool.load_task(own).test_loader
+        return taskpool.load_task(name).test_loader
     raise ValueError(
         f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
-        "get_test_dataloader or "
-        "load_task); `nufilt analyze --base … --task …` needs no data"
+        "get_test_dataloader or load_task); `nufilt analyze --base … --task …` needs no data"
     )
+
+
+def _name_in_pool(task: str, names: Iterable[str]) -> str | None:
+    """Return the name of a task among those of a task pool, which may have an alias for it."""
+    if task in names:
+        return task
+    for name in names:
+        if task in task_aliases(name):
+            return name
+    return None
 
 
 @torch.no_grad()
@@ -80,17 +86,15 @@ def forward(model: nn.Module, batch: Any) -> None:
     """
     device = next(model.parameters()).device
     model.eval()
-    if hasattr(batch, "keys"):
-        known = inspect.signature(model.forward).parameters
-        model(
-            **{
-                key: batch[key].to(device)
-                for key in batch
-                if key in known and isinstance(batch[key], Tensor)
-            }
-        )
-    else:
+    if not hasattr(batch, "keys"):
         model(batch[0].to(device))
+        return
+    parameters = inspect.signature(model.forward).parameters
+    arguments = {}
+    for key in batch:
+        if key in parameters and isinstance(batch[key], Tensor):
+            arguments[key] = batch[key].to(device)
+    model(**arguments)
 
 
 @contextmanager
@@ -106,16 +110,17 @@ def watched_layers(
 
     def note_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal mask
-        given = kwargs.get("attention_mask", mask)
-        mask = given if isinstance(given, Tensor) and given.dim() == 2 else None
+        mask = kwargs.get("attention_mask", mask)
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            mask = None
 
     def pass_on(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         receive(name, args[0])
 
     def tokens(X: Tensor) -> Tensor:
-        return (
-            X[mask.bool()] if mask is not None and mask.shape == X.shape[:-1] else X.flatten(0, -2)
-        )
+        if mask is not None and mask.shape == X.shape[:-1]:
+            return X[mask.bool()]
+        return X.flatten(0, -2)
 
     with ExitStack() as stack:
         for module in model.modules():
@@ -142,11 +147,14 @@ class Moments:
     """
 
     def __init__(self, folder: Path, content: Recorded) -> None:
-        self.tokens, self._owner = content["tokens"], content["owner"]
-        files = {
-            name: TensorFile(folder / Path(name).name) for name in set(content["files"].values())
-        }
-        self._files = {owner: files[name] for owner, name in content["files"].items()}
+        self.tokens = content["tokens"]
+        self._owner = content["owner"]
+        files: dict[str, TensorFile] = {}
+        self._files: dict[str, TensorFile] = {}
+        for owner, name in content["files"].items():
+            if name not in files:
+                files[name] = TensorFile(folder / Path(name).name)
+            self._files[owner] = files[name]
         for owner in self._owner.values():
             if owner not in self._files or owner not in self._files[owner].tensors:
                 raise ValueError(
@@ -157,20 +165,20 @@ class Moments:
     def read(self, layer: str) -> Tensor:
         """Return C, ``(d_i, d_i)``, float32."""
         owner = self._owner[layer]
-        return self._files[owner].read(self._files[owner].tensors[owner])
+        file = self._files[owner]
+        return file.read(file.tensors[owner])
 
 
 def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
     """Return earlier records if they are complete and of the same model, data and layers."""
+    advice = "its moments can be recorded again"
     try:
-        if (
-            content := read_json(
-                folder / "about.json", Recorded, "its moments can be recorded again"
-            )
-        ) is None:
+        content = read_json(folder / "about.json", Recorded, advice)
+        if content is None:
             return None
-        if other := differences(content["about"], about):
-            log.info("'%s': %s; recording again", folder, in_one_line(other))
+        differing = differences(content["about"], about)
+        if differing:
+            log.info("'%s': %s; recording again", folder, in_one_line(differing))
             return None
         return Moments(folder, content)
     except ValueError as error:
@@ -196,7 +204,8 @@ def record_moments(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "about.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
-    for number, group in enumerate(_groups(model, sorted(set(owner.values())), max_memory)):
+    owners = sorted(set(owner.values()))
+    for number, group in enumerate(_groups(model, owners, max_memory)):
         moments, tokens = _run_and_sum(model, inputs, group)
         file = f"moments-{number}.safetensors"
         with atomic_file(folder / file) as temporary:
@@ -228,25 +237,31 @@ def _run_and_sum(
     with watched_layers(model, layers, add) as tokens:
         for batch in inputs:
             forward(model, batch)
-    return {name: (total / max(counts[name], 1)).float() for name, total in sums.items()}, max(
-        counts.values()
-    )
+    moments = {}
+    for name, total in sums.items():
+        moments[name] = (total / max(counts[name], 1)).float()
+    return moments, max(counts.values())
 
 
 def shared_inputs(model: nn.Module, names: Sequence[str], inputs: Loader) -> dict[str, str]:
     """Return, for each linear layer, the first one whose input is the same tensor when the model
     runs on a sample.
     """
-    first: dict[int, tuple[str, Tensor]] = {}  # holds the tensors, so that no address is used twice
+    # By the address of an input, which no other has while the tensor is held.
+    first: dict[int, tuple[str, Tensor]] = {}
     owner: dict[str, str] = {}
 
     def receive(name: str, X: Tensor) -> None:
-        owner.setdefault(name, first.setdefault(id(X), (name, X))[0])
+        first.setdefault(id(X), (name, X))
+        owner.setdefault(name, first[id(X)][0])
 
     with watched_layers(model, names, receive):
         forward(model, inputs.collate_fn([inputs.dataset[0]]))
-    if lost := [name for name in names if name not in owner]:
-        raise ValueError(f"{len(lost)} layers get no input from the task's data, '{lost[0]}' first")
+    unused = [name for name in names if name not in owner]
+    if unused:
+        raise ValueError(
+            f"{len(unused)} layers get no input from the task's data, '{unused[0]}' first"
+        )
     return owner
 
 
@@ -271,4 +286,7 @@ def _groups(model: nn.Module, names: Sequence[str], max_memory: int) -> Iterator
 def _width(model: nn.Module, name: str) -> int:
     """Return d_i of a linear layer; transformers' Conv1D stores its weight transposed."""
     module = model.get_submodule(name)
-    return module.get_parameter("weight").shape[1 if isinstance(module, nn.Linear) else 0]
+    shape = module.get_parameter("weight").shape
+    if isinstance(module, nn.Linear):
+        return shape[1]
+    return shape[0]

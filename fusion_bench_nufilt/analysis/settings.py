@@ -54,13 +54,22 @@ class AnalysisConfig:
 
     def named_pairs(self, tasks: Sequence[str]) -> list[tuple[int, int]] | None:
         """Return the pairs as task numbers, or None for the default."""
-        for text in [self.pairs] if self.pairs else PAPER_PAIRS:
-            pairs = [pair.split(":") for pair in text.replace(" ", "").split(",")]
-            wrong = [":".join(pair) for pair in pairs if len(pair) != 2 or not {*pair} <= {*tasks}]
-            if not wrong:
-                return [(tasks.index(data), tasks.index(vector)) for data, vector in pairs]
-            if self.pairs:
-                raise ValueError(
-                    f"pairs must be DATA:VECTOR of {', '.join(tasks)}, got '{wrong[0]}'"
-                )
+        if self.pairs:
+            return _task_numbers(self.pairs, tasks)
+        for pairs in PAPER_PAIRS:
+            try:
+                return _task_numbers(pairs, tasks)
+            except ValueError:  # the paper's pairs of another pool
+                continue
         return None
+
+
+def _task_numbers(text: str, tasks: Sequence[str]) -> list[tuple[int, int]]:
+    """Read ``DATA:VECTOR, …``; a ValueError names a pair that is not one of tasks."""
+    pairs = []
+    for pair in text.replace(" ", "").split(","):
+        names = pair.split(":")
+        if len(names) != 2 or not set(names) <= set(tasks):
+            raise ValueError(f"pairs must be DATA:VECTOR of {', '.join(tasks)}, got '{pair}'")
+        pairs.append((tasks.index(names[0]), tasks.index(names[1])))
+    return pairs

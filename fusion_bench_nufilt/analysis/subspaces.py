@@ -6,6 +6,7 @@ angles, for the r_d directions V_d of a task's data and the r_v >= r_d direction
 Its chance level is r_v / d_i.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,18 +24,24 @@ from fusion_bench_nufilt.nufilt.subspace import (
 
 Floats = NDArray[np.float64]
 
-_DIRECT, _ROUNDS, _SPARE = 1024, 4, 16
+#: Matrices with a side up to this are solved by their Gram matrix.
+_LARGEST_GRAM = 1024
+#: Of the subspace iteration for larger ones: its rounds, and the directions beyond those wanted.
+_ROUNDS = 4
+_OVERSAMPLING = 16
 
 
 @dataclass(frozen=True)
 class TaskVector:
-    # its top right singular vectors, (d_i, r), the most important first; zero beyond the numerical
-    # rank
+    """A task vector of one layer, by its leading directions."""
+
+    #: Its top right singular vectors, ``(d_i, r)``, the most important first; zero beyond the
+    #: numerical rank.
     V: Tensor
     norm: float  # Frobenius norm
     energy: Tensor  # the share of the squared norm in each of the directions of V, (r,)
     rank: int | None  # the numerical rank; None if more directions than were computed
-    # squared norm over the largest squared singular value (stable rank); 0 for a zero vector
+    #: The squared norm over the largest squared singular value (stable rank); 0 for a zero vector.
     effective_rank: float
 
     def directions(self, most: int) -> int:
@@ -45,26 +52,31 @@ class TaskVector:
         """Return how many directions hold this share of the energy, or None if more than were
         computed.
         """
-        reached = self.energy.cumsum(0) >= share - 1e-6
-        return int(reached.nonzero()[0]) + 1 if reached.any() else None
+        reached = self.energy.cumsum(0) >= share - 1e-6  # sums are rounded
+        if not reached.any():
+            return None
+        return int(reached.nonzero()[0]) + 1
 
 
 def task_vector(tau: Tensor, rank: int) -> TaskVector:
     """Summarise a task vector ``(d_o, d_i)`` by its top ``rank`` directions."""
     d_o, d_i = tau.shape
     V, sigma = _top_directions(tau, min(rank, d_o, d_i))
-    sigma = sigma * (sigma > max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax())
+    # Beyond the numerical rank, singular values are rounding errors.
+    cutoff = max(d_o, d_i) * torch.finfo(tau.dtype).eps * sigma.amax()
+    sigma = sigma * (sigma > cutoff)
     norm = float(torch.linalg.vector_norm(tau))
     if norm == 0:
         return TaskVector(torch.zeros_like(V), 0.0, torch.zeros_like(sigma), 0, 0.0)
-    nonzero = int((sigma > 0).sum())
-    is_known = nonzero < len(sigma) or len(sigma) == min(d_o, d_i)
+    numerical_rank: int | None = int((sigma > 0).sum())
+    if numerical_rank == len(sigma) < min(d_o, d_i):  # there may be more
+        numerical_rank = None
     return TaskVector(
-        V * (sigma > 0),
-        norm,
-        sigma.square() / norm**2,
-        nonzero if is_known else None,
-        norm**2 / float(sigma.amax()) ** 2,
+        V=V * (sigma > 0),
+        norm=norm,
+        energy=sigma.square() / norm**2,
+        rank=numerical_rank,
+        effective_rank=norm**2 / float(sigma.amax()) ** 2,
     )
 
 
@@ -76,14 +88,16 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     the matrix itself are exact enough: for singular values k^-0.4, which fall
     more slowly than those of task vectors, the energy of 32 directions is off by 0.2 %.
     """
-    if min(tau.shape) <= _DIRECT:
-        tall = tau if tau.shape[1] <= tau.shape[0] else tau.mT
-        U = top_eigenvectors(gram_matrix(tall), rank)
-        V = U if tall is tau else torch.linalg.qr(tau.mT @ U).Q
-        return V, torch.linalg.vector_norm(tau @ V, dim=0)
-    X = leading_basis(tau, rank + _SPARE, _ROUNDS)
-    Y = tau @ X
-    V = X @ torch.linalg.eigh(Y.mT @ Y).eigenvectors[:, -rank:].flip(-1)
+    d_o, d_i = tau.shape
+    if min(d_o, d_i) > _LARGEST_GRAM:
+        X = leading_basis(tau, rank + _OVERSAMPLING, _ROUNDS)
+        Y = tau @ X
+        V = X @ torch.linalg.eigh(Y.mT @ Y).eigenvectors[:, -rank:].flip(-1)
+    elif d_i <= d_o:
+        V = top_eigenvectors(gram_matrix(tau), rank)
+    else:
+        U = top_eigenvectors(gram_matrix(tau.mT), rank)
+        V = torch.linalg.qr(tau.mT @ U).Q
     return V, torch.linalg.vector_norm(tau @ V, dim=0)
 
 
@@ -94,7 +108,10 @@ def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
     It is 1 if they use the same input directions, so that merging one disturbs the other; by
     chance, rank / d_i.
     """
-    V, W = a.V[:, :rank], b.V[:, :rank]
+    V = a.V[:, :rank]
+    W = b.V[:, :rank]
+    # The squares of a basis sum up to its number of directions; the affinity is of the narrower
+    # subspace to the wider one.
     narrow, wide = sorted((V, W), key=lambda basis: int(basis.square().sum().round()))
     return float(subspace_affinity(narrow, wide))
 
@@ -116,7 +133,10 @@ def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor
     both bases.
     """
     squares = (V_hat.mT @ V_d).square()
-    return torch.stack([squares[..., :r, :r].sum(dim=(-2, -1)) / r for r in ranks], dim=-1)
+    affinities = []
+    for r in ranks:
+        affinities.append(squares[..., :r, :r].sum(dim=(-2, -1)) / r)
+    return torch.stack(affinities, dim=-1)
 
 
 def dominance(A: Floats) -> dict[str, float]:
@@ -128,18 +148,23 @@ def dominance(A: Floats) -> dict[str, float]:
     affinity wins.
     """
     count = A.shape[-1]
-    own = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)
-    other = ~np.eye(count, dtype=bool)
+    matched = np.diagonal(A, axis1=1, axis2=2)  # (layers, T)
+    is_mismatched = ~np.eye(count, dtype=bool)
+    wins_in_row = matched[:, :, None] > A
+    wins_in_column = matched[:, None, :] > A
+    wins = np.stack([wins_in_row, wins_in_column])[..., is_mismatched]
+    diagonal = float(matched.mean())
+    off_diagonal = float(A[:, is_mismatched].mean())
     M = A.mean(axis=0)
-    above = np.stack([own[:, :, None] > A, own[:, None, :] > A])
-    matched, mismatched = float(own.mean()), float(A[:, other].mean())
+    leads_row = M.argmax(axis=1) == np.arange(count)
+    leads_column = M.argmax(axis=0) == np.arange(count)
     return {
-        "diagonal": matched,
-        "off_diagonal": mismatched,
-        "rows": int((M.argmax(axis=1) == np.arange(count)).sum()),
-        "columns": int((M.argmax(axis=0) == np.arange(count)).sum()),
-        "matched_above": float(above[..., other].mean()),
-        "ratio": matched / mismatched if mismatched else float("inf"),
+        "diagonal": diagonal,
+        "off_diagonal": off_diagonal,
+        "rows": int(leads_row.sum()),
+        "columns": int(leads_column.sum()),
+        "matched_above": float(wins.mean()),
+        "ratio": diagonal / off_diagonal if off_diagonal else math.inf,
     }
 
 
@@ -149,5 +174,9 @@ def example_pairs(M: Floats) -> list[tuple[int, int]]:
     They are the largest diagonal entry, and the 90th percentile and the lowest of the others.
     """
     best = int(np.diagonal(M).argmax())
-    off = sorted((float(M[i, j]), i, j) for i in range(len(M)) for j in range(len(M)) if i != j)
-    return [(best, best), *(off[rank][1:] for rank in (round(0.9 * (len(off) - 1)), 0) if off)]
+    mismatched = [(i, j) for i, j in np.ndindex(M.shape) if i != j]
+    if not mismatched:
+        return [(best, best)]
+    mismatched.sort(key=lambda pair: float(M[pair]))
+    high = mismatched[round(0.9 * (len(mismatched) - 1))]
+    return [(best, best), high, mismatched[0]]

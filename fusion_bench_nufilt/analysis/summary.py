@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from fusion_bench_nufilt.pages.metrics import LAYER_MEANS
 from fusion_bench_nufilt.pages.names import depth, kind
 from fusion_bench_nufilt.pages.page import sentences
 from fusion_bench_nufilt.pages.tables import to_csv
@@ -24,10 +25,7 @@ from .surrogates import harmonic_mean
 Row = dict[str, Any]
 
 LOSSES = ["stability", "plasticity"]
-OVERLAP_BY_LAYER = "overlap of two task vectors, mean over pairs"
-
-#: The prefix of the two losses' names for each way of measuring them.
-_PREFIXES = {"fixed": "", "relative": "relative_"}
+AFFINITY = ["layer", "kind", "data", "vector", "affinity", "chance", "by_rank"]
 
 
 @dataclass
@@ -62,31 +60,22 @@ class Analysis:
         d_i = self.layers[layer][1]
         changing = {task: vector for task, vector in vectors.items() if vector.norm}
         for task, vector in changing.items():
-            self.vectors.append(
-                {
-                    "task": task,
-                    "layer": layer,
-                    "norm": vector.norm,
-                    "relative_norm": vector.norm / (size or 1),
-                    "rank": vector.rank,
-                    "effective_rank": vector.effective_rank,
-                    "rank_90": vector.rank_for(0.9),
-                    "energy_in_top": float(vector.energy[: self.task_rank].sum()),
-                    "energy": vector.energy,
-                }
-            )
+            row: Row = {"task": task, "layer": layer}
+            row["norm"] = vector.norm
+            row["relative_norm"] = vector.norm / (size or 1)
+            row["rank"] = vector.rank
+            row["effective_rank"] = vector.effective_rank
+            row["rank_90"] = vector.rank_for(0.9)
+            row["energy_in_top"] = float(vector.energy[: self.task_rank].sum())
+            row["energy"] = vector.energy
+            self.vectors.append(row)
         for (one, a), (other, b) in product(changing.items(), repeat=2):
-            self.overlaps.append(
-                {
-                    "layer": layer,
-                    "kind": kind(layer),
-                    "vector": one,
-                    "other_vector": other,
-                    "overlap": overlap(a, b, self.task_rank),
-                    # That of random directions: the larger of the two subspaces counts.
-                    "chance": max(a.directions(self.task_rank), b.directions(self.task_rank)) / d_i,
-                }
-            )
+            # That of random directions: the larger of the two subspaces counts.
+            directions = max(a.directions(self.task_rank), b.directions(self.task_rank))
+            row = {"layer": layer, "kind": kind(layer), "vector": one, "other_vector": other}
+            row["overlap"] = overlap(a, b, self.task_rank)
+            row["chance"] = directions / d_i
+            self.overlaps.append(row)
 
 
 def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
@@ -118,20 +107,23 @@ def reading(content: Row) -> list[str]:
     """Return sentences on which tasks collide and where, how many directions they take, and what
     the data shows.
     """
+    names = content["names"]
     pairs = []
-    for (i, one), (j, other) in combinations(enumerate(content["names"]), 2):
+    for i, j in combinations(range(len(names)), 2):
         value = content["overlap"]["all"][i][j]
         if value is not None:
-            pairs.append((value, one, other, content["common_layers"][i][j]))
-    by_layer = content["layers_of"].get(OVERLAP_BY_LAYER, {})
+            pairs.append((value, names[i], names[j], content["common_layers"][i][j]))
+    overlaps = content["layers_of"].get(LAYER_MEANS["overlap"].title, {})
+    dominance = content.get("affinity", {}).get("all", {}).get("dominance")
+    measured = {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
     return sentences(
         "reading.txt",
         content=content,
-        idle=[task for task in content["tasks"] if task not in content["names"]],
+        idle=[task for task in content["tasks"] if task not in names],
         pairs=sorted(pairs, reverse=True),
-        layers=sorted(by_layer.items(), key=lambda row: -row[1]),
-        dominance=content.get("affinity", {}).get("all", {}).get("dominance"),
-        methods={name: row for name, row in content.get("methods", {}).items() if "fixed" in row},
+        layers=sorted(overlaps.items(), key=lambda layer: -layer[1]),
+        dominance=dominance,
+        methods=measured,
     )
 
 
@@ -148,19 +140,15 @@ def summarise(analysis: Analysis) -> Row:
         )
     vectors = pd.DataFrame(analysis.vectors)
     overlaps = pd.DataFrame(analysis.overlaps)
-    affinity = pd.DataFrame(
-        analysis.affinity,
-        columns=["layer", "kind", "data", "vector", "affinity", "chance", "by_rank"],
-    )
+    affinity = pd.DataFrame(analysis.affinity, columns=AFFINITY)
     names = list(vectors["task"].unique())
     changed = set(vectors["layer"])
-    layers = [
-        {"name": name, "kind": kind(name), "depth": depth(name), "shape": list(shape)}
-        for name, shape in analysis.layers.items()
-        if name in changed
-    ]
+    layers = []
+    for name, shape in analysis.layers.items():
+        if name in changed:
+            about = {"name": name, "kind": kind(name), "depth": depth(name), "shape": list(shape)}
+            layers.append(about)
     different = overlaps[overlaps["vector"] != overlaps["other_vector"]]
-    counts = overlaps.groupby(["vector", "other_vector"]).size()
     content: Row = {
         "kind": "analysis",
         "about": analysis.about,
@@ -169,27 +157,19 @@ def summarise(analysis: Analysis) -> Row:
         "task_rank": analysis.task_rank,
         "layers": layers,
         "unchanged_layers": len(analysis.layers) - len(layers),
-        "chance": _means_by_group(different, "chance"),
-        "vectors": _vectors(vectors),
-        "overlap": {
-            group: _matrix(rows.groupby(["vector", "other_vector"])["overlap"].mean(), names)
-            for group, rows in _by_group(overlaps).items()
-        },
-        "common_layers": [[int(counts.get((one, other), 0)) for other in names] for one in names],
-        "energy": _energy(vectors),
-        "layers_of": _layers_of(vectors, different, affinity),
-        "versions": {
-            name: version(name) for name in ("fusion-bench-nufilt", "torch", "transformers")
-        },
     }
-    if len(affinity):
-        affinities = _affinities(affinity, analysis.tasks)
-        content["affinity"] = affinities
-        chosen = []
-        if len(analysis.tasks) > 1:
-            chosen = example_pairs(np.nan_to_num(affinities["all"]["mean"]))
-        content["pairs"] = analysis.pairs or chosen
-        width = fmean(d_i for name, (_, d_i) in analysis.layers.items() if name in changed)
+    content["chance"] = _chances(different)
+    content["vectors"] = _vectors(vectors)
+    content["overlap"] = _overlaps(overlaps, names)
+    content["common_layers"] = _common_layers(overlaps, names)
+    content["energy"] = _energy(vectors)
+    content["layers_of"] = _layer_means(vectors, different, affinity)
+    packages = ("fusion-bench-nufilt", "torch", "transformers")
+    content["versions"] = {name: version(name) for name in packages}
+    if analysis.affinity:
+        content["affinity"] = _affinities(affinity, analysis.tasks)
+        content["pairs"] = analysis.pairs or _default_pairs(content["affinity"], analysis.tasks)
+        width = fmean(analysis.layers[name][1] for name in analysis.layers if name in changed)
         content["affinity_by_rank"] = _by_rank(affinity, width)
     if analysis.losses:
         content["methods"] = {}
@@ -223,34 +203,49 @@ def _by_group(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return groups
 
 
-def _means_by_group(rows: pd.DataFrame, column: str) -> dict[str, float]:
-    return {group: float(members[column].mean()) for group, members in _by_group(rows).items()}
-
-
 def _matrix(values: "pd.Series[float]", names: Sequence[str]) -> Floats:
     """Return values of pairs of names as an array ``(names, names)``; NaN where there is none."""
     pairs = pd.MultiIndex.from_product([names, names])
     return values.reindex(pairs).to_numpy(dtype=float).reshape(len(names), len(names))
 
 
+def _chances(different: pd.DataFrame) -> Row:
+    """Return the overlap of random directions, mean over pairs of different task vectors."""
+    groups = _by_group(different)
+    return {group: float(members["chance"].mean()) for group, members in groups.items()}
+
+
+def _overlaps(overlaps: pd.DataFrame, names: Sequence[str]) -> Row:
+    """Return the overlap of each two task vectors, mean over the layers that both change."""
+    matrices = {}
+    for group, rows in _by_group(overlaps).items():
+        pairs = rows.groupby(["vector", "other_vector"])["overlap"]
+        matrices[group] = _matrix(pairs.mean(), names)
+    return matrices
+
+
+def _common_layers(overlaps: pd.DataFrame, names: Sequence[str]) -> list[list[int]]:
+    """Return the number of layers that each two task vectors change."""
+    counts = overlaps.groupby(["vector", "other_vector"]).size()
+    matrix: list[list[int]] = np.nan_to_num(_matrix(counts, names)).astype(int).tolist()
+    return matrix
+
+
 def _vectors(rows: pd.DataFrame) -> Row:
-    # More directions than were computed are more than any number of them.
-    known = rows.assign(
-        rank=rows["rank"].astype(float).fillna(math.inf),
-        rank_90=rows["rank_90"].astype(float).fillna(math.inf),
-    )
-    summary: Row = (
-        known.groupby("task", sort=False)
-        .agg(
-            layers=("layer", "size"),
-            relative_norm=("relative_norm", "mean"),
-            rank=("rank", "median"),
-            effective_rank=("effective_rank", "median"),
-            rank_90=("rank_90", "median"),
-            energy_in_top=("energy_in_top", "mean"),
-        )
-        .to_dict("index")
-    )
+    rows = rows.copy()
+    for name in ("rank", "rank_90"):
+        # More directions than were computed are more than any number of them.
+        rows[name] = rows[name].astype(float).fillna(math.inf)
+    by_task = rows.groupby("task", sort=False)
+    columns = {
+        "layers": by_task.size(),
+        "relative_norm": by_task["relative_norm"].mean(),
+        "rank": by_task["rank"].median(),
+        "effective_rank": by_task["effective_rank"].median(),
+        "rank_90": by_task["rank_90"].median(),
+        "energy_in_top": by_task["energy_in_top"].mean(),
+    }
+    summary: Row = pd.DataFrame(columns).to_dict("index")
     return summary
 
 
@@ -258,7 +253,7 @@ def _energy(rows: pd.DataFrame) -> Row:
     """Return the share of a task vector's energy in its first 1, 2, … directions, averaged over the
     layers.
     """
-    solved = min(map(len, rows["energy"]))
+    solved = min(len(energy) for energy in rows["energy"])
     curves = {}
     for task, members in rows.groupby("task", sort=False):
         shares = [energy[:solved].cumsum(dim=0) for energy in members["energy"]]
@@ -266,65 +261,82 @@ def _energy(rows: pd.DataFrame) -> Row:
     return curves
 
 
-def _layers_of(vectors: pd.DataFrame, different: pd.DataFrame, affinity: pd.DataFrame) -> Row:
-    """Return, for each layer, means over the tasks or over pairs of them."""
-    matched = affinity["data"] == affinity["vector"]
-    columns = {
-        "effective rank, mean over the tasks": vectors.set_index("layer")["effective_rank"],
-        OVERLAP_BY_LAYER: different.set_index("layer")["overlap"],
-        "affinity, matched": affinity[matched].set_index("layer")["affinity"],
-        "affinity, mismatched": affinity[~matched].set_index("layer")["affinity"],
+def _layer_means(
+    vectors: pd.DataFrame, different: pd.DataFrame, affinity: pd.DataFrame
+) -> dict[str, Row]:
+    """Return, by the title of a quantity, its mean over the tasks or over pairs of them in each
+    layer.
+    """
+    is_matched = affinity["data"] == affinity["vector"]
+    measured = {
+        "effective_rank": vectors.set_index("layer")["effective_rank"],
+        "overlap": different.set_index("layer")["overlap"],
+        "matched_affinity": affinity[is_matched].set_index("layer")["affinity"],
+        "mismatched_affinity": affinity[~is_matched].set_index("layer")["affinity"],
     }
     means = {}
-    for title, values in columns.items():
-        if len(values):
-            means[title] = values.groupby("layer", sort=False).mean().to_dict()
+    for name, values in measured.items():
+        if len(values):  # else there is one task, or no data
+            by_layer = values.groupby("layer", sort=False).mean()
+            means[LAYER_MEANS[name].title] = by_layer.to_dict()
     return means
 
 
 def _affinities(affinity: pd.DataFrame, tasks: Sequence[str]) -> Row:
+    """Return the affinity of each task's data and each task vector over the layers of a group."""
     summary: Row = {}
     for group, rows in _by_group(affinity).items():
         pairs = rows.groupby(["data", "vector"])["affinity"]
-        by_layer = [
-            _matrix(members.set_index(["data", "vector"])["affinity"], tasks)
-            for _, members in rows.groupby("layer", sort=False)
-        ]
-        # The layers that all task vectors change.
-        whole = [A for A in by_layer if not np.isnan(A).any()]
         summary[group] = {
             "mean": _matrix(pairs.mean(), tasks),
             "p90": _matrix(pairs.quantile(0.9), tasks),
             "chance": float(rows["chance"].mean()),
         }
-        if len(tasks) > 1 and whole:
-            summary[group]["dominance"] = {**dominance(np.stack(whole)), "layers": len(whole)}
+        complete = []  # the layers that all task vectors change
+        for _, members in rows.groupby("layer", sort=False):
+            A = _matrix(members.set_index(["data", "vector"])["affinity"], tasks)
+            if not np.isnan(A).any():
+                complete.append(A)
+        if len(tasks) > 1 and complete:
+            measures = dominance(np.stack(complete))
+            summary[group]["dominance"] = {**measures, "layers": len(complete)}
     return summary
 
 
+def _default_pairs(affinities: Row, tasks: Sequence[str]) -> list[tuple[int, int]]:
+    if len(tasks) == 1:
+        return []
+    return example_pairs(np.nan_to_num(affinities["all"]["mean"]))
+
+
 def _by_rank(affinity: pd.DataFrame, width: float) -> Row:
+    """Return the mean affinity for each r = r_d = r_v, given the mean width d_i."""
     curves = pd.DataFrame(affinity["by_rank"].tolist())
-    matched = affinity["data"] == affinity["vector"]
+    is_matched = affinity["data"] == affinity["vector"]
+    mismatched = []
+    if not is_matched.all():
+        mismatched = curves[~is_matched].mean().tolist()
     return {
         "ranks": curves.columns.tolist(),
-        "diagonal": curves[matched].mean().tolist(),
-        "off_diagonal": [] if matched.all() else curves[~matched].mean().tolist(),
+        "diagonal": curves[is_matched].mean().tolist(),
+        "off_diagonal": mismatched,
         "chance": [rank / width for rank in curves],
     }
 
 
 def _method(rows: pd.DataFrame) -> Row:
+    """Return a method's losses beyond the first step, and how they rank the layers."""
     later = rows[rows["step"] > 1]
     if later.empty:
         return {}
-    content: Row = {
-        name: _losses(later, [f"{prefix}{loss}" for loss in LOSSES])
-        for name, prefix in _PREFIXES.items()
+    correlations = {}
+    for loss in LOSSES:
+        correlations[loss] = _correlation(later, [loss, f"data_free_{loss}"])
+    return {
+        "fixed": _losses(later, ["stability", "plasticity"]),
+        "relative": _losses(later, ["relative_stability", "relative_plasticity"]),
+        "rank_correlation": correlations,
     }
-    content["rank_correlation"] = {
-        loss: _correlation(later, [loss, f"data_free_{loss}"]) for loss in LOSSES
-    }
-    return content
 
 
 def _losses(rows: pd.DataFrame, columns: list[str]) -> Row:
@@ -344,8 +356,8 @@ def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
     each step's layers.
     """
 
-    def rho(some: pd.DataFrame) -> float:
-        return float(some[columns].corr("spearman", min_periods=3).iloc[0, 1])
+    def rho(members: pd.DataFrame) -> float:
+        return float(members[columns].corr("spearman", min_periods=3).iloc[0, 1])
 
     return {
         "layers_and_steps": rho(rows),

@@ -26,12 +26,16 @@ def layer_losses(
     and a relative loss where all outputs are zero.
     """
     names = ("stability", "plasticity", "relative_stability", "relative_plasticity")
-    found: dict[str, float | None] = dict.fromkeys(names)
+    losses: dict[str, float | None] = dict.fromkeys(names)
     for name, W, C in (("stability", W_old, C_old), ("plasticity", W_task, C_task)):
-        if C is not None:
-            loss, size = float(mean_square(W_new - W, C)), float(mean_square(W, C))
-            found |= {name: loss, f"relative_{name}": loss / size if size else None}
-    return found
+        if C is None:
+            continue
+        loss = float(mean_square(W_new - W, C))
+        size = float(mean_square(W, C))
+        losses[name] = loss
+        if size != 0:
+            losses[f"relative_{name}"] = loss / size
+    return losses
 
 
 def harmonic_mean(a: float, b: float) -> float:
@@ -52,9 +56,8 @@ def data_free_losses(
     """
 
     def loss(D: Tensor, V: Tensor) -> float:
-        inside, whole = float((D @ V).square().sum()), float(D.square().sum())
-        return (
-            inside if inside > torch.finfo(D.dtype).eps * whole else 0.0
-        )  # else it is rounding error
+        inside = float((D @ V).square().sum())
+        rounding_error = torch.finfo(D.dtype).eps * float(D.square().sum())
+        return inside if inside > rounding_error else 0.0
 
     return loss(tau_new - tau_old, V_p), loss(tau_new - tau_task, V_t)

@@ -73,6 +73,13 @@ LAYER_METRICS = {
     "task_norm": Metric("norm of the task vector", "norm of task vectors"),
     "merged_norm": Metric("norm of what was merged before"),
 }
+#: What an analysis measures of a layer, mean over the tasks or over pairs of them.
+LAYER_MEANS = {
+    "effective_rank": Metric("effective rank, mean over the tasks"),
+    "overlap": Metric("overlap of two task vectors, mean over pairs"),
+    "matched_affinity": Metric("affinity, matched"),
+    "mismatched_affinity": Metric("affinity, mismatched"),
+}
 
 
 def or_none(value: float) -> float | None:

@@ -94,7 +94,7 @@ def test_block_iteration_agrees_with_the_direct_solver(draw, monkeypatch):
     U, V = (basis(draw, width, 200).float() for width in (300, 260))
     tau = U * torch.arange(1, 201) ** -0.5 @ V.mT
     direct = task_vector(tau, 8)
-    monkeypatch.setattr(subspaces, "_DIRECT", 0)
+    monkeypatch.setattr(subspaces, "_LARGEST_GRAM", 0)
     iterated = task_vector(tau, 8)
     assert torch.allclose(iterated.energy, direct.energy, rtol=1e-3)
     assert overlap(iterated, direct, 8) > 0.999
