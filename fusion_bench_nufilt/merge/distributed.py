@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 import torch
+from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
 
-from .encode import LayerBytes
-from .engine import LayerMerger
+from .encode import serialize_layer
+from .engine import LayerMerger, MergedLayer
 from .memory import batches, give_back_freed_memory
 from .output import Record
 from .plan import Plan
 from .planned import PlannedLayers
+from .state_file import state_layout
 
 _Merged = list[
     tuple[Record, list[numpy.ndarray]]
@@ -70,19 +72,19 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     here = dataclasses.replace(plan, settings=settings)
     merger = LayerMerger(PlannedLayers(here, strengths))
-    encode = LayerBytes(here)
+    _, state_places = state_layout(here)
     layers = {layer.param: layer for layer in plan.layers}
 
     def merge(params: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer
-        merged: list[tuple[Record, Sequence[memoryview]]] = []
-        batch = [layers[param] for param in params]
-        merger.merge(
-            batch, lambda layer, weigh: merged.append((layer.record, encode(layer, weigh)))
-        )
-        return [
-            (record, [numpy.frombuffer(piece, numpy.uint8) for piece in pieces])
-            for record, pieces in merged
-        ]
+        results: _Merged = []
+
+        def take(merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
+            pieces = serialize_layer(here, state_places, merged, weigh)
+            arrays = [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]
+            results.append((merged.record, arrays))
+
+        merger.merge([layers[param] for param in params], take)
+        return results
 
     return merge

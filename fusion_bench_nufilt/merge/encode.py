@@ -1,6 +1,6 @@
 """The bytes of merged layers in the result's files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -11,44 +11,44 @@ from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, digest, is_fin
 
 from .engine import MergedLayer
 from .plan import Plan
-from .state_file import state_layout, state_tensors
+from .state_file import state_tensors
 
 
-class LayerBytes:
-    """Turns the layers of a plan into the bytes of its files."""
+def serialize_layer(
+    plan: Plan,
+    state_places: Mapping[str, TensorInfo],
+    merged: MergedLayer[Layer],
+    weigh: Callable[[], Tensor],
+) -> list[memoryview]:
+    """Return the bytes of a layer's state, if it is kept, and of its weight; note their places in
+    its record.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        _, self._kept = state_layout(plan)
-
-    def __call__(self, merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> list[memoryview]:
-        """Return the bytes of a layer's state, if it is kept, and of its weight; note their places
-        in its record.
-        """
-        plan = self.plan
-        layer = merged.layer
-        record = merged.record
-        weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
-        stored: list[tuple[TensorInfo, Tensor]] = []
-        if self._kept:
-            for key, value in state_to_keep(plan, layer, merged.state).items():
-                if key in self._kept:
-                    stored.append((self._kept[key], value.cpu()))
-        rows_place = self._kept.get(new_rows_key(layer.param))
-        if rows_place is not None:
-            stored.append((rows_place, plan.vocabulary.new_rows(layer.param)))
-        for key in layer.keys:
-            place = plan.places[key]
-            value = weight.to(FLOATS[place.dtype])
-            if not is_finite(value):
-                raise ValueError(
-                    f"tensor '{key}': the merged weight is too large for {place.dtype}"
-                )
-            stored.append((place, value.cpu()))
-        record["written"] = [
-            (info.file, info.start, info.stop, digest(value)) for info, value in stored
-        ]
-        return [raw_bytes(value) for _, value in stored]
+    ``state_places`` has the places in the file of the state, by key; none if there is no such file.
+    """
+    layer = merged.layer
+    record = merged.record
+    weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
+    stored: list[tuple[TensorInfo, Tensor]] = []
+    if state_places:
+        for key, value in state_to_keep(plan, layer, merged.state).items():
+            if key in state_places:
+                stored.append((state_places[key], value.cpu()))
+    rows_place = state_places.get(new_rows_key(layer.param))
+    if rows_place is not None:
+        stored.append((rows_place, plan.vocabulary.new_rows(layer.param)))
+    for key in layer.keys:
+        place = plan.places[key]
+        value = weight.to(FLOATS[place.dtype])
+        if not is_finite(value):
+            raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
+        stored.append((place, value.cpu()))
+    written = []
+    pieces = []
+    for place, value in stored:
+        written.append((place.file, place.start, place.stop, digest(value)))
+        pieces.append(raw_bytes(value))
+    record["written"] = written
+    return pieces
 
 
 def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:

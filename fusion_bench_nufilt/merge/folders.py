@@ -4,14 +4,14 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import format_names
@@ -30,8 +30,8 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 from .card import model_card
 from .checks import verify_merged
 from .distributed import merge_on_cluster
-from .encode import LayerBytes
-from .engine import Budget, merge_layers
+from .encode import serialize_layer
+from .engine import Budget, MergedLayer, merge_layers
 from .heads import head_files
 from .memory import disk_bytes, give_back_freed_memory
 from .other_params import NOT_FINITE, write_other
@@ -197,23 +197,22 @@ def _merge(
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
     others = [param for param in plan.others if param not in done]
-    written = map_layers(
-        lambda param: write_other(plan, param, state_places, output), others, torch.device("cpu")
-    )
-    for _ in chain(_merge_layers(plan, layers, output), written):
-        progress(len(done), total)
 
+    def write_layer(merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
+        output.add(merged.record, serialize_layer(plan, state_places, merged, weigh))
 
-def _merge_layers(plan: Plan, layers: Sequence[Layer], output: Output) -> Iterator[int]:
+    def write_other_param(param: str) -> None:
+        write_other(plan, param, state_places, output)
+
     if plan.settings.engine == "ray":
-        return merge_on_cluster(plan, layers, output.add)
-    give_back_freed_memory()
-    encode = LayerBytes(plan)
-    return merge_layers(
-        PlannedLayers(plan),
-        layers,
-        lambda layer, weigh: output.add(layer.record, encode(layer, weigh)),
-    )
+        merged_layers = merge_on_cluster(plan, layers, output.add)
+    else:
+        give_back_freed_memory()
+        merged_layers = merge_layers(PlannedLayers(plan), layers, write_layer)
+    for _ in merged_layers:
+        progress(len(done), total)
+    for _ in map_layers(write_other_param, others, torch.device("cpu")):
+        progress(len(done), total)
 
 
 def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
@@ -224,11 +223,10 @@ def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
     source = PlannedLayers(dataclasses.replace(plan, settings=settings))
     budget = Budget(source.memory_limit)
     layers = {layer.param: layer for layer in plan.layers}
-    comparable = [
-        record
-        for record in records
-        if record["param"] in layers and record["param"] not in plan.vocabulary.params
-    ]
+    comparable = []
+    for record in records:
+        if record["param"] in layers and record["param"] not in plan.vocabulary.params:
+            comparable.append(record)
 
     def digests_read(record: Record) -> dict[str, str]:
         layer = layers[record["param"]]
@@ -236,8 +234,11 @@ def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
             return source.digests_read(layer)
 
     digests = map_layers(digests_read, comparable, torch.device("cpu"))
-    pairs = zip(comparable, digests, strict=True)
-    return [record for record, now in pairs if record["read"] == now]
+    unchanged = []
+    for record, digests_now in zip(comparable, digests, strict=True):
+        if record["read"] == digests_now:
+            unchanged.append(record)
+    return unchanged
 
 
 def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -> dict[str, Any]:
