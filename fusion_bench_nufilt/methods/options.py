@@ -9,7 +9,7 @@ from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.utils import options
 from fusion_bench_nufilt.utils.options import check_positive, is_number
 
-FAINTEST = 1e-6  # a direction weaker than this share of the strongest is rounding error
+RTOL = 1e-6  # a direction weaker than this share of the strongest is rounding error
 
 option = partial(options.option, panel="Order-free methods")
 
@@ -29,10 +29,9 @@ class RampConfig:
     )
 
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            *(each.name for each in fields(self) if each.type is float and each.name != "ramp"),
-        )
+        numbers = [field.name for field in fields(self) if field.type is float]
+        numbers.remove("ramp")
+        check_positive(self, *numbers)
         if not (is_number(self.ramp) and -1 < self.ramp < 1):
             raise ValueError(f"ramp must be a number between -1 and 1, got {self.ramp!r}")
 
@@ -72,7 +71,7 @@ class TsvConfig(ScaleConfig):
         "rounds of subspace iteration.",
     )
     faintest: float = option(
-        FAINTEST, "Directions below this share of a task's strongest are left out."
+        RTOL, "Directions below this share of a task's strongest are left out."
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +89,7 @@ class SpectralConfig(RampConfig):
     )
     damp: float = option(0.5, "Directions that n tasks share are held down by n^-damp.")
     faintest: float = option(
-        FAINTEST,
+        RTOL,
         "Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in "
         "float32, of the leading eighth of the directions where no others count.",
     )

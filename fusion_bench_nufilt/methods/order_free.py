@@ -18,13 +18,13 @@ from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis
 from fusion_bench_nufilt.utils.tensors import stack, wide_dtype, widened
 
 from .base import LayerMethod, Measures, State
-from .options import FAINTEST, ORDER_FREE_DEFAULTS, RampConfig, ScaleConfig
+from .options import ORDER_FREE_DEFAULTS, RTOL, RampConfig, ScaleConfig
 from .task_vector import TaskVector
 
-FAINTEST_IN_FLOAT32 = (
-    1e-4  # products in float32 know directions down to this share of the strongest
-)
-FAINT = 1e-3  # eigenvalues below this share of the largest are inaccurate in float32
+# Products in float32 know directions down to this share of the strongest.
+RTOL_OF_FLOAT32 = 1e-4
+# Eigenvalues below this share of the largest are inaccurate in float32.
+RTOL_OF_EIGENVALUES = 1e-3
 
 
 class OrderFree(LayerMethod):
@@ -171,9 +171,9 @@ class FirstWhole(OrderFree):
         return self.accumulate_next({**state, "count": count}, task)
 
     def merged_update(self, state: State, scale: float) -> Tensor:
-        return (
-            state["votes"] if state["count"] == 1 else self.merged_update_of_several(state, scale)
-        )
+        if state["count"] == 1:
+            return state["votes"]
+        return self.merged_update_of_several(state, scale)
 
 
 def task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -> Tensor | LowRank:
@@ -199,7 +199,7 @@ def direction_dtype(wide: torch.dtype) -> torch.dtype:
     return torch.float64 if wide == torch.float64 else torch.float16
 
 
-def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAINTEST) -> Tensor:
+def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTOL) -> Tensor:
     r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix
     in float64.
 
@@ -208,29 +208,36 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = FAI
     """
     if X.shape[0] < X.shape[1]:
         return map_spectrum(X.mT, f, faintest).mT
-    products = X if faintest >= FAINTEST_IN_FLOAT32 else X.double()
+    products = X
+    if faintest < RTOL_OF_FLOAT32:
+        products = X.double()
     d = X.shape[1]
-    ranks = [
-        d // 16,
-        d // 4,
-        d // 2,
-        d,
-    ]  # sums of low-rank updates have all that counts in a few directions
+    # Sums of low-rank updates have all that counts in a few directions, so few are tried first.
+    ranks = [d // 16, d // 4, d // 2, d]
     while True:
         rank = ranks.pop(0)
-        Q = leading_basis(products, rank, rounds=2) if 0 < rank < d else None
-        B = X.double() if Q is None else products @ Q
+        if 0 < rank < d:
+            Q = leading_basis(products, rank, rounds=2)
+            B = products @ Q
+        else:
+            Q = None
+            B = X.double()
         squares, V = torch.linalg.eigh(gram_matrix(B.double()))
         weakest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
-        if Q is None or weakest <= faintest / 4:  # the basis has all that count
+        # A quarter, since subspace iteration finds the weakest directions of a basis too weak.
+        has_all_that_count = weakest <= faintest / 4
+        if Q is None or has_all_that_count:
             break
-        if (
-            len(ranks) == 2 and weakest > faintest**0.5
-        ):  # a flat spectrum, of which half is not enough either
+        is_flat = weakest > faintest**0.5
+        if len(ranks) == 2 and is_flat:  # half of the directions is not enough either
             ranks = [d]
+    # The directions that were not computed have singular values of 0.
     s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
     gain = torch.where(s > faintest * s.amax(), f(s) / s, 0)[-len(squares) :]
-    left, right = (B @ V.to(B)) * gain.to(B), V if Q is None else Q @ V.to(Q)
+    left = (B @ V.to(B)) * gain.to(B)
+    right = V
+    if Q is not None:
+        right = Q @ V.to(Q)
     return left.to(X.dtype) @ right.to(X.dtype).mT
 
 
@@ -241,19 +248,22 @@ def polar_factor(X: Tensor) -> Tensor:
     A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones.
     They are few, and a second step in float64 takes these parts out.
     """
-    eigenvalues, V = torch.linalg.eigh(gram_matrix(X))
-    n = int((eigenvalues < FAINT * eigenvalues[-1]).sum())
-    faint_V, V = V[:, :n].double(), V[:, n:]
+    eigenvalues, V_all = torch.linalg.eigh(gram_matrix(X))  # the smallest first
+    num_faint = int((eigenvalues < RTOL_OF_EIGENVALUES * eigenvalues[-1]).sum())
+    V = V_all[:, num_faint:]
     U = X @ V
     s = torch.linalg.vector_norm(U, dim=0)
     U = U / s
-    faint_V = faint_V - V.double() @ ((U / s).double().mT @ (X.double() @ faint_V))
-    faint_U = X.double() @ faint_V
-    rotation = torch.linalg.eigh(faint_U.mT @ faint_U).eigenvectors
-    faint_U, faint_V = faint_U @ rotation, faint_V @ rotation
-    faint_s = torch.linalg.vector_norm(faint_U, dim=0)
-    faint_U = faint_U * torch.where(faint_s > FAINTEST, 1 / faint_s, 0)
-    return U @ V.mT + (faint_U @ faint_V.mT).to(X)
+    V_faint = V_all[:, :num_faint].double()
+    V_faint = V_faint - V.double() @ ((U / s).double().mT @ (X.double() @ V_faint))
+    U_faint = X.double() @ V_faint
+    # V_faint spans the faint directions; its rotation makes the outputs orthogonal, too.
+    rotation = torch.linalg.eigh(U_faint.mT @ U_faint).eigenvectors
+    U_faint = U_faint @ rotation
+    V_faint = V_faint @ rotation
+    s_faint = torch.linalg.vector_norm(U_faint, dim=0)
+    U_faint = U_faint * torch.where(s_faint > RTOL, 1 / s_faint, 0)
+    return U @ V.mT + (U_faint @ V_faint.mT).to(X)
 
 
 def strengths(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .base import State
 from .options import SpectralConfig
-from .order_free import FAINTEST_IN_FLOAT32, FirstWhole, map_spectrum
+from .order_free import RTOL_OF_FLOAT32, FirstWhole, map_spectrum
 from .task_vector import TaskVector
 
 SLOPE = 0.03  # the fall of q between no vote and one vote
@@ -49,7 +49,7 @@ class Spectral(FirstWhole):
 
     def accumulate_next(self, state: State, task: TaskVector) -> State:
         faintest = self.options.faintest
-        if faintest < FAINTEST_IN_FLOAT32:
+        if faintest < RTOL_OF_FLOAT32:
             A, s_1 = task.vote()
         else:
             A, s_1 = task.rough_vote(faintest)

@@ -26,9 +26,12 @@ from torch import Tensor
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 
-from .task_vector import EIGHT, TaskVector
+from .task_vector import MAX_TASKS, TaskVector
 
-NO_TAIL, FULL_TAIL = 0.003, 0.015
+# Tails between which the strength grows from a half to 1: those of adapters are below, those of
+# full models above.
+NO_TAIL = 0.003
+FULL_TAIL = 0.015
 MOST_ROUNDING = 1 / 8  # of a layer's energy; with more, its estimate is too inaccurate
 SAMPLED_LAYERS = 16  # that a task changed
 
@@ -74,6 +77,7 @@ def tail(spectra: Sequence[Spectrum], leading: int) -> float:
     whole = 0.0
     for (d_o, d_i), squares, rounding in spectra:
         energy = squares.sum().item()
+        # The largest squared singular value of a random matrix of this energy (Marchenko-Pastur).
         edge = rounding * (d_o**-0.5 + d_i**-0.5) ** 2
         leaders = squares[:leading]
         leaders = leaders[leaders > edge]
@@ -96,17 +100,19 @@ def task_strength(
     layers.
     """
     sides = sorted(min(shape) for shape in shapes)
-    leading = max(1, sides[len(sides) // 2] // EIGHT)
+    leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
     spectra: list[Spectrum] = []
     # Steps of the golden ratio are far from the period at which kinds of layers return.
     scattered = sorted(range(len(layers)), key=lambda number: number * 0.618034 % 1)
     for number in scattered:
-        found = measure(layers[number])
-        if found is not None and found.rounding < MOST_ROUNDING * found.squares.sum():
-            spectra.append(found)
+        layer_spectrum = measure(layers[number])
+        if layer_spectrum is None:
+            continue
+        if layer_spectrum.rounding < MOST_ROUNDING * layer_spectrum.squares.sum():
+            spectra.append(layer_spectrum)
         if len(spectra) == SAMPLED_LAYERS:
             break
     if not spectra:
         return 1.0
-    grown = (tail(spectra, leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
-    return 0.5 + 0.5 * min(1.0, max(0.0, grown))
+    growth = (tail(spectra, leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
+    return 0.5 + 0.5 * min(1.0, max(0.0, growth))

@@ -85,7 +85,8 @@ class WudiSums(OrderFree):
         }
 
     def merged_update(self, state: State, scale: float) -> Tensor:
-        M, R = state["moments"].double(), state["targets"].double()
+        M = state["moments"].double()
+        R = state["targets"].double()
         identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
         ridge = self.options.eps * M.diagonal().mean() * identity
         return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT

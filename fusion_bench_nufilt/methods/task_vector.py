@@ -18,7 +18,8 @@ from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis, top_
 from fusion_bench_nufilt.utils.tensors import wide_dtype, widened
 
 LEADING = 16  # the directions that are taken out
-EIGHT = 8  # tasks for which there is room among the directions of a layer
+# A task's vote is sought among its share of a layer's directions if there were so many tasks.
+MAX_TASKS = 8
 
 
 class Directions(NamedTuple):
@@ -47,23 +48,30 @@ class TaskVector:
         strength: float = 1.0,
         digits: torch.dtype | None = None,
     ) -> None:
-        self.strength, self.digits = strength, digits
-        self.factors = tau if isinstance(tau, LowRank) and 4 * tau.rank <= min(tau.shape) else None
+        self.strength = strength
+        self.digits = digits
+        self.factors: LowRank | None = None
+        # Thicker factors cost more to decompose than their product.
+        if isinstance(tau, LowRank) and 4 * tau.rank <= min(tau.shape):
+            self.factors = tau
         self._given = tau
         self._leading: dict[int, Directions] = {}
 
     @cached_property
     def matrix(self) -> Tensor:
         r"""The matrix :math:`\tau`."""
-        return widened(self._given.product()) if isinstance(self._given, LowRank) else self._given
+        if isinstance(self._given, LowRank):
+            return widened(self._given.product())
+        return self._given
 
     @property
     def energy(self) -> Tensor:
         r"""The squared norm :math:`\lVert \tau \rVert^2`, in float64."""
-        tau = self._given
-        return (
-            tau.norm() if isinstance(tau, LowRank) else torch.linalg.vector_norm(tau)
-        ).double() ** 2
+        if isinstance(self._given, LowRank):
+            norm = self._given.norm()
+        else:
+            norm = torch.linalg.vector_norm(self._given)
+        return norm.double() ** 2
 
     def directions(self, count: int) -> Directions:
         """Return the ``count`` leading directions, or as many as thin factors have, in float64.
@@ -72,18 +80,20 @@ class TaskVector:
         eps`` times the largest, numpy's rule, and their vectors depend on the solver alone.
         """
         if self.factors is not None:
-            U, s, V = (each[..., :count] for each in _directions_of(self.factors))
+            U, s, V = _directions_of(self.factors)
             dtype = wide_dtype(self.factors.left)
-        else:
-            tall, dtype = self._tall.double(), self.matrix.dtype
-            V = torch.linalg.eigh(gram_matrix(tall)).eigenvectors.flip(-1)[:, :count]
-            # The outputs of faint directions have rounding errors along those of strong ones.
-            # Gram-Schmidt, from the strongest one on, takes them out.
-            U, triangle = torch.linalg.qr(tall @ V)
-            lengths = triangle.diagonal()
-            U, s = U * lengths.sign(), lengths.abs()
-            if self._is_wide:
-                U, V = V, U
+            return self._of_rank(U[:, :count], s[:count], V[:, :count], dtype)
+        tall = self._tall.double()
+        V = torch.linalg.eigh(gram_matrix(tall)).eigenvectors.flip(-1)[:, :count]
+        # The outputs of faint directions have rounding errors along those of strong ones.
+        # Gram-Schmidt, from the strongest one on, takes them out.
+        U, triangle = torch.linalg.qr(tall @ V)
+        lengths = triangle.diagonal()
+        U = U * lengths.sign()
+        s = lengths.abs()
+        dtype = self.matrix.dtype
+        if self._is_wide:
+            return self._of_rank(V, s, U, dtype)
         return self._of_rank(U, s, V, dtype)
 
     def leading(self, count: int) -> Directions:
@@ -101,13 +111,18 @@ class TaskVector:
         if self.factors is not None:
             return self.directions(count)
         tall = self._tall
-        V = leading_basis(tall, min(tall.shape[1], count + max(16, count // 8)), rounds=2)
-        Y = tall @ V
+        # Some directions more than are wanted: the last ones of a basis are the least accurate.
+        basis_size = min(tall.shape[1], count + max(16, count // 8))
+        basis = leading_basis(tall, basis_size, rounds=2)
+        Y = tall @ basis
         W = torch.linalg.eigh(gram_matrix(Y.double())).eigenvectors.flip(-1)[:, :count].to(Y)
-        U, V = Y @ W, V @ W
+        U = Y @ W
+        V = basis @ W
         s = torch.linalg.vector_norm(U, dim=0)
         U = U / s.clamp_min(torch.finfo(s.dtype).tiny)
-        return self._of_rank(V, s, U, s.dtype) if self._is_wide else self._of_rank(U, s, V, s.dtype)
+        if self._is_wide:
+            return self._of_rank(V, s, U, s.dtype)
+        return self._of_rank(U, s, V, s.dtype)
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
         eps = torch.finfo(dtype).eps
@@ -123,14 +138,14 @@ class TaskVector:
         if self.factors is not None:
             return _vote_of(_directions_of(self.factors))
         tall, rest, V, gram, s_1 = self._parts
-        left, right = tall @ (V / s_1), tall.mT @ (tall @ (V / s_1**2))
-        # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0.
-        thin = (
-            torch.cat([left, rest @ (right / s_1)], dim=1).double(),
-            torch.cat([right, V], dim=1).double(),
-        )
-        A = thin[0] @ thin[1].mT + (rest / s_1) @ (gram / s_1**2)
-        return (A.mT if self._is_wide else A), s_1.double()
+        left = tall @ (V / s_1)
+        right = tall.mT @ (tall @ (V / s_1**2))
+        # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0. Each factor is divided by s_1
+        # before they are multiplied, so that no product of float32 overflows.
+        thin_left = torch.cat([left, rest @ (right / s_1)], dim=1).double()
+        thin_right = torch.cat([right, V], dim=1).double()
+        A = thin_left @ thin_right.mT + (rest / s_1) @ (gram / s_1**2)
+        return self._as_given(A), s_1.double()
 
     def rough_vote(self, faintest: float) -> tuple[Tensor, Tensor]:
         """Return about the same as :meth:`vote`, if votes below ``faintest`` do not matter.
@@ -139,13 +154,15 @@ class TaskVector:
         """
         if self.factors is not None:
             return self.vote()
-        leading = self.leading(max(1, min(self._given.shape) // EIGHT))
+        leading = self.leading(max(1, min(self._given.shape) // MAX_TASKS))
+        # A vote is the cube of a singular value, and the last one may be found half as large as
+        # it is.
         if leading.values[-1] <= (faintest / 8) ** (1 / 3) * leading.values[0]:
             return _vote_of(leading)
         gram = gram_matrix(self._tall)
         s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
         A = (self._tall / s_1) @ (gram / s_1**2)
-        return (A.mT if self._is_wide else A).double(), s_1.double()
+        return self._as_given(A).double(), s_1.double()
 
     @property
     def _is_wide(self) -> bool:
@@ -154,7 +171,14 @@ class TaskVector:
 
     @property
     def _tall(self) -> Tensor:
-        return self.matrix.mT if self._is_wide else self.matrix
+        """The matrix or its transpose, whichever is taller than wide."""
+        return self._as_given(self.matrix)
+
+    def _as_given(self, tall: Tensor) -> Tensor:
+        """Return a matrix that is taller than wide in the orientation of the task vector."""
+        if self._is_wide:
+            return tall.mT
+        return tall
 
     @cached_property
     def _parts(self) -> "_Parts":
@@ -189,6 +213,7 @@ def _vote_of(directions: Directions) -> tuple[Tensor, Tensor]:
 
 def _directions_of(factors: LowRank) -> Directions:
     """Return all directions of thin factors, in float64."""
-    (Q, left), (P, right) = (torch.linalg.qr(X.double()) for X in (factors.left, factors.right.mT))
+    Q, left = torch.linalg.qr(factors.left.double())
+    P, right = torch.linalg.qr(factors.right.mT.double())
     U, s, Vh = torch.linalg.svd(left @ right.mT)
     return Directions(Q @ U, s, P @ Vh.mT)

@@ -46,11 +46,15 @@ class TsvStream(OrderFree):
         """Return those directions of a new task, the last of several, that it keeps."""
         count = self.num_directions(k, tasks)
         if self.options.keep < 1:
-            U, s, V = (each[..., :count] for each in task.leading(self.num_directions(k, 1)))
+            # As many as a first task keeps, so that all methods share one iteration.
+            U, s, V = task.leading(self.num_directions(k, 1))
+            U = U[:, :count]
+            s = s[:count]
+            V = V[:, :count]
         else:
             U, s, V = task.directions(count)
-        kept = s > self.options.faintest * s[:1]
-        return Directions(U * kept, s * kept, V * kept)
+        is_kept = s > self.options.faintest * s[:1]
+        return Directions(U * is_kept, s * is_kept, V * is_kept)
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         tasks = int(state["count"])
@@ -67,8 +71,10 @@ class TsvStream(OrderFree):
                 kept_columns.append(pad(earlier, (0, count - earlier.shape[-1])))
             kept_columns.append(new.to(state[name].dtype))
             columns[name] = torch.cat(kept_columns, dim=-1)
-        strongest = columns["values"].argsort(descending=True, stable=True)[:k].sort().values
         if columns["values"].shape[-1] > k:
+            # The strongest, in the order of their tasks; of equal ones the earlier.
+            by_strength = columns["values"].argsort(descending=True, stable=True)
+            strongest = by_strength[:k].sort().values
             columns = {name: each[..., strongest] for name, each in columns.items()}
         kept = {**state, "columns": torch.full_like(state["columns"], count)}
         for name, each in columns.items():
@@ -77,9 +83,10 @@ class TsvStream(OrderFree):
 
     def merged_update(self, state: State, scale: float) -> Tensor:
         s = state["values"]
-        if not s.any():
-            return torch.zeros(
-                len(state["left"]), len(state["right"]), dtype=s.dtype, device=s.device
-            )
-        left, right = (polar_factor(state[side][:, s > 0].to(s.dtype)) for side in self.directions)
-        return scale * left * s[s > 0] @ right.mT
+        is_used = s > 0
+        if not is_used.any():
+            return s.new_zeros(len(state["left"]), len(state["right"]))
+        # Orthogonalised, so that the directions of one task are no others'.
+        left = polar_factor(state["left"][:, is_used].to(s.dtype))
+        right = polar_factor(state["right"][:, is_used].to(s.dtype))
+        return scale * left * s[is_used] @ right.mT

@@ -11,7 +11,7 @@ from fusion_bench.utils import instantiate
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.methods.options import SpectralConfig
-from fusion_bench_nufilt.methods.order_free import FAINTEST, strengths
+from fusion_bench_nufilt.methods.order_free import RTOL, strengths
 from fusion_bench_nufilt.methods.spectral import Spectral, flatten
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.names import last_block_numbers
@@ -62,7 +62,7 @@ def by_definition(taus, damp=DAMP):
         S += U * (s / s[0]) ** 3 @ Vh
         s_1.append(s[0])
     U, sigma, Vh = torch.linalg.svd(S, full_matrices=False)
-    q = flatten(sigma, damp) * (sigma > FAINTEST * sigma[0])
+    q = flatten(sigma, damp) * (sigma > RTOL * sigma[0])
     return KAPPA * sum(s_1) / len(taus) * U * q @ Vh
 
 
