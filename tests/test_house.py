@@ -70,6 +70,20 @@ def test_a_room_reads_only_what_it_may(name):
             assert not foreign, f"{module} imports from {foreign}"
 
 
+@pytest.mark.parametrize("name", ["config", "subspace", "adapter", "step"])
+def test_the_mathematics_of_nufilt_imports_torch_alone(name):
+    """These files are read, and can be copied, without the package around them."""
+    beside = {"config", "subspace", "adapter", "step"}
+    for node in ast.walk(ast.parse((PACKAGE / "nufilt" / f"{name}.py").read_text())):
+        if isinstance(node, ast.Import):
+            packages = {alias.name.partition(".")[0] for alias in node.names}
+            assert packages <= {"torch", *sys.stdlib_module_names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            assert node.module in beside
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module.partition(".")[0] in {"torch", *sys.stdlib_module_names}
+
+
 def test_there_is_no_import_circle():
     graph = {
         module: set(imports(file, inside_functions=False)) - {module}

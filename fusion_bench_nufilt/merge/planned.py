@@ -57,10 +57,13 @@ class PlannedLayers(LayerSource[Layer]):
 
     def read(self, layer: Layer, device: torch.device) -> MergedLayer[Layer]:
         plan = self.plan
-        weight, sha = plan.base.read(key := layer.keys[0], device)
-        weight = weight.to(plan.dtype(key))
-        theta_0, (state, digests) = layer.view.matrix(weight), self._read_state(layer, device)
-        read = {"base": sha, "state": digests} if state else {"base": sha}
+        key = layer.keys[0]
+        weight, sha = plan.base.read(key, device)
+        theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
+        state, digests = self._read_state(layer, device)
+        read = {"base": sha}
+        if state:
+            read["state"] = digests
         if plan.method.state_is_weight:
             state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
         elif not state:
@@ -73,18 +76,25 @@ class PlannedLayers(LayerSource[Layer]):
         """Read the state of a layer that an earlier merge kept, and its digest; both are empty if
         it kept none.
         """
-        kept, state, digests = self.plan.state, {}, ""
+        kept = self.plan.state
+        state: State = {}
+        digests = ""
+        if kept is None:
+            return state, digests
         for name, (_, param, like) in state_tensors(self.plan, layer).items():
-            if kept is not None and param in kept.keys:
-                value, found = kept.source.read(kept.keys[param], device)
-                state[name], digests = value.to(like.dtype), digests + found
+            if param in kept.keys:
+                value, digest = kept.source.read(kept.keys[param], device)
+                state[name] = value.to(like.dtype)
+                digests += digest
         return state, digests
 
     def _weight_so_far(
         self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]
     ) -> Tensor:
         """Return the merged weight before the first task, in the dtype in which it is kept."""
-        plan, so_far, dtype = self.plan, theta_0, theta_0.dtype
+        plan = self.plan
+        so_far = theta_0
+        dtype = theta_0.dtype
         if plan.merged is not None:
             like = layer.view.part(theta_0)
             if not kept:
@@ -112,7 +122,8 @@ class PlannedLayers(LayerSource[Layer]):
         return self.plan.tasks[number].source.name
 
     def read_task(self, number: int, merged: MergedLayer[Layer]) -> Tensor | LowRank | None:
-        layer, task = merged.layer, self.plan.tasks[number]
+        layer = merged.layer
+        task = self.plan.tasks[number]
         if layer.param not in task.params:
             return None
         theta_0 = layer.view.part(merged.theta_0)

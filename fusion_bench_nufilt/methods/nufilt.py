@@ -115,7 +115,7 @@ class Nufilt(LayerMethod):
                 drawn.append(initial_A(name, d_i, self.options, self.seed, step))
             else:
                 drawn.append(self.lora_A[name].detach())
-        return stack([A.to(theta.device) for A in drawn])
+        return stack([A.to(theta.device).contiguous() for A in drawn])
 
     def warning(self, shapes: Sequence[tuple[int, int]], entry_point: EntryPoint) -> str | None:
         rank = self.options.null_rank

@@ -65,7 +65,8 @@ class Objective:
         outside: Tensor | float = 0.0
         if Q is not None:
             inside = Q.mT @ T
-            T, outside = inside, (T - Q @ inside).square().sum(dim=(-2, -1))
+            outside = (T - Q @ inside).square().sum(dim=(-2, -1))
+            T = inside
         if tau_filtered is tau:
             T = torch.cat([T, -(tau @ V_p)], dim=-1)
         else:
@@ -88,18 +89,29 @@ def fit_adapter(
         A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each
         update and after the last one.
     """
-    tau, gram, V, H = objective.tau, objective.gram, objective.V, objective.H
-    (n, r_l, d_i), k, h = A.shape, V.shape[-1], H.shape[-1]
+    tau = objective.tau
+    gram = objective.gram
+    V = objective.V
+    H = objective.H
+    n, r_l, d_i = A.shape
+    k = V.shape[-1]
+    h = H.shape[-1]
     # One product gives G B and H^T B.
     GH = None if gram is None else torch.cat([gram, H.mT], dim=-2)
 
-    A, B = A.clone(), A.new_zeros(n, d_i, r_l)
-    A.grad, B.grad = torch.empty_like(A), torch.empty_like(B)
+    A = A.clone()
+    B = A.new_zeros(n, d_i, r_l)
+    A.grad = torch.empty_like(A)
+    B.grad = torch.empty_like(B)
     adam = torch.optim.Adam([A, B], lr=lr, fused=True)
-    Y, E = A.new_empty(n, r_l, k), A.new_empty(n, r_l, k)
-    YYt, BtGB = A.new_empty(n, r_l, r_l), A.new_empty(n, r_l, r_l)
-    products, losses = A.new_empty(n, d_i + h, r_l), A.new_empty(n, max_steps + 1)
-    GB, HtB = products[:, :d_i], products[:, d_i:]
+    Y = A.new_empty(n, r_l, k)
+    E = A.new_empty(n, r_l, k)
+    YYt = A.new_empty(n, r_l, r_l)
+    BtGB = A.new_empty(n, r_l, r_l)
+    products = A.new_empty(n, d_i + h, r_l)
+    GB = products[:, :d_i]
+    HtB = products[:, d_i:]
+    losses = A.new_empty(n, max_steps + 1)
     for step in range(max_steps + 1):
         if GH is not None:
             torch.bmm(GH, B, out=products)
@@ -140,7 +152,9 @@ def solve_adapter(
     Returns:
         As :func:`fit_adapter`; the losses ``(n, 2)`` are those before and after, without the ridge.
     """
-    tau, V, H = objective.tau, objective.V, objective.H
+    tau = objective.tau
+    V = objective.V
+    H = objective.H
 
     def gram(X: Tensor) -> Tensor:
         return tau.mT @ (tau @ X) if objective.gram is None else objective.gram @ X

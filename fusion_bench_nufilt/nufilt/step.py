@@ -101,7 +101,7 @@ MEASURES = tuple(
 def fuse_stack(
     theta_0: Tensor,  # (n, d_o, d_i), as they are stored
     theta: Tensor,  # (n, d_o, d_i), as they are stored
-    task: Tensor | LowRank,  # tau, see task_vectors; it is in float32 at least
+    tau: Tensor | LowRank,  # see task_vectors; it is in float32 at least
     A: Tensor | None,  # (n, r_l, d_i); None means no adapter
     config: FusionConfig,
     *,
@@ -119,12 +119,14 @@ def fuse_stack(
     """
     # Everything but the new weights of a low-rank tau = Q K is computed as if the layer had only
     # the outputs in Q.
-    Q, tau = task.in_basis() if isinstance(task, LowRank) else (None, task)
-    del task
+    Q: Tensor | None = None
+    if isinstance(tau, LowRank):
+        Q, tau = tau.in_basis()
     tau_norm2 = _norm2(tau)
     measures = dict.fromkeys(MEASURES, torch.zeros_like(tau_norm2))
     measures["task_norm"] = tau_norm2.sqrt()
-    gram, ranks = loop_gram(tau), config.ranks(tau.shape[-1])
+    gram = loop_gram(tau)
+    ranks = config.ranks(tau.shape[-1])
     V_t = top_right_singular_vectors(tau, ranks.task, gram, exact=exact)
     # The cumulative update is computed twice, so that it is not held while its singular vectors
     # are found.
