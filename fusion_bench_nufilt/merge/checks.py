@@ -221,6 +221,7 @@ def check_shapes(selection: Selection, task: ModelWeights, architecture: Archite
     merged_params = {layer.param for layer in selection.layers}
     task.source.check_unwrapped(set(task.params) - set(pretrained.params))
     selection.base.check_unwrapped(set(pretrained.params) - set(task.params))
+    # An empty tensor is a lost one, unless the base's is empty, too.
     with_elements = {param for param, shape in pretrained.params.items() if 0 not in shape}
     task.source.check_not_empty(
         key
@@ -246,6 +247,7 @@ def check_shapes(selection: Selection, task: ModelWeights, architecture: Archite
             "--heads can name"
         )
         if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
+            # The same sizes, with the last two exchanged.
             reason = (
                 "transformers 5 saves these experts transposed: load the other model with "
                 "it and save it again"
@@ -342,7 +344,9 @@ def check_state(plan: Plan, name: str) -> list[str]:
             f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
             f"{remedy}"
         )
-    stored = plan.state.keys if plan.state else {}
+    stored: dict[str, str] = {}
+    if plan.state is not None:
+        stored = plan.state.keys
     missing = []
     known = {mean_key(param) for param in plan.others}
     known |= {new_rows_key(param) for param in plan.pretrained.params}
@@ -368,6 +372,7 @@ def check_state(plan: Plan, name: str) -> list[str]:
                 "ones"
             )
     elif missing or unknown:
+        # Sums of other layers, or of another method, are not those of these tasks.
         content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
         raise ValueError(
             f"the merged model '{name}' has {content} in {STATE_FILE}: {method.label} goes on from "

@@ -3,6 +3,7 @@
 import re
 from dataclasses import Field, fields
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -81,7 +82,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             tasks.append(tensor)
         folder = _folder(group.base.id)
         model = _base(folder, targets)
-        names = [layer.name for held in model.layers.values() for layer in held]
+        names = [layer.name for layer in model.all_layers()]
         layers = _layers_in(model, group)
         if not layers:
             joining = [task for step, task in enumerate(tasks, 1) if targets.changes_others(step)]
@@ -109,13 +110,15 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         return result
 
 
-def _parameter(of: type, option: Field[Any], kind: type[LayerMethod]) -> mergekit.ParameterSpec:
+def _parameter(
+    options_class: type, option: Field[Any], method_class: type[LayerMethod]
+) -> mergekit.ParameterSpec:
     """Return an option as a parameter of mergekit, which checks its values when it plans the
     merge.
     """
 
     def check(value: Any) -> Any:
-        of(**{option.name: value})
+        options_class(**{option.name: value})
         return value
 
     typed: Any = Annotated[option.type, AfterValidator(check)]
@@ -123,7 +126,7 @@ def _parameter(of: type, option: Field[Any], kind: type[LayerMethod]) -> mergeki
         option.name,
         typed,
         mergekit.ParameterScope.SHARED,
-        kind.defaults.get(option.name, option.default),
+        method_class.defaults.get(option.name, option.default),
     )
 
 
@@ -133,6 +136,9 @@ class _Base(NamedTuple):
     checkpoint: Checkpoint
     architecture: Architecture
     layers: dict[str, list[Layer]]
+
+    def all_layers(self) -> list[Layer]:
+        return list(chain(*self.layers.values()))
 
 
 def _folder(model: Any) -> Path:
@@ -169,7 +175,7 @@ def _layers_in(base: _Base, group: Any) -> list[Layer]:
 def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
     base = _base(base_folder, targets)
-    layers = [layer for held in base.layers.values() for layer in held]
+    layers = base.all_layers()
     task = ModelWeights(Checkpoint.from_folder(str(folder), folder), base.architecture)
     task.tie(base.architecture)
     return strength_of(base.checkpoint, layers, task)

@@ -98,17 +98,17 @@ class Output:
         """Make or take over the work folder for this user alone: a link or another user could
         redirect its files.
         """
-        where = f"'{self.work}', where the merge is to grow,"
+        folder = f"'{self.work}', where the merge is to grow,"
         try:
             self.work.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             status = self.work.lstat()
             if not stat.S_ISDIR(status.st_mode):
-                raise ValueError(f"{where} is a file or a link: remove it") from None
+                raise ValueError(f"{folder} is a file or a link: remove it") from None
             if status.st_uid != os.geteuid():
-                raise ValueError(f"{where} belongs to another user: name another folder") from None
+                raise ValueError(f"{folder} belongs to another user: name another folder") from None
             if any(self.work.iterdir()) and not (self.work / LOCK).is_file():
-                raise ValueError(f"{where} was not made by nufilt: move it away") from None
+                raise ValueError(f"{folder} was not made by nufilt: move it away") from None
             self.work.chmod(0o700)
 
     def _resume(

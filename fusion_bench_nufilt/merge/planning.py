@@ -66,15 +66,15 @@ def plan_merge(
         ValueError: there is no such method, or a model does not fit; the message names it and says
             what to do.
     """
-    kind = find_method(method)
+    method_class = find_method(method)
     settings = settings or Settings()
-    defaults, _ = split_options((kind.Options, TargetConfig), kind.defaults)
+    defaults, _ = split_options((method_class.Options, TargetConfig), method_class.defaults)
     default_options, default_targets = defaults
     options = options or default_options
     targets = targets or default_targets
-    if not isinstance(options, kind.Options):
+    if not isinstance(options, method_class.Options):
         raise ValueError(
-            f"the options of method {method} are {kind.Options.__name__}, got "
+            f"the options of method {method} are {method_class.Options.__name__}, got "
             f"{type(options).__name__}"
         )
     if not tasks:
@@ -87,14 +87,15 @@ def plan_merge(
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
     pretrained = ModelWeights(checkpoint, architecture)
-    so_far, before, state = _open_merged(merged, architecture, kind)
+    merged_model, before, state = _open_merged(merged, architecture, method_class)
     opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
     lasting = [pretrained]
     earlier: dict[str, str] = {}
-    if so_far is not None:
-        lasting.append(so_far)
-        earlier = earlier_params(architecture, so_far)
+    if merged_model is not None:
+        lasting.append(merged_model)
+        earlier = earlier_params(architecture, merged_model)
     first_step = settings.step or before.get("step", 0) + 1
+    # Which weights are one is decided before anything is selected by its name.
     tie_weights(architecture, lasting, opened, targets, first_step)
     complete_base(architecture, pretrained, [*lasting, *opened])
     if "mean_counts" in before:
@@ -104,18 +105,19 @@ def plan_merge(
         carry_over(architecture, state.keys, earlier, mean_key)
         carry_over(architecture, state.keys, earlier, new_rows_key)
 
+    # A task's own head is no layer, although the base may have one of that name.
     heads = take_heads(targets.heads, pretrained, opened, architecture, before)
     selection = select(pretrained, architecture, targets, heads)
     for layer in selection.layers:
         pretrained.source.check_floats(layer.keys)
     layer_names = [layer.name for layer in selection.layers]
-    layer_method = kind(options, layer_names, settings.seed, architecture.last_blocks)
+    layer_method = method_class(options, layer_names, settings.seed, architecture.last_blocks)
 
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
     vocabulary = _join_vocabularies(
-        models_by_role(pretrained, so_far, None, opened),
+        models_by_role(pretrained, merged_model, None, opened),
         architecture,
         targets,
         settings.tokenizer,
@@ -140,7 +142,7 @@ def plan_merge(
         method=layer_method,
         settings=settings,
         before=before,
-        merged=so_far,
+        merged=merged_model,
         state=state,
         heads=describe_heads(heads, pretrained, opened, before),
         small_files=small_files_of(result_files, checkpoint, files, settings.dtype, untied),
@@ -158,22 +160,22 @@ def _open(what: str, name: str, advice: str) -> Checkpoint:
 
 
 def _open_merged(
-    name: str | None, architecture: Architecture, kind: type[LayerMethod]
+    name: str | None, architecture: Architecture, method_class: type[LayerMethod]
 ) -> tuple[ModelWeights | None, Manifest, ModelWeights | None]:
     """Open the model to merge into, its manifest, and the state beside it, as far as they exist."""
     if name is None:
         return None, Manifest(), None
     merged = _open("merged model", name, "give it as a --task")
     before = read_manifest(merged.folder, CHANGED) or Manifest()
-    so_far = ModelWeights(merged, architecture)
-    if kind.state_is_weight and _has_sums(before):
-        return so_far, before, None
+    merged_model = ModelWeights(merged, architecture)
+    if method_class.state_is_weight and _has_sums(before):
+        return merged_model, before, None
     if merged.revision is not None and STATE_FILE not in before.get("files", {}):
-        return so_far, before, None
+        return merged_model, before, None
     state = merged.open_inside(STATE_FILE)
     if state is None:
-        return so_far, before, None
-    return so_far, before, ModelWeights(state, architecture)
+        return merged_model, before, None
+    return merged_model, before, ModelWeights(state, architecture)
 
 
 def _has_sums(before: Manifest) -> bool:

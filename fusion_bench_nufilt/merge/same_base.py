@@ -42,7 +42,9 @@ def check_same_base(plan: Plan) -> list[str]:
             models.append(model)
     if not models or plan.base.remote:
         return warnings
-    layers = plan.layers if plan.base.in_memory else _sample(plan.layers)
+    layers = plan.layers
+    if not plan.base.in_memory:
+        layers = _sample(plan.layers)
     products: list[dict[Layer, Tensor]] = [{} for _ in models]
     for layer in layers:
         count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
@@ -84,8 +86,9 @@ def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) 
             apart.append(layer)
     nothing = torch.zeros(4, dtype=torch.float64, device="cpu")
     xx, yy, xy, dd = sum(products.values(), nothing).tolist()
-    if not xx * yy > 0:
+    if not xx * yy > 0:  # nothing to compare, or one that is zero: untrained
         return None
+    # Where most layers are unrelated, the base is another one, which the warning below says.
     if 0 < len(apart) <= (len(products) + 1) // 2:
         layer = apart[0]
         raise ValueError(
