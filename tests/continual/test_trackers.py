@@ -105,13 +105,13 @@ def test_these_are_all_that_fusionbench_has_a_configuration_for():
 
 def test_a_run_that_fails_leaves_what_was_logged_and_is_not_a_success(run, stubs, monkeypatch):
     merge = layerwise.merge_layers
-    steps = []
+    merged_steps = []
 
-    def fail_at_step_3(plan, *others):
-        steps.append(plan.settings.step)
-        if len(steps) == 3:
+    def fail_at_step_3(*arguments):
+        if len(merged_steps) == 2:
             raise ValueError("no step 3")
-        return merge(plan, *others)
+        merged_steps.append(arguments)
+        return merge(*arguments)
 
     monkeypatch.setattr(layerwise, "merge_layers", fail_at_step_3)
     with pytest.raises(ValueError, match="no step 3"):
