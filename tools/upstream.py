@@ -12,10 +12,11 @@ import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
+NUFILT = TOOLS.parent / "fusion_bench_nufilt" / "nufilt"
 PATCHES = sorted((TOOLS / "patches").glob("*.patch"))
 METHODS, API = "fusion_bench/method/__init__.py", "docs/api/fusion_bench.method/merging.md"
 ORDER_FREE = ("SpectralVotingMerging", "TSVStreamMerging", "WUDISumsMerging")
@@ -27,13 +28,15 @@ fusion-bench-nufilt, offer them under the MIT licence of FusionBench as well."""
 
 @dataclass(frozen=True)
 class Contribution:
-    """A folder of new files, and lines to insert into FusionBench's files, each after a line with
-    an anchor.
+    """A folder of new files, lines to insert into FusionBench's files, each after a line with an
+    anchor, and files to copy.
     """
 
     subject: str
     about: str
     insertions: dict[str, list[tuple[str, str]]]
+    copies: dict[str, Path] = field(default_factory=dict)
+    """Files of this package that are added as they are, by their paths in FusionBench."""
 
     @property
     def message(self) -> str:
@@ -72,6 +75,10 @@ CONTRIBUTIONS = {
             ],
             API: [_in_api("Null-Space Filtering (NUFILT)", "NUFILTMerging")],
         },
+        {
+            f"fusion_bench/method/nufilt/{name}.py": NUFILT / f"{name}.py"
+            for name in ("config", "subspace", "adapter", "step")
+        },
     ),
     "order_free": Contribution(
         "feat: order-free merging, three methods whose result does not depend on the models' order",
@@ -109,6 +116,8 @@ def lay(checkout: Path, what: str = "nufilt") -> list[str]:
         The paths that were written, relative to the folder.
     """
     files = insertions(checkout, what)
+    for path, source in CONTRIBUTIONS[what].copies.items():
+        files[path] = source.read_text(encoding="utf-8")
     source = TOOLS / "contribution" / what
     for path in sorted(source.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":

@@ -32,7 +32,7 @@ from transformers import (
 
 from fusion_bench.constants import PROJECT_ROOT_PATH
 from fusion_bench.method import NUFILTMerging
-from fusion_bench.method.nufilt import FusionConfig, fuse_layers, fusion, layers
+from fusion_bench.method.nufilt import FusionConfig, fuse_layer, fusion, layers, step
 from fusion_bench.method.nufilt.layers import select_layers
 from fusion_bench.method.nufilt.subspace import top_right_singular_vectors
 
@@ -142,9 +142,7 @@ def stream(d_o, d_i, tasks=3, seed=0):
 
 
 def fuse(theta_0, theta, theta_t, config, step=1):
-    weights = ({"layer": weight} for weight in (theta_0, theta, theta_t))
-    ((_, weight, measures),) = fuse_layers(*weights, config, step=step)
-    return weight, measures
+    return fuse_layer("layer", theta_0, theta, theta_t, config, step=step)
 
 
 def plain_step(theta_0, theta, theta_t, config, A) -> Tensor:
@@ -186,9 +184,9 @@ class TestStep(unittest.TestCase):
                     )
                     theta_0, tasks = stream(d_o, d_i)
                     ours = plain = theta_0
-                    for step, theta_t in enumerate(tasks, 1):
-                        A = fusion.initial_A(f"42/{step}/layer", d_i, config).double()
-                        ours, _ = fuse(theta_0, ours, theta_t, config, step)
+                    for t, theta_t in enumerate(tasks, 1):
+                        A = step.initial_A("layer", d_i, config, 42, t).double()
+                        ours, _ = fuse(theta_0, ours, theta_t, config, t)
                         plain = plain_step(theta_0, plain, theta_t, config, A)
                         error = (ours - plain).norm() / (theta_t - theta_0).norm()
                         self.assertLess(error, 1e-9)
@@ -201,8 +199,12 @@ class TestStep(unittest.TestCase):
         for t in (1, 2, 3):
             theta_t = theta_0 + 0.1 * torch.sin(t * i * j + t)
             A = 0.02 * torch.cos(torch.arange(2, dtype=torch.float64)[:, None] + t * j)
-            stack = (each[None] for each in (theta_0, merged, theta_t, A))
-            (merged,), measures = fusion.fuse_stack(*stack, config, ["layer"])
+            if t == 1:  # taken whole
+                merged = theta_t
+                continue
+            stack = (each[None] for each in (theta_0, merged, theta_t - theta_0, A))
+            how = dict(is_first_task=False, exact=False)
+            (merged,), measures = step.fuse_stack(*stack, config, **how)
         values = {
             "norm of the update": (merged - theta_0).norm(),
             "first weight": merged[0, 0],
@@ -248,35 +250,20 @@ class TestStep(unittest.TestCase):
         _, measures = fuse(theta_0, first, second, self.CONFIG, step=2)
         self.assertLess(measures["loss_after"], measures["loss_before"])
 
-    def test_layers_do_not_depend_on_those_beside_them(self):
-        theta_0, tasks = stream(10, 8, tasks=4)
-        names = ("a", "b")
-        merged, task = dict(zip(names, tasks)), dict(zip(names, tasks[2:]))
-        pretrained = dict.fromkeys(names, theta_0)
-        where, stack = torch.device("cuda"), fusion.stacks_of_layers
-        self.assertEqual(stack(pretrained, merged, where), [["a", "b"]])
-        with patch.object(fusion, "stacks_of_layers", lambda *_: [["a", "b"]]):
-            both = list(fuse_layers(pretrained, merged, task, self.CONFIG, step=2))
-        alone = list(fuse_layers(pretrained, merged, task, self.CONFIG, step=2))
-        for (name, weight, _), (other, expected, _) in zip(both, alone):
-            self.assertEqual(name, other)
-            torch.testing.assert_close(weight, expected)
-
     def test_the_number_of_threads_does_not_change_a_bit(self):
-        theta_0, (first, second, _) = stream(10, 8)
-        models = [{f"{i}": each for i in range(9)} for each in (theta_0, first, second)]
+        base = random_model(clip)
+        pool = {"_pretrained_": base, "a": finetuned(base, 1), "b": finetuned(base, 2)}
         before, results = torch.get_num_threads(), []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(list(fuse_layers(*models, self.CONFIG, step=2)))
+            results.append(NUFILTMerging(**SMALL).run(pool))
         self.assertEqual(torch.get_num_threads(), 2)
         torch.set_num_threads(before)
-        for (name, weight, _), (other, expected, _) in zip(*results):
-            self.assertEqual(name, other)
+        for weight, expected in zip(*(model.parameters() for model in results)):
             self.assertTrue(torch.equal(weight, expected))
 
     def test_values_out_of_their_range_are_named(self):
-        bad = dict(null_rank=-1, lora_rank=0.5, lr=0, null_space="no", first_task="x")
+        bad = dict(null_rank=-1, lora_rank=1.5, lr=0, null_space="no", first_task="x")
         for name, value in bad.items():
             with self.subTest(name), self.assertRaisesRegex(ValueError, name):
                 FusionConfig(**{name: value})
@@ -305,13 +292,13 @@ class TestSingularVectors(unittest.TestCase):
         theta_0 = torch.zeros_like(tau)
         with self.assertLogs(fusion.log, "WARNING") as logs:
             _, measures = fuse(theta_0, tau, tau.flip(0), FusionConfig(null_rank=6), 2)
-        self.assertIn("layers ['layer']", logs.output[0])
+        self.assertIn("layer 'layer'", logs.output[0])
         self.assertEqual(measures["protected_rank"], 6)
 
     def test_a_layer_without_singular_vectors_is_named(self):
         theta_0, (first, second, _) = stream(10, 8)
         failing = torch.linalg.LinAlgError("no convergence")
-        with patch.object(fusion, "top_right_singular_vectors", side_effect=failing):
+        with patch.object(step, "top_right_singular_vectors", side_effect=failing):
             with self.assertRaisesRegex(ValueError, "'layer'.*no convergence"):
                 fuse(theta_0, first, second, FusionConfig(), step=2)
 

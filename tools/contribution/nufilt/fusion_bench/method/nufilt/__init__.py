@@ -1,3 +1,4 @@
 # flake8: noqa F401
-from .fusion import FusionConfig, fuse_layers
+from .config import FusionConfig
+from .fusion import fuse_layer
 from .nufilt import NUFILTMerging

@@ -2,16 +2,18 @@
 Null-Space Filtering for Data-Free Continual Model Merging.
 Qiu et al., ICLR 2026, https://arxiv.org/abs/2509.21413
 
-The mathematics is in ``fusion.py`` and ``subspace.py`` (torch only), which layers are merged
-in ``layers.py``; this file is the wiring.
+The mathematics is in ``config.py``, ``subspace.py``, ``adapter.py`` and ``step.py`` (torch
+only), one step on a layer in ``fusion.py``, which layers are merged in ``layers.py``; this
+file is the wiring.
 """
 
 import logging
 import random
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Union
+from typing import Any, Dict, List, Literal, Union
 
 import torch
 from torch import nn
@@ -21,8 +23,10 @@ from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
 from fusion_bench.utils.json import save_to_json
 
-from .fusion import MEASURES, FusionConfig, fuse_layers
+from .config import FusionConfig
+from .fusion import fuse_layer
 from .layers import average_others, merged_shares, select_layers
+from .step import MEASURES
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +47,16 @@ class NUFILTMerging(
 ):
     def __init__(
         self,
-        null_rank: int = 128,
-        lora_rank: int = 64,
-        task_rank: int = 8,
+        null_rank: Union[int, float] = 128,
+        lora_rank: Union[int, float] = 64,
+        task_rank: Union[int, float] = 8,
         lr: float = 1e-3,
         max_steps: int = 50,
         init_std: float = 0.02,
         null_space: Union[bool, Literal["zero"]] = True,
         first_task: Literal["paper", "release"] = "paper",
+        solver: Literal["adam", "closed_form"] = "adam",
+        ridge: float = 10.0,
         target_modules: Union[str, List[str]] = "auto",
         exclude_modules: Union[str, List[str], None] = None,
         other_params: Literal["pretrained", "first", "mean"] = "pretrained",
@@ -64,19 +70,10 @@ class NUFILTMerging(
         Merge a stream of models one after another, without data, for any architecture.
 
         At no time are more than three models held: the pretrained, the merged and the new
-        one. The defaults are the paper's: one setting for all models, task counts, orders.
+        one. The first ten arguments are those of :class:`FusionConfig`; the defaults are
+        the paper's: one setting for all models, task counts, orders.
 
         Args:
-            null_rank (int): r_p, directions of what is merged that the filter protects.
-            lora_rank (int): r_l, rank of the adapter BA; 0 means no adapter.
-            task_rank (int): r_v, directions of the new task that the adapter is to keep.
-            lr (float): learning rate of Adam.
-            max_steps (int): number of Adam steps, which stop before convergence.
-            init_std (float): standard deviation of the initial A; B starts at zero.
-            null_space (bool | "zero"): the projector P. True: I - V_p V_p^T. False: I, no
-                filter. "zero": 0, as the paper prints its ablation.
-            first_task (str): "paper" takes the first model whole; "release" drops its first
-                r_p input coordinates, as the authors' released run does.
             target_modules (str | List[str]): what is merged; see :func:`select_layers`.
             exclude_modules (str | List[str] | None): what is left out, named in the same way.
             other_params (str): all other parameters are those of the "pretrained" model, of
@@ -167,28 +164,41 @@ class NUFILTMerging(
         merged_model: nn.Module,
         task_model: nn.Module,
     ):
-        """Merge one model into ``merged_model``, in place."""
+        """
+        Merge one model into ``merged_model``, in place.
+
+        On a CPU, each of torch's threads takes a layer and does its mathematics alone. That
+        is faster than parallel mathematics on one layer, since eigenvalue solvers hardly
+        scale, and the result does not depend on the number of threads, to the last bit.
+        """
         device = self.fabric.device
         if device.type not in ("cpu", "cuda"):
             log.warning(f"{device} has no eigenvalue solver: the CPU computes")
             device = torch.device("cpu")
         models = (pretrained_model, merged_model, task_model)
-        matrices = [
-            {name: layer.read(model) for name, layer in self._layers.items()}
-            for model in models
-        ]
-        fused = fuse_layers(
-            *matrices,
-            self._fusion_config(),
-            seed=self.seed,
-            step=step + 1,
-            device=device,
-        )
-        reports = {}
-        for name, weight, reports[name] in tqdm(
-            fused, total=len(self._layers), desc="Merging layers", leave=False
-        ):
-            self._layers[name].write(merged_model, weight)
+        config = self._fusion_config()
+
+        def merge_layer(name: str) -> Dict[str, float]:
+            layer = self._layers[name]
+            weights = [layer.read(model).to(device) for model in models]
+            weight, measures = fuse_layer(name, *weights, config, self.seed, step + 1)
+            layer.write(merged_model, weight)
+            return measures
+
+        def single_threaded():
+            torch.get_num_threads()  # the first call takes over the process's number
+            torch.set_num_threads(1)
+
+        threads = torch.get_num_threads()
+        workers = threads if device.type == "cpu" else 1
+        try:
+            with ThreadPoolExecutor(workers, initializer=single_threaded) as pool:
+                measures = pool.map(merge_layer, self._layers)
+                bar = tqdm(measures, "Merging layers", len(self._layers), leave=False)
+                reports = dict(zip(self._layers, bar))
+        finally:
+            torch.set_num_threads(threads)
+
         if self.other_params == "mean" or (self.other_params == "first" and step == 0):
             models = merged_model, task_model
             average_others(*models, self._layers, step + 1, self._means)
