@@ -36,8 +36,8 @@ def composing() -> Iterator[None]:
     except MissingConfigException as error:
         file = str(error.missing_cfg_file)
         group, _, name = file.partition("/")
-        own = f"one of your own is found in the folder of --config-dir, as {file}.yaml"
-        raise ValueError(unknown(group, name, error.options or (), own)) from None
+        remedy = f"one of your own is found in the folder of --config-dir, as {file}.yaml"
+        raise ValueError(unknown(group, name, error.options or (), remedy)) from None
     except (HydraException, OmegaConfBaseException) as error:
         line = what_is_wrong(error, DictConfig({})) or " ".join(str(error).split())
         raise ValueError(line) from None
@@ -61,7 +61,9 @@ def taskpool_config(config: DictConfig) -> DictConfig:
     along.
     """
     for taskpool in (config.get("taskpool"), config.modelpool.get("taskpool")):
-        if taskpool is not None and not str(taskpool.get("_target_", "")).endswith("DummyTaskPool"):
+        if taskpool is None:
+            continue
+        if not str(taskpool.get("_target_", "")).endswith("DummyTaskPool"):
             return taskpool
     raise ValueError(
         "the model pool brings no task pool, and nothing can be scored: add taskpool=NAME"
@@ -69,12 +71,10 @@ def taskpool_config(config: DictConfig) -> DictConfig:
 
 
 def plain(config: DictConfig) -> Any:
+    """Return a configuration as JSON has it, with all references to other values resolved."""
     with composing():
-        return json.loads(
-            json.dumps(
-                OmegaConf.to_container(config, resolve=True, throw_on_missing=True), default=str
-            )
-        )
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        return json.loads(json.dumps(content, default=str))
 
 
 def make(
@@ -110,11 +110,11 @@ def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
     """Make the trackers that the overrides name, with their files in ``folder``; refuse one named
     by Hydra.
     """
-    if not any(map(is_tracker, overrides)):
+    if not any(is_tracker(override) for override in overrides):
         return []
     config = compose_run([*overrides, f"path.log_dir='{folder}'"]).fabric.loggers
-    written: Any = OmegaConf.to_container(config)
-    for key, value in written.items():
+    unresolved: Any = OmegaConf.to_container(config)
+    for key, value in unresolved.items():
         if "${hydra:" in str(value):
             raise ValueError(
                 f"say fabric.loggers.{key}=NAME: a comparison has no name of its own for the "
@@ -124,7 +124,8 @@ def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
         return [instantiate(config)]
 
 
-_nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- never closed: log handlers may keep it
+# It is never closed: log handlers may keep it.
+_nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 @contextmanager
@@ -132,11 +133,10 @@ def quiet() -> Iterator[None]:
     """Silence standard output and error, with their bar for every data set, and FusionBench's log
     except errors.
     """
-    levels = {
-        logger: logger.level
-        for logger in map(logging.getLogger, ("fusion_bench", "lightning.fabric"))
-    }
-    for logger in levels:
+    levels = {}
+    for name in ("fusion_bench", "lightning.fabric"):
+        logger = logging.getLogger(name)
+        levels[logger] = logger.level
         logger.setLevel(logging.ERROR)
     try:
         with set_print_function_call(False), redirect_stdout(_nowhere), redirect_stderr(_nowhere):

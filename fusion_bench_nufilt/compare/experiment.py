@@ -34,7 +34,7 @@ from fusion_bench_nufilt.continual.models import (
     reason,
 )
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.pages.content import References, SeedRun
+from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.utils.manifest import package_versions
 
@@ -89,8 +89,12 @@ def read_peak(device: torch.device) -> int:
     """Return the peak of the memory in use since it was last reset, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    status = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        status[name] = value
+    kilobytes = int(status["VmHWM"].split()[0])
+    return 1024 * kilobytes
 
 
 @contextmanager
@@ -107,8 +111,9 @@ def solver_seconds() -> Iterator[list[float]]:
         seen[optimizer] = time.perf_counter()
 
     def step(optimizer: Optimizer, *_: Any) -> None:
-        begun, seen[optimizer] = seen[optimizer], time.perf_counter()
-        seconds.append(seen[optimizer] - begun)
+        now = time.perf_counter()
+        seconds.append(now - seen[optimizer])
+        seen[optimizer] = now
 
     hook = register_optimizer_step_post_hook(step)
     try:
@@ -133,7 +138,8 @@ class Experiment:
     """
 
     def __init__(self, config: DictConfig, validation: bool | None = None) -> None:
-        self._config, self._validation = config, validation
+        self._config = config
+        self._validation = validation
         self._digests: dict[str, str] = {}
         self.settings = {
             "modelpool": plain(config.modelpool),
@@ -184,8 +190,10 @@ class Experiment:
     @property
     def digests(self) -> dict[str, str]:
         """The :func:`~fusion_bench_nufilt.continual.models.digest_of_stored` of every model."""
-        merged = [MERGED] if getattr(self.modelpool, "has_merged", False) else []
-        return {name: self.digest(name) for name in sorted([PRETRAINED, *self.tasks, *merged])}
+        names = [PRETRAINED, *self.tasks]
+        if getattr(self.modelpool, "has_merged", False):
+            names.append(MERGED)
+        return {name: self.digest(name) for name in sorted(names)}
 
     def digest(self, name: str) -> str:
         if name not in self._digests:
@@ -204,46 +212,56 @@ class Experiment:
         in all.
         """
         references: References = {"pretrained": {}, "individual": {}}
-        for name in [PRETRAINED, *self.tasks]:
-            kind, tasks = (
-                ("pretrained", self.tasks) if name == PRETRAINED else ("individual", [name])
-            )
-            with torch.no_grad():
-                report = self.evaluator.report(self.load(name)[0], tasks)
-            references[kind] |= {task: or_none(score(report.get(task, {}))) for task in tasks}
+        references["pretrained"] = self._scores_of(PRETRAINED, self.tasks)
+        on_step()
+        for task in self.tasks:
+            references["individual"] |= self._scores_of(task, [task])
             on_step()
         return references
+
+    @torch.no_grad()
+    def _scores_of(self, name: str, tasks: Sequence[str]) -> Scores:
+        model, _ = self.load(name)
+        report = self.evaluator.report(model, tasks)
+        return {task: or_none(score(report.get(task, {}))) for task in tasks}
 
     def run(self, config: dict[str, Any], on_step: OnStep = lambda *_: None) -> SeedRun:
         """Merge the stream by a method's configuration, which has the seed; an error is part of the
         result.
         """
         device = self.fabric.device
-        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        result = partial(SeedRun, config, environment={**package_versions(), "device": kind})
+        device_name = str(device)
+        if device.type == "cuda":
+            device_name = torch.cuda.get_device_name(device)
+        environment = {**package_versions(), "device": device_name}
         try:
-            lightning.seed_everything(
-                config["seed"], verbose=False
-            )  # some methods draw from the global generators
+            # Some methods draw from the global generators.
+            lightning.seed_everything(config["seed"], verbose=False)
             algorithm = self.make_method(config)
             self.evaluator.watch()
             with solver_seconds() as solving:
                 merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
-            seconds, parameters = algorithm.merge_seconds, count_parameters(merged)[1]
-            if (
-                isinstance(algorithm, LayerwiseMergingAlgorithm)
-                and (share := algorithm.solving_share) is not None
-            ):
-                solving = [share * sum(seconds)]
-            return result(
-                *(algorithm.matrix.tasks, algorithm.matrix.rows(), seconds),
-                solving_seconds=sum(solving) if solving else None,
+            seconds = algorithm.merge_seconds
+            solving_seconds = sum(solving) if solving else None
+            if isinstance(algorithm, LayerwiseMergingAlgorithm):
+                share = algorithm.solving_share
+                if share is not None:
+                    solving_seconds = share * sum(seconds)
+            _, parameters = count_parameters(merged)
+            return SeedRun(
+                config,
+                algorithm.matrix.tasks,
+                algorithm.matrix.rows(),
+                seconds,
+                environment=environment,
+                solving_seconds=solving_seconds,
                 memory=self.evaluator.peak,
                 parameters=parameters,
                 extra_parameters=parameters - self.parameters,
             )
         except Exception as error:
-            return result(error=reason(error), traceback=traceback.format_exc())
+            trace = traceback.format_exc()
+            return SeedRun(config, environment=environment, error=reason(error), traceback=trace)
         finally:
             gc.collect()
             torch.cuda.empty_cache()

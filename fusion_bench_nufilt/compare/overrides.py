@@ -40,6 +40,5 @@ def _parse(word: str) -> Override:
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
-        raise ValueError(
-            f"'{word}' is not of the form KEY=VALUE: {' '.join(str(error).split())}"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"'{word}' is not of the form KEY=VALUE: {reason}") from None

@@ -95,27 +95,28 @@ def compare(
         specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
         configs, wrong = _configure(specs, words, experiment, keep_going)
-        settings = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
-        with closing(
-            Store(out, {**settings, "resolved": experiment.settings}, overwrite=overwrite)
-        ) as store:
+        settings = {
+            "modelpool": modelpool,
+            "overrides": list(overrides),
+            "evaluate": evaluate,
+            "resolved": experiment.settings,
+        }
+        with closing(Store(out, settings, overwrite=overwrite)) as store:
             references = _score_single_models(store, experiment, bars)
             runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
-            runs |= {
-                (spec, seed): SeedRun({}, error=why)
-                for spec, why in wrong.items()
-                for seed in seeds
-            }
+            for spec, why in wrong.items():
+                for seed in seeds:
+                    runs[spec, seed] = SeedRun({}, error=why)
             work = {name: (config,) for name, (_, config) in missing.items()}
-            here, data = engine == "local" and jobs == 1, (pools, validation)
-            results = (
-                _run_here(work, experiment, bars)
-                if here
-                else _run_apart(work, data, jobs, engine, address)
-            )
+            if engine == "local" and jobs == 1:
+                results = _run_here(work, experiment, bars)
+            else:
+                results = _run_apart(work, (pools, validation), jobs, engine, address)
             with closing(results):
                 _keep(results, missing, runs, store, bars)
-    by_spec = {spec: {seed: runs[spec, seed] for seed in seeds} for spec in specs}
+    by_spec: dict[RunSpec, dict[int, SeedRun]] = {}
+    for spec in specs:
+        by_spec[spec] = {seed: runs[spec, seed] for seed in seeds}
     return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
 
@@ -127,10 +128,11 @@ def _check(
         raise ValueError(
             f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'"
         )
-    if wrong := [override for override in overrides if key_of(override) in ("method", "modelpool")]:
-        raise ValueError(
-            f"'{wrong[0]}': the methods and the model pool are chosen by options of their own"
-        )
+    for override in overrides:
+        if key_of(override) in ("method", "modelpool"):
+            raise ValueError(
+                f"'{override}': the methods and the model pool are chosen by options of their own"
+            )
     most = 4 * (os.cpu_count() or 1)
     if not 1 <= jobs <= most:
         raise ValueError(
@@ -148,7 +150,8 @@ def _configure(
     """Return the configurations of the methods that can be built, and why others, if allowed,
     can't.
     """
-    configs, wrong = {}, {}
+    configs = {}
+    wrong = {}
     for spec in specs:
         try:
             config = plain(compose_run([*overrides, *spec.overrides]).method)
@@ -163,10 +166,10 @@ def _configure(
 
 def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> References:
     """Score the single models, or return the kept scores; refuse a store of other models."""
-    if (references := store.load_references(experiment.tasks)) is None:
-        with bars(
-            desc="scoring the single models", total=1 + len(experiment.tasks), leave=False
-        ) as bar:
+    references = store.load_references(experiment.tasks)
+    if references is None:
+        total = 1 + len(experiment.tasks)
+        with bars(desc="scoring the single models", total=total, leave=False) as bar:
             references = experiment.score_single_models(lambda *_: bar.update())
     store.identify(experiment.digests)
     store.save_references(references)
@@ -177,16 +180,17 @@ def _known_runs(
     store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
 ) -> tuple[dict[tuple[RunSpec, int], SeedRun], dict[str, tuple[RunSpec, Json]]]:
     """Return the kept runs, and by name the methods and configurations of the missing ones."""
-    runs, missing = {}, {}
-    for seed, (spec, config) in product(
-        seeds, configs.items()
-    ):  # an interrupted comparison has some seeds whole
-        seeded = {**config, "seed": seed}
+    runs = {}
+    missing = {}
+    # Seed by seed, so that an interrupted comparison has some seeds whole.
+    for seed, spec in product(seeds, configs):
+        config = {**configs[spec], "seed": seed}
         order = task_order(tasks, shuffle=config["shuffle_order"], seed=seed)
-        if run := store.load(spec, seeded, order):
-            runs[spec, seed] = run
+        run = store.load(spec, config, order)
+        if run is None:
+            missing[f"{spec.label}, seed {seed}"] = (spec, config)
         else:
-            missing[f"{spec.label}, seed {seed}"] = spec, seeded
+            runs[spec, seed] = run
     return runs, missing
 
 

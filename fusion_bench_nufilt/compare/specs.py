@@ -19,10 +19,8 @@ from fusion_bench_nufilt.utils.options import unknown
 from .configs import PROGRAM, compose_run, config_loader, plain
 from .overrides import key_value
 
-_GENERIC = (
-    "batch",
-    "stream",
-)  # they run any of FusionBench's methods, and are not methods themselves
+#: They run any of FusionBench's methods, and are not methods themselves.
+_GENERIC = ("batch", "stream")
 _MOST_SEEDS = 1000
 #: Methods that need data besides models: training data of the tasks, or a few unlabelled items.
 NEED_DATA = {
@@ -40,9 +38,8 @@ class RunSpec:
     overrides: tuple[str, ...]  # the overrides of `fusion_bench` that are this row's own
     method: str  # its name, without ``continual/``
     settings: tuple[str, ...] = ()  # the ``KEY=VALUE`` words among the overrides
-    preset: bool = (
-        False  # whether it comes from a preset, whose ranks are scaled to the models' width
-    )
+    #: Whether it comes from a preset, whose ranks are scaled to the models' width.
+    preset: bool = False
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
@@ -52,14 +49,17 @@ def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
     >>> [spec.label for spec in parse_methods(words)]
     ['nufilt', 'NUFILT small']
     """
-    methods, specs = _MethodConfigs(overrides), []
+    methods = _MethodConfigs(overrides)
+    specs = []
     for part in _split(text, ","):
-        for row in methods.group(part) or [part]:
-            head, *settings = _split(row, ":")
-            label, _, name = (word.strip() for word in head.rpartition("="))
-            chosen = methods.resolve(name := name.removeprefix("continual/"))
-            own = (methods.override(chosen, setting) for setting in settings)
-            specs.append(RunSpec(printable(label or row), (*chosen, *own), name, tuple(settings)))
+        for words in methods.group(part) or [part]:
+            head, *settings = _split(words, ":")
+            label, _, name = head.rpartition("=")
+            label = label.strip() or words
+            name = name.strip().removeprefix("continual/")
+            chosen = methods.resolve(name)
+            changed = [methods.override(chosen, setting) for setting in settings]
+            specs.append(RunSpec(printable(label), (*chosen, *changed), name, tuple(settings)))
     return specs
 
 
@@ -67,9 +67,13 @@ def _split(text: str, separator: str) -> list[str]:
     """Split a text at separators that are not inside brackets, strip the parts, and drop empty
     ones.
     """
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
+        if letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth -= 1
         if letter == separator and depth == 0:
             parts.append("")
         else:
@@ -104,7 +108,8 @@ def parse_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,10}))?\s*", part)
         if not match:
             raise ValueError(f"seeds must be like 42, 42,45 or 42:52, got '{text}'")
-        first, end = int(match[1]), int(match[2] or int(match[1]) + 1)
+        first = int(match[1])
+        end = int(match[2]) if match[2] else first + 1
         if end <= first:
             raise ValueError(f"seeds '{part}': the range is empty; its end is not part of it")
         if end - first > _MOST_SEEDS:
@@ -135,35 +140,41 @@ class _MethodConfigs:
         if file not in self._names(folder):
             raise ValueError(self._unknown(name))
         target = self.compose([f"method={name}"]).get("_target_")
-        made = import_object(target) if target else None
-        if inspect.isclass(made) and issubclass(made, ContinualMergingAlgorithm):
-            return [f"method={name}", *(self._own_settings(name) if folder == "nufilt" else ())]
-        kind = "stream" if hasattr(made, "save_merged_model") else "batch"
+        method = import_object(target) if target else None
+        if inspect.isclass(method) and issubclass(method, ContinualMergingAlgorithm):
+            overrides = [f"method={name}"]
+            if folder == "nufilt":
+                overrides += self._variant_settings(name)
+            return overrides
+        # A continual method of FusionBench hands its steps to this function.
+        kind = "stream" if hasattr(method, "save_merged_model") else "batch"
         return [f"method=continual/{kind}", f"+method@method.base_method={name}"]
 
-    def _own_settings(self, name: str) -> list[str]:
+    def _variant_settings(self, name: str) -> list[str]:
         """Return what defines a variant of NUFILT, so that overrides for all methods do not undo
         it.
         """
-        default, variant = (
-            plain(self.compose([f"method={method}"])) for method in ("nufilt", name)
-        )
-        return [
-            f"method.{key}={json.dumps(value)}"
-            for key, value in variant.items()
-            if value != default[key]
-        ]
+        default = plain(self.compose(["method=nufilt"]))
+        variant = plain(self.compose([f"method={name}"]))
+        settings = []
+        for key, value in variant.items():
+            if value != default[key]:
+                settings.append(f"method.{key}={json.dumps(value)}")
+        return settings
 
     def override(self, overrides: Sequence[str], setting: str) -> str:
         """Return the override for ``KEY=VALUE``, which may be an option of the method that the
         chosen one runs.
         """
-        config, (key, _) = self.compose(overrides), key_value(setting)
-        inside = config.get("base_method") or {}
-        if key.split(".")[0] not in (known := {*config, *inside}):
-            raise ValueError(f"'{setting}': {unknown('option', key, known)}")
-        group = "method.base_method" if key in inside and key not in config else "method"
-        return f"{group}.{setting}"
+        key, _ = key_value(setting)
+        config = self.compose(overrides)
+        base_method = config.get("base_method") or {}
+        options = {*config, *base_method}
+        if key.split(".")[0] not in options:
+            raise ValueError(f"'{setting}': {unknown('option', key, options)}")
+        if key in base_method and key not in config:
+            return f"method.base_method.{setting}"
+        return f"method.{setting}"
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         return compose_run([*overrides, *self._searchpath]).method
@@ -176,22 +187,21 @@ class _MethodConfigs:
             return [method.name for method in ORDER_FREE]
         if word != "all":
             return []
-        ours = [name for name in METHODS if not name.startswith("nufilt/")]
-        return ours + [
-            name for name in self._names("continual") if name not in {*_GENERIC, *NEED_DATA}
-        ]
+        names = [name for name in METHODS if not name.startswith("nufilt/")]
+        for name in self._names("continual"):
+            if name not in _GENERIC and name not in NEED_DATA:
+                names.append(name)
+        return names
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+        group = f"method/{folder}".rstrip("/")
         with config_loader() as loader:
-            return list(
-                loader.get_group_options(
-                    f"method/{folder}".rstrip("/"), kind, PROGRAM, self._searchpath
-                )
-            )
+            return list(loader.get_group_options(group, kind, PROGRAM, self._searchpath))
 
     def _tree(self, folder: str = "") -> Iterator[str]:
         prefix = f"{folder}/" if folder else ""
-        yield from (prefix + name for name in self._names(folder))
+        for name in self._names(folder):
+            yield prefix + name
         for group in self._names(folder, ObjectType.GROUP):
             yield from self._tree(prefix + group)
 

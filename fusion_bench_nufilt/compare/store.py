@@ -39,8 +39,10 @@ class Store:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
-        self.folder, self.settings = folder, settings
-        self._file, self._references = folder / "compare.json", folder / "references.json"
+        self.folder = folder
+        self.settings = settings
+        self._file = folder / "compare.json"
+        self._references = folder / "references.json"
         self._lock = lock_folder(folder)
         try:
             self._before = read_json(self._file, _Settings, "delete what it belongs to by hand")
@@ -58,10 +60,12 @@ class Store:
         """
         if self._outdated:
             self._delete()
-        elif self._before is not None and (other := differences(self._before["weights"], weights)):
-            raise self._refused(
-                f"holds results of other models: '{other[0].name}' has other weights there"
-            )
+        elif self._before is not None:
+            differing = differences(self._before["weights"], weights)
+            if differing:
+                raise self._refused(
+                    f"holds results of other models: '{differing[0].name}' has other weights there"
+                )
         self.settings = {**self.settings, "weights": weights}
         write_json(self._file, self.settings)
 
@@ -82,11 +86,8 @@ class Store:
                     f"'{file}' is, or lies behind, a link that no comparison made: remove it by "
                     "hand"
                 )
-            read_json(
-                file,
-                _RunFile,
-                advice="if it is not of this comparison, move it elsewhere, else delete it",
-            )
+            advice = "if it is not of this comparison, move it elsewhere, else delete it"
+            read_json(file, _RunFile, advice)
         return [*runs, self._file, self._references]
 
     def _delete(self) -> None:
@@ -119,13 +120,15 @@ class Store:
         write_json(file, {"label": spec.label, "seed": run.config["seed"], **asdict(run)})
 
     def load_references(self, tasks: Sequence[str]) -> References | None:
-        found = None if self._outdated else read_json(self._references, References, _DELETE)
-        if found is not None:
+        if self._outdated:
+            return None
+        references = read_json(self._references, References, _DELETE)
+        if references is not None:
             try:
-                check_references(found, tasks)
+                check_references(references, tasks)
             except ValueError as error:
                 raise ValueError(f"'{self._references}' is damaged, {error}; {_DELETE}") from None
-        return found
+        return references
 
     def save_references(self, references: References) -> None:
         write_json(self._references, references)
@@ -134,8 +137,10 @@ class Store:
         return self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
 
     def _refuse_others(self, whose: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        if other := differences(before, now):
-            raise self._refused(f"holds results of {whose}other settings: {in_one_line(other)}")
+        differing = differences(before, now)
+        if differing:
+            settings = in_one_line(differing)
+            raise self._refused(f"holds results of {whose}other settings: {settings}")
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(

@@ -86,20 +86,20 @@ class Comparison(ComparisonContent):
         scores = means(self.last_scores, "task", list(self.methods), self.tasks)
         methods = {}
         for label, method in self.methods.items():
-            runs = {}
+            row: Json = {"overrides": method.overrides}
+            for name in names:
+                row[name] = metrics.loc[label, name].as_json()
+            for name in ("iterations", "extra_parameters"):
+                row[name] = _first_value(self.measured, label, name)
+            row["data"] = method.data
+            row["runs"] = {}
             for seed, run in method.runs.items():
-                runs[str(seed)] = asdict(run)
-                del runs[str(seed)]["environment"], runs[str(seed)]["traceback"]
-            methods[label] = {
-                "overrides": method.overrides,
-                **{name: metrics.loc[label, name].as_json() for name in names},
-                "iterations": _first_value(self.measured, label, "iterations"),
-                "extra_parameters": _first_value(self.measured, label, "extra_parameters"),
-                "data": method.data,
-                "runs": runs,
-                "final": {task: scores.loc[label, task].as_json() for task in self.tasks},
-                "published_percent": method.published_percent,
-            }
+                fields_of_run = asdict(run)
+                del fields_of_run["environment"], fields_of_run["traceback"]
+                row["runs"][str(seed)] = fields_of_run
+            row["final"] = {task: scores.loc[label, task].as_json() for task in self.tasks}
+            row["published_percent"] = method.published_percent
+            methods[label] = row
         content["methods"] = methods
         return {
             key: value for key, value in content.items() if value is not None or key == "preset"

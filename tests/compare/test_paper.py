@@ -1,6 +1,7 @@
 """The paper's numbers: where they are shown, and that they were copied right."""
 
 import re
+from functools import cache
 
 import pytest
 
@@ -30,6 +31,7 @@ def by_method(rows):
     return {method: as_published(numbers) for method, numbers in rows.groupby("method")}
 
 
+@cache
 def printed(table, modelpool):
     return by_method(select(printed_numbers(), table=table, modelpool=modelpool))
 
