@@ -316,32 +316,33 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         model = self._model(name, task, self._ignored_keys[name])
         take_head(self._heads, model)
         self.prepare(merged)
-        so_far = self._model(MERGED, merged, ())
-        result = so_far.source
-        assert isinstance(result, MemorySource)
-        plan = self._plan([model], step, so_far)
+        merged_weights = self._model(MERGED, merged, ())
+        merged_source = merged_weights.source
+        assert isinstance(merged_source, MemorySource)
+        plan = self._plan([model], step, merged_weights)
         self._keep_heads(plan)
         reports: dict[str, Report] = {}
 
-        def take(each: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
-            layer = each.layer
+        def on_layer(result: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
+            layer = result.layer
+            # The weight of a step that nobody reads is not computed, unless it is the state.
             if self.method.state_is_weight or self.is_used(step):
-                result.write(so_far.keys[layer.param], weigh())
+                merged_source.write(merged_weights.keys[layer.param], weigh())
             if plan.keeps_state and has_state(plan, layer):
-                home = layer.view.read(pretrained).device
-                for key, value in state_to_keep(plan, layer, each.state).items():
-                    self._states[key] = value.to(home)
+                device = layer.view.read(pretrained).device
+                for key, value in state_to_keep(plan, layer, result.state).items():
+                    self._states[key] = value.to(device)
             else:  # what an earlier merge kept in float32 is in the model now
                 for key, _, _ in state_tensors(plan, layer).values():
                     self._states.pop(key, None)
-            reports[layer.name] = each.record["reports"][0]
+            reports[layer.name] = result.record["reports"][0]
 
         with tqdm(
             total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None
         ) as bar:
-            for count in merge_layers(PlannedLayers(plan), plan.layers, take):
+            for count in merge_layers(PlannedLayers(plan), plan.layers, on_layer):
                 bar.update(count)
-        counts, means = average_others(plan, result.write)
+        counts, means = average_others(plan, merged_source.write)
         self._mean_counts |= counts
         for param in counts:
             self._states.pop(mean_key(param), None)
