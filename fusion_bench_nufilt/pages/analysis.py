@@ -1,7 +1,7 @@
 """The pictures and the page of an analysis, drawn from its files alone."""
 
 from collections.abc import Mapping
-from typing import Any, NotRequired
+from typing import NotRequired
 
 import altair as alt
 import pandas as pd
@@ -10,7 +10,9 @@ from typing_extensions import TypedDict
 
 from .charts import by_depth, heat_maps, lines, points
 from .content import Json
+from .metrics import METRICS
 from .page import Outputs, Tables, render_page
+from .results import select
 from .theme import Rows, cells
 
 #: The tables beside ``analysis.json``, and the columns that are read.
@@ -65,19 +67,24 @@ def charts_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType]:
         charts["affinity_by_rank"] = _by_rank(content)
         if "affinity" in tables and content["pairs"]:
             charts["distributions"] = _distributions(content, tables["affinity"])
-    if layers := content.get("layers_of"):
-        charts["layers"] = by_depth(
-            [
-                {"panel": quantity, "layer": layer, "y": value}
-                for quantity, values in layers.items()
-                for layer, value in values.items()
-            ]
-        )
-    if measured := _measured(content):
+    if content.get("layers_of"):
+        charts["layers"] = by_depth(_layer_means(content))
+    measured = _measured(content)
+    if measured:
         charts["losses"] = _losses(measured)
-        if "losses" in tables and (known := _data_free(measured, tables["losses"])):
-            charts["data_free"] = alt.vconcat(*known)
+        if "losses" in tables:
+            data_free = _data_free(measured, tables["losses"])
+            if data_free:
+                charts["data_free"] = alt.vconcat(*data_free)
     return charts
+
+
+def _layer_means(content: AnalysisContent) -> Rows:
+    rows: Rows = []
+    for quantity, values in content["layers_of"].items():
+        for layer, value in values.items():
+            rows.append({"panel": quantity, "layer": layer, "y": value})
+    return rows
 
 
 def _affinity(content: AnalysisContent) -> ChartType:
@@ -99,17 +106,25 @@ def _distributions(content: AnalysisContent, table: pd.DataFrame) -> ChartType:
     rows: Rows = []
     for group, matrices in content["affinity"].items():
         panel = f"{group} layers"
-        layers = table if group == "all" else table[table["kind"] == group]
+        layers = table if group == "all" else select(table, kind=group)
         for i, j in content["pairs"]:
-            data, vector = content["tasks"][i], content["tasks"][j]
-            found = layers.loc[layers["data"].eq(data) & layers["vector"].eq(vector), "affinity"]
+            data = content["tasks"][i]
+            vector = content["tasks"][j]
+            affinities = select(layers, data=data, vector=vector)["affinity"]
             for limit in _LIMITS:
-                share = float((found <= limit).mean())
+                share = float((affinities <= limit).mean())
                 rows.append({"panel": panel, "name": f"{data} → {vector}", "x": limit, "y": share})
         rows.append({"panel": panel, "x": matrices["chance"], "mark": True, "words": "chance"})
-    look: Any = {"x_scale": _FROM_0_TO_1, "y_scale": _FROM_0_TO_1, "dots": False}
-    x_title, y_title = "affinity a (data → task vector)", "share of layers with A ≤ a"
-    return lines(rows, x_title, y_title, size=(300, 220), across=3, **look)
+    return lines(
+        rows,
+        "affinity a (data → task vector)",
+        "share of layers with A ≤ a",
+        x_scale=_FROM_0_TO_1,
+        y_scale=_FROM_0_TO_1,
+        dots=False,
+        size=(300, 220),
+        across=3,
+    )
 
 
 def _by_rank(content: AnalysisContent) -> ChartType:
@@ -123,8 +138,13 @@ def _by_rank(content: AnalysisContent) -> ChartType:
     for key, title in titles.items():
         for rank, value in zip(curves["ranks"], curves[key], strict=False):
             rows.append({"name": title, "x": int(rank), "y": value})
-    scales: Any = {"x_scale": alt.Scale(type="log", base=2), "y_scale": _FROM_0_TO_1}
-    return lines(rows, "rank r = r_d = r_v", "affinity, mean over layers and pairs", **scales)
+    return lines(
+        rows,
+        "rank r = r_d = r_v",
+        "affinity, mean over layers and pairs",
+        x_scale=alt.Scale(type="log", base=2),
+        y_scale=_FROM_0_TO_1,
+    )
 
 
 def _overlap(content: AnalysisContent) -> ChartType:
@@ -154,14 +174,15 @@ def _measured(content: AnalysisContent) -> dict[str, Json]:
     """Return the methods whose losses are known beyond the first step, with their scores in per
     cent.
     """
-    found = {}
-    for name, row in content.get("methods", {}).items():
-        if "fixed" in row:
-            scores = {
-                f"{key} %": 100 * row[key] for key in ("ACC", "BWT") if row.get(key) is not None
-            }
-            found[name] = row | scores
-    return found
+    measured = {}
+    for method, row in content.get("methods", {}).items():
+        if "fixed" not in row:
+            continue
+        measured[method] = dict(row)
+        for name in ("ACC", "BWT"):
+            if row.get(name) is not None:
+                measured[method][METRICS[name].column] = 100 * row[name]
+    return measured
 
 
 def _losses(measured: Mapping[str, Json]) -> ChartType:
@@ -170,7 +191,8 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
     for inputs, words in _INPUTS.items():
         for loss, title in _LOSSES.items():
             for name, row in measured.items():
-                for step, value in zip(row[inputs]["steps"], row[inputs][loss], strict=True):
+                losses = row[inputs]
+                for step, value in zip(losses["steps"], losses[loss], strict=True):
                     panel = f"{title}, {words}"
                     rows.append({"panel": panel, "name": name, "x": step, "y": value})
     values = [row["y"] for row in rows if row["y"]]
@@ -178,8 +200,7 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
     if values and max(values) > 50 * min(values):
         scale = alt.Scale(type="log", nice=False, padding=12)
         rows = [row for row in rows if row["y"]]  # 0 has no logarithm
-    look: Any = {"size": (220, 170), "own_scales": ["y"], "y_scale": scale}
-    return lines(rows, "step", "loss", **look)
+    return lines(rows, "step", "loss", size=(220, 170), own_scales=["y"], y_scale=scale)
 
 
 def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartType]:
@@ -188,16 +209,19 @@ def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartT
     """
     scale = alt.Scale(type="log", nice=False, padding=8)
     axis = alt.Axis(grid=False, labelSeparation=10)
+    table = table[table["step"] > 1]
     charts = []
     for loss in _BOTH:
         points_of = table.assign(name="layer", x=table[f"data_free_{loss}"], y=table[loss])
-        points_of = points_of[(points_of["step"] > 1) & (points_of["x"] > 0) & (points_of["y"] > 0)]
+        # 0 has no logarithm.
+        points_of = points_of[(points_of["x"] > 0) & (points_of["y"] > 0)]
         rows: Rows = []
         for method, row in measured.items():
             rho = row["rank_correlation"][loss]["layers"]
             words = "none" if rho is None else f"{rho:.2f}"
-            own = points_of[points_of["method"] == method].assign(panel=f"{method}: rho {words}")
-            rows += own[["panel", "name", "x", "y", "layer", "step", "task"]].to_dict("records")
+            of_method = select(points_of, method=method).assign(panel=f"{method}: rho {words}")
+            columns = ["panel", "name", "x", "y", "layer", "step", "task"]
+            rows += of_method[columns].to_dict("records")
         if rows:
             x = alt.X("x:Q", title=f"data-free {loss} loss", scale=scale, axis=axis)
             y = alt.Y("y:Q", title=f"measured {loss} loss", scale=scale, axis=axis)

@@ -45,28 +45,30 @@ def heat_maps(
     """
     values = [row["value"] for row in rows]
     marked = ticks(min([domain[0], *values]), max([domain[1], *values]))
-    low, high = marked[0], marked[-1]
+    low = marked[0]
+    high = marked[-1]
     # Below it white text has a contrast of 4.5, above it black text.
     dark = low + 0.44 * (high - low)
-    cell_size, font_size = (34, 10) if len(column_names) <= 10 else (24, 8)
+    cell_size = 34
+    font_size = 10
+    if len(column_names) > 10:
+        cell_size = 24
+        font_size = 8
     size = (max(200, cell_size * len(column_names)), cell_size * len(row_names))
     fields = {"row": titles[0], "column": titles[1], "value": legend}
     if any(row["panel"] for row in rows):
         fields = {"panel": "", **fields}
-    base = alt.Chart().encode(
-        x=alt.X("column:N", **by_name(column_names, titles[1])),
-        y=alt.Y("row:N", **by_name(row_names, titles[0])),
-        tooltip=tooltip(**fields),
-    )
+    column = alt.X("column:N", **by_name(column_names, titles[1]))
+    row = alt.Y("row:N", **by_name(row_names, titles[0]))
+    base = alt.Chart().encode(x=column, y=row, tooltip=tooltip(**fields))
     colour = alt.Color(
         "value:Q",
         scale=alt.Scale(scheme="viridis", domain=[low, high]),
         legend=alt.Legend(title=legend, values=marked),
     )
-    numbers = base.mark_text(fontSize=font_size).encode(
-        text=alt.Text("value:Q", format=".2f" if high < 2 else ".1f"),
-        color=alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black")),
-    )
+    text = alt.Text("value:Q", format=".2f" if high < 2 else ".1f")
+    text_colour = alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black"))
+    numbers = base.mark_text(fontSize=font_size).encode(text=text, color=text_colour)
     return faceted([base.mark_rect().encode(color=colour), numbers], rows, size, across=across)
 
 
@@ -244,11 +246,10 @@ def bars(rows: Rows) -> ChartType:
     """Draw the score of each ``name`` as a bar with its ``text``, in a panel for each task."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     lowest = min([0.0, *(row["value"] for row in rows)])
-    base = alt.Chart().encode(
-        x=alt.X("value:Q", title="score (%)", scale=alt.Scale(domain=[lowest, 100])),
-        y=alt.Y("name:N", **by_name(names, None)),
-        tooltip=tooltip(name="", panel="task", text="score (%)"),
-    )
+    score = alt.X("value:Q", title="score (%)", scale=alt.Scale(domain=[lowest, 100]))
+    name = alt.Y("name:N", **by_name(names, None))
+    hover_text = tooltip(name="", panel="task", text="score (%)")
+    base = alt.Chart().encode(x=score, y=name, tooltip=hover_text)
     words = base.mark_text(align="left", dx=3, fontSize=10, color=COLOURS[-1])
     layers = [base.mark_bar(color=COLOURS[0], height=11), words.encode(text="text:N")]
     return faceted(layers, rows, (150, 17 * len(names)), across=4, spacing=50)

@@ -47,17 +47,19 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
     for layer, shape in zip(measured["layer"], measured["shape"], strict=True):
         shapes[layer] = " x ".join(map(str, shape))
     strongest.insert(1, "shape", strongest["layer"].map(shapes))
+    steps_made_here = content["step"] - measured["step"].min() + 1
     coverage = content["coverage"]
     remarks = [f"not merged: {name} ({count})" for name, count in coverage["left_out"].items()]
+    remarks += content.get("warnings", [])
     page = render_page(
         "merge.html",
         content=content,
-        begun_elsewhere=len(tasks) > content["step"] - measured["step"].min() + 1,
+        begun_elsewhere=len(tasks) > steps_made_here,
         steps=steps,
         strongest=strongest,
         layers=layer_charts(rows),
         coverage=_shares(coverage),
-        remarks=remarks + content.get("warnings", []),
+        remarks=remarks,
     )
     return Outputs(page, {})
 

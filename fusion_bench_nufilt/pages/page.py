@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from html import escape
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -40,8 +39,9 @@ def render_page(template: str, **content: Any) -> str:
 def sentences(template: str, **content: Any) -> list[str]:
     """Fill a template of text, and return its paragraphs, each in one line."""
     environment = templates().overlay(autoescape=False, finalize=_in_one_line)
-    paragraphs = environment.get_template(template).render(content).split("\n\n")
-    return [text for paragraph in paragraphs if (text := paragraph.strip().replace("\n", " "))]
+    text = environment.get_template(template).render(content)
+    paragraphs = [paragraph.strip().replace("\n", " ") for paragraph in text.split("\n\n")]
+    return [paragraph for paragraph in paragraphs if paragraph]
 
 
 @cache
@@ -63,10 +63,8 @@ def templates() -> Environment:
     environment.filters["number"] = _number
     environment.filters["table"] = _table
     environment.filters["ranges"] = _ranges
-    environment.filters["indented"] = lambda content: json.dumps(
-        content, indent=2, ensure_ascii=False
-    )
-    environment.filters["sha256"] = lambda text: b64encode(sha256(text.encode()).digest()).decode()
+    environment.filters["indented"] = _indented
+    environment.filters["sha256"] = _sha256
     return environment
 
 
@@ -85,23 +83,40 @@ def _table(rows: Mapping[str, Any], first: str, titles: Mapping[str, str]) -> pd
     return frame.reindex(columns=[first, *titles]).rename(columns=dict(titles))
 
 
+def _indented(content: Any) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def _sha256(text: str) -> str:
+    return b64encode(sha256(text.encode()).digest()).decode()
+
+
 def _number(value: float, digits: int) -> str:
     """Return a whole number as it is, and another with ``digits`` decimals, or as ``1.00e-05`` if
     they are all 0.
     """
     if isinstance(value, int):
         return str(value)
-    small = 0 < abs(value) < 10**-digits
-    return f"{value:.2e}" if small else f"{value:.{digits}f}"
+    if 0 < abs(value) < 10**-digits:
+        return f"{value:.2e}"
+    return f"{value:.{digits}f}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text such as ``42-51, 60``."""
-    ranges = []
-    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
-    return ", ".join(ranges)
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    words = []
+    for members in ranges:
+        if len(members) == 1:
+            words.append(str(members[0]))
+        else:
+            words.append(f"{members[0]}-{members[-1]}")
+    return ", ".join(words)
 
 
 def _in_one_line(value: Any) -> Any:

@@ -58,18 +58,13 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
 
 def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     """Return what each step did for its own task; how long it took may not be known of all."""
-    own = 100 * matrix.values.diagonal()
-    last = 100 * matrix.values[-1]
-    return pd.DataFrame(
-        {
-            "step": range(1, 1 + len(matrix.tasks)),
-            "task": matrix.tasks,
-            "score right after it": own,
-            "score at the end": last,
-            "change": last - own,
-            "merging s": pd.Series(seconds, dtype=float).reindex(range(len(matrix.tasks))),
-        }
-    )
+    steps = pd.DataFrame({"task": matrix.tasks})
+    steps.insert(0, "step", steps.index + 1)
+    steps["score right after it"] = 100 * matrix.values.diagonal()
+    steps["score at the end"] = 100 * matrix.values[-1]
+    steps["change"] = steps["score at the end"] - steps["score right after it"]
+    steps["merging s"] = pd.Series(seconds, dtype=float)
+    return steps
 
 
 class UnscoredRun(TypedDict):

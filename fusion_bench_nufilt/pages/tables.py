@@ -22,9 +22,8 @@ class Table:
 
     title: str
     texts: pd.DataFrame  # the first column has the names of the rows
-    ranks: pd.DataFrame = field(
-        default_factory=pd.DataFrame
-    )  # 1 for the best and 2 for the second best of a column
+    #: 1 for the best and 2 for the second best of a column.
+    ranks: pd.DataFrame = field(default_factory=pd.DataFrame)
     references: int = 0  # the number of rows at the top that are single models
     notes: list[str] = field(default_factory=list)
 
@@ -33,14 +32,14 @@ class Table:
         ``**{}**``.
         """
         templates = {1.0: best, 2.0: second}
-        ranks = self.ranks.reindex_like(self.texts).to_numpy().tolist()
-        return [
-            [
-                templates.get(rank, "{}").format(escaped(printable(text)))
-                for text, rank in zip(texts, row, strict=True)
-            ]
-            for texts, row in zip(self.texts.to_numpy().tolist(), ranks, strict=True)
-        ]
+        ranks = self.ranks.reindex_like(self.texts)
+        columns = []
+        for name in self.texts:
+            column = []
+            for text, rank in zip(self.texts[name], ranks[name], strict=True):
+                column.append(templates.get(rank, "{}").format(escaped(printable(text))))
+            columns.append(column)
+        return [list(row) for row in zip(*columns, strict=True)]
 
     def as_rich(self) -> RichTable:
         """Render it for the terminal, without the notes."""
@@ -57,26 +56,25 @@ class Table:
         frame = pd.DataFrame(rows, columns=[printable(name) for name in self.texts.columns])
         sides = ("left", *["right"] * (frame.shape[1] - 1))
         text = frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
-        return "\n".join(
-            [f"**{self.title}**", "", text, "", *(f"{note}  " for note in self.notes), ""]
-        )
+        notes = [f"{note}  " for note in self.notes]
+        return "\n".join([f"**{self.title}**", "", text, "", *notes, ""])
 
     def as_latex(self) -> str:
         """Render it as a ``table`` for ``booktabs``."""
         rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
         frame = pd.DataFrame(rows, columns=[_latex(printable(name)) for name in self.texts.columns])
+        caption = ". ".join(_latex(sentence) for sentence in [self.title, *self.notes[:1]])
         text = frame.style.hide(axis="index").to_latex(
             column_format="l" + "r" * (frame.shape[1] - 1),
-            caption=". ".join([_latex(self.title), *map(_latex, self.notes[:1])]) + ".",
+            caption=caption + ".",
             position_float="centering",
             hrules=True,
         )
         lines = text.splitlines()
         if 0 < self.references < len(frame):
             lines.insert(lines.index(r"\midrule") + 1 + self.references, r"\midrule")
-        return "\n".join(
-            [r"% needs \usepackage{booktabs}", *(f"% {note}" for note in self.notes), *lines, ""]
-        )
+        notes = [f"% {note}" for note in self.notes]
+        return "\n".join([r"% needs \usepackage{booktabs}", *notes, *lines, ""])
 
 
 def to_csv(rows: pd.DataFrame) -> str:
@@ -91,9 +89,8 @@ _LATEX = str.maketrans(
 
 
 def _latex(text: str) -> str:
-    return re.sub(
-        r"(?<![\w-])-(?=\d)", "$-$", text.translate(_LATEX)
-    )  # a minus sign, not the hyphen of 42-51
+    minus_sign = r"(?<![\w-])-(?=\d)"  # not the hyphen of 42-51
+    return re.sub(minus_sign, "$-$", text.translate(_LATEX))
 
 
 def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
@@ -103,19 +100,18 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
     table = RichTable(title=title, caption=escape_markup(matrix.summary()))
     table.add_column("after step")
     for number, task in enumerate(matrix.tasks, 1):
-        # Twenty names do not fit side by side; the rows say which number is which.
-        table.add_column(
-            escape_markup(task) if len(matrix.tasks) <= 8 else str(number),
-            justify="right",
-            no_wrap=True,
-        )
+        header = escape_markup(task)
+        if len(matrix.tasks) > 8:
+            # So many names do not fit side by side; the rows say which number is which.
+            header = str(number)
+        table.add_column(header, justify="right", no_wrap=True)
     for step, task in enumerate(matrix.tasks, 1):
-        if np.isnan(matrix.values[step - 1]).all():
+        scores = matrix.values[step - 1]
+        if np.isnan(scores).all():
             continue
-        row = map(percent, matrix.values[step - 1])
-        table.add_row(
-            f"{step} {escape_markup(task)}", *row, style="bold" if step == len(matrix.tasks) else ""
-        )
+        style = "bold" if step == len(matrix.tasks) else ""
+        texts = [percent(score) for score in scores]
+        table.add_row(f"{step} {escape_markup(task)}", *texts, style=style)
     print_table(table)
 
 

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +51,22 @@ def chart_definition(chart: ChartType) -> dict[str, Any]:
 
 def save_chart(chart: ChartType, *paths: Path) -> None:
     """Write a chart as PNG or PDF, as each file's name says, atomically."""
-    svg = vl_convert.vegalite_to_svg(
-        chart_definition(chart)
-    )  # laying a chart out takes most of the time
+    # Laying a chart out takes most of the time.
+    svg = vl_convert.vegalite_to_svg(chart_definition(chart))
     for path in paths:
-        content = (
-            vl_convert.svg_to_pdf(svg)
-            if path.suffix == ".pdf"
-            else vl_convert.svg_to_png(svg, scale=2)
-        )
+        if path.suffix == ".pdf":
+            content = vl_convert.svg_to_pdf(svg)
+        else:
+            content = vl_convert.svg_to_png(svg, scale=2)
         with atomic_file(path) as temporary:
             temporary.write_bytes(content)
 
 
 def clean(value: float | None) -> float | None:
     """Return a number rounded to six digits, or None if it is not finite."""
-    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
 
 
 def data(rows: Rows) -> alt.Data:
@@ -88,13 +88,13 @@ def cells(
     matrix: Grid, rows: Sequence[Any], columns: Sequence[str], panel: str | None = None
 ) -> Rows:
     """Return a row for each number of a matrix, with its place and its panel."""
-    found: Rows = []
+    cells: Rows = []
     for row, values in zip(rows, matrix, strict=True):
         for column, value in zip(columns, values, strict=True):
             number = clean(value)
             if number is not None:
-                found.append({"panel": panel, "row": row, "column": column, "value": number})
-    return found
+                cells.append({"panel": panel, "row": row, "column": column, "value": number})
+    return cells
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -122,15 +122,16 @@ def style(
     names = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1, **legend)
 
     def encoding(channel: Callable[..., Any], looks: Iterable[Any]) -> Any:
-        scale = alt.Scale(
-            domain=list(among), range=[look for _, look in zip(among, cycle(looks), strict=False)]
-        )
+        of_names = list(islice(cycle(looks), len(among)))
+        scale = alt.Scale(domain=list(among), range=of_names)
         return channel(f"{field}:N", scale=scale, legend=names if len(shown) > 1 else None)
 
+    # Where the colours begin again, the dashes change.
+    dashes = [DASHES[number // len(COLOURS)] for number in range(len(DASHES) * len(COLOURS))]
     return {
         "color": encoding(alt.Color, COLOURS),
         "shape": encoding(alt.Shape, SHAPES),
-        "strokeDash": encoding(alt.StrokeDash, [dash for dash in DASHES for _ in COLOURS]),
+        "strokeDash": encoding(alt.StrokeDash, dashes),
     }
 
 
@@ -141,20 +142,22 @@ def by_name(labels: Sequence[str], title: str | None) -> Options:
 
 def by_block(deepest: int) -> alt.X:
     """Return an axis of a model's blocks, which ends at the deepest."""
-    ticks = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False, format="d")
-    return alt.X(
-        "x:Q", title="block", axis=ticks, scale=alt.Scale(zero=False, nice=False, padding=12)
-    )
+    blocks = list(range(0, deepest + 1, 1 + deepest // 16))
+    axis = alt.Axis(values=blocks, grid=False, format="d")
+    scale = alt.Scale(zero=False, nice=False, padding=12)
+    return alt.X("x:Q", title="block", axis=axis, scale=scale)
 
 
 def tooltip(**fields: str) -> list[alt.Tooltip]:
     """Return a tooltip of fields, given their titles; ``y`` and ``value`` are numbers."""
-    number, word = {"type": "quantitative", "format": ".4g"}, {"type": "nominal"}
-    looks: list[Options] = [number if field in ("y", "value") else word for field in fields]
-    return [
-        alt.Tooltip(field, title=fields[field], **look)
-        for field, look in zip(fields, looks, strict=True)
-    ]
+    lines = []
+    for field, title in fields.items():
+        if field in ("y", "value"):
+            line = alt.Tooltip(field, title=title, type="quantitative", format=".4g")
+        else:
+            line = alt.Tooltip(field, title=title, type="nominal")
+        lines.append(line)
+    return lines
 
 
 def faceted(

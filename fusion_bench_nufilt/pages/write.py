@@ -53,7 +53,8 @@ def read_table(file: Path, columns: str) -> pd.DataFrame:
     """Read a CSV file; a ValueError names a column that is missing or not finite."""
     try:
         rows = pd.read_csv(file, dtype=dict.fromkeys(_NAMES, str), float_precision="round_trip")
-        if missing := set(columns.split()) - set(rows):
+        missing = set(columns.split()) - set(rows)
+        if missing:
             raise ValueError(f"it has no column '{min(missing)}'")
         for column in rows.columns.difference(_NAMES):
             if np.isinf(pd.to_numeric(rows[column]).astype(float)).any():
@@ -81,11 +82,11 @@ def write_results(folder: Path) -> list[str]:
             f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of "
             f"{names}"
         )
-    tables = {
-        table: read_table(file, columns)
-        for table, columns in kind.tables.items()
-        if (file := folder / f"{table}.csv").is_file()
-    }
+    tables = {}
+    for table, columns in kind.tables.items():
+        file = folder / f"{table}.csv"
+        if file.is_file():
+            tables[table] = read_table(file, columns)
     try:
         made = kind.make(content, tables)
     except ValueError as error:
