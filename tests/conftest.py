@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -137,3 +138,11 @@ def fusion_bench(tmp_path, demo_cache):
 
     run.folder, run.logs = folder, tmp_path / "logs"
     return run
+
+
+@pytest.fixture(autouse=True)
+def root_level():
+    """A command sets the level of the root logger, which later tests do not expect."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
