@@ -19,7 +19,6 @@ TOOLS = Path(__file__).resolve().parent
 NUFILT = TOOLS.parent / "fusion_bench_nufilt" / "nufilt"
 PATCHES = sorted((TOOLS / "patches").glob("*.patch"))
 METHODS, API = "fusion_bench/method/__init__.py", "docs/api/fusion_bench.method/merging.md"
-ORDER_FREE = ("SpectralVotingMerging", "TSVStreamMerging", "WUDISumsMerging")
 AUTHOR = "fusion-bench-nufilt contributors <contributors@example.org>"
 LICENCE = """\
 Licence: the authors of the contributed files, which are under Apache-2.0 in the plugin
@@ -43,20 +42,15 @@ class Contribution:
         return f"{self.subject}\n\n{self.about}\n\n{LICENCE}\n"
 
 
-def _in_api(title: str, *members: str) -> tuple[str, str]:
-    names = "".join(f"        - {member}\n" for member in members)
+def _in_api(title: str, member: str) -> tuple[str, str]:
     text = (
         f"\n### {title}\n\n::: fusion_bench.method\n    options:\n        show_root_heading: "
         "false\n"
     )
     return (
         "        - ContinualDOPForCLIP",
-        f"{text}        heading_level: 4\n        members:\n{names}",
+        f"{text}        heading_level: 4\n        members:\n        - {member}\n",
     )
-
-
-def _rows(names: tuple[str, ...], form: str = "{}") -> str:
-    return "".join(f"        {form.format(name)},\n" for name in names)
 
 
 CONTRIBUTIONS = {
@@ -81,25 +75,24 @@ CONTRIBUTIONS = {
         },
     ),
     "order_free": Contribution(
-        "feat: order-free merging, three methods whose result does not depend on the models' order",
-        "Spectral voting, and TSV-M and WUDI from running states: one pass over the models, "
-        "without data, and a\n"
-        "state that does not grow with their number. No new dependency.",
+        "feat: spectral voting, a merge whose result does not depend on the models' order",
+        "One pass over the models, without data, and a state that does not grow with their "
+        "number.\nNo new dependency.",
         {
             METHODS: [
-                (
-                    '    "dop": [',
-                    f'    "order_free": [\n{_rows(ORDER_FREE, "{!r}")}    ],\n'.replace("'", '"'),
-                ),
+                ('    "dop": [', '    "order_free": ["SpectralVotingMerging"],\n'),
                 (
                     "    from .opcm import ",
-                    f"    from .order_free import (\n{_rows(ORDER_FREE)}    )\n",
+                    "    from .order_free import SpectralVotingMerging\n",
                 ),
             ],
             "mkdocs.yml": [
-                ("- OPCM: algorithms/opcm.md", "          - Order-Free: algorithms/order_free.md\n")
+                (
+                    "- OPCM: algorithms/opcm.md",
+                    "          - Spectral Voting: algorithms/order_free.md\n",
+                )
             ],
-            API: [_in_api("Order-Free Merging", *ORDER_FREE)],
+            API: [_in_api("Spectral Voting", "SpectralVotingMerging")],
         },
     ),
 }
