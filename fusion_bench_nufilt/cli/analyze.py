@@ -84,6 +84,7 @@ def analyze(
         from fusion_bench_nufilt.analysis.summary import save_analysis
 
         refuse_foreign(out, "analysis.json")
+        # Defaults are always there, and only what was typed can be in vain.
         typed = [name for name in context.params if was_typed(context, name)]
         _refuse_ignored(typed, list(overrides or ()))
         words = with_config_dir(config_dir, overrides or ())
@@ -105,6 +106,7 @@ def analyze(
             lock.release()
         print(json.dumps(content) if as_json else "\n".join(map(printable, content["reading"])))
         name_files(console, out, files)
+        # The last lines, since all that succeeded is to be saved and shown.
         failures = content.get("failures", {})
         raise_failures([f"{label}: {reason}" for label, reason in failures.items()])
 

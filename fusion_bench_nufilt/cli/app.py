@@ -76,12 +76,14 @@ class _Lazy(TyperCommand):
             examples.append(f"nufilt {self.name} {words}")
         settings = dict(_SETTINGS["context_settings"])
         settings["ignore_unknown_options"] = self.name == "mergekit"  # it passes them on
+        # typer reads a signature when it makes a command, so that this waits for the function.
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         single.command(self.name, epilog="\n\n".join(examples), context_settings=settings)(function)
         return typer.main.get_command(single).make_context(info_name, args, *others, **more)
 
 
 for _name, _summary in COMMANDS.items():
+    # A docstring as the summary would take the imports of its file.
     app.command(_name, cls=_Lazy, help=_summary)(lambda: None)
 
 

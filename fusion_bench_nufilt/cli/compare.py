@@ -116,6 +116,7 @@ def compare(
         results.log(loggers, [out / file for file in files if file.endswith(".png")])
         _print(results, as_json)
         name_files(console, out, files)
+        # The last line, since all that succeeded is to be saved and shown.
         raise_failures(_failures(results))
 
 

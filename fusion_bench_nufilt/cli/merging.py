@@ -55,6 +55,7 @@ def run(
         raise ValueError("--json goes with --dry-run: a merge leaves its result in OUT/nufilt.json")
     recipe = gather(words, typed, ["method", *_SETTINGS])
     taken_over = settings_to_continue(recipe)
+    # What the user says is left out of what is taken over, so that the user wins.
     plan, folder = _plan({**recipe, **taken_over})
     if not as_json:
         table = Table(show_header=False, box=None, title="Plan", title_justify="left")
@@ -65,6 +66,7 @@ def run(
         warn(console, plan.warnings)
     if dry_run:
         finished = check_output(plan, folder)
+        # As in a merge: a result that is finished needs no more room.
         if not finished:
             check_disk(plan, folder)
     else:
@@ -271,10 +273,12 @@ def read_recipe(file: Path) -> dict[str, Any]:
             content = read_yaml(file)
         if isinstance(content, dict) and "inputs" in content:
             content = _recipe_of(validate(content, _Result), file.absolute().parent)
+        # Both commands read YAML files of merges, which are easily taken for each other.
         elif isinstance(content, dict) and "merge_method" in content:
             raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")
         recipe = validate(content, _Recipe)
         settings = recipe.pop("settings", None) or {}
+        # Once more, since a model's name may stand under settings, too.
         return dict(validate({**recipe, **settings}, _Recipe))
     except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise ValueError(
@@ -299,6 +303,7 @@ def _recipe_of(result: _Result, folder: Path) -> dict[str, Any]:
     recipe: dict[str, Any] = {"base": names["base"]}
     if "merged" in names:
         recipe["merged"] = names["merged"]
+    # By number: among sorted names, task 10 comes ahead of task 2.
     recipe["tasks"] = [tasks[number] for number in sorted(tasks)]
     recipe["step"] = result["step"] - len(tasks) + 1  # the number of its first task
     recipe["inputs"] = result["inputs"]

@@ -60,6 +60,7 @@ def takes_options(
             parameters.append(
                 Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
+        # typer makes options of a signature alone, and does not know **options.
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
@@ -74,6 +75,7 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
     if values:
         words = []
         for value in values:
+            # As YAML writes them, since recipes have the same words.
             words.append(str(value).lower() if isinstance(value, bool) else value)
         return Literal[tuple(words)], words[values.index(option.default)]
     if option.name in SIZES:
@@ -82,6 +84,7 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
         return list[str] | None, None
     if Sequence[float] in get_args(option.type):
         return list[float] | None, None
+    # typer takes no union of types; the word is read as YAML by typed_values.
     if option.type == int | float:
         return str, str(option.default)
     return option.type, option.default

@@ -75,7 +75,9 @@ def find_model(model: Input, beside: Path) -> str:
     """
     name = model["name"]
     if "revision" in model:
+        # A branch in the name moves; the revision stays what it is.
         return f"{name.partition('@')[0]}@{model['revision']}"
+    # A manifest names folders without their directories, which are the user's own.
     if not Path(name).is_dir() and (beside / name).is_dir():
         return str(beside / name)
     return name

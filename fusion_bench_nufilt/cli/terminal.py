@@ -51,6 +51,7 @@ def terminal(quiet: bool = False) -> Iterator[Console]:
     try:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
+        # Errors are told in spite of --quiet.
         console.quiet = False
         console.print(f"[red]error:[/red] {escape_markup(str(error))}")
         raise typer.Exit(1) from None
@@ -82,6 +83,7 @@ def only_log_of(package: str) -> None:
 
 def bars_on(console: Console) -> "partial[tqdm[Any]]":
     """Return tqdm for the progress bars of a command, which are shown on a terminal only."""
+    # With None, tqdm looks for itself whether the file is a terminal.
     return partial(tqdm, file=console.file, disable=console.quiet or None)
 
 
@@ -115,7 +117,9 @@ def interruptible(console: Console, kept: str) -> Iterator[None]:
         if not arrived:
             say("interrupted")
         last_signal = arrived[-1] if arrived else signal.SIGINT
+        # The code by which shells report a process that a signal has ended.
         raise typer.Exit(128 + last_signal) from None
     finally:
+        # Whoever calls a command from Python has handlers of their own.
         for number, handler in handlers.items():
             signal.signal(number, handler)

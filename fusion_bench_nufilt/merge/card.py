@@ -34,6 +34,7 @@ def _yaml(content: Mapping[str, Any]) -> str:
 
 
 def _metadata(plan: Plan) -> dict[str, Any]:
+    # A dict has models in merging order, and once though one may come at two revisions.
     hub_names: dict[str, None] = {}
     for label in (plan.base.label, *plan.names):
         match = _HUB_NAME.fullmatch(label)
@@ -97,8 +98,10 @@ def _loading(plan: Plan) -> Iterator[str]:
     """
     config = json.loads(plan.small_files.get("config.json", b"{}"))
     kinds = {"model": (config.get("architectures") or ["AutoModel"])[0]}
+    # A class of the model's own code can't be imported by its name.
     if not hasattr(transformers, kinds["model"]):
         return
+    # A processor brings its tokenizer along, so that one of the two is enough.
     if "preprocessor_config.json" in plan.small_files:
         kinds["processor"] = "AutoProcessor"
     elif "tokenizer_config.json" in plan.small_files:

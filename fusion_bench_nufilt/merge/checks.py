@@ -56,6 +56,7 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     options = json.loads(json.dumps(plan.options()))  # as a manifest has them
     kinds = (type(plan.method.options), TargetConfig, Settings)
     lasting = []
+    # What is for one merge, its tasks or its run may differ from one step to the next.
     for key in ("method", *with_scope(kinds, "stream")):
         if key in saved_options and key in options:
             lasting.append(key)
@@ -81,6 +82,7 @@ def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> list[str]:
             continue
         identity = plan.models[role].checkpoint.identity()
         name = f"'{plan.models[role].source.name}'"
+        # A revision fixes a snapshot's content; files are known by size, time and header.
         known_by = [key for key in ("revision", "files") if key in saved]
         differing = differences(
             {key: saved[key] for key in known_by},
@@ -89,8 +91,10 @@ def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> list[str]:
         if not differing:
             continue
         line = in_one_line(differing)
+        # A copy has another time and the same content, so that the time alone proves nothing.
         if not without_times(differing):
             warnings.append(f"{name} may have changed since it was the {role} of {of}: {line}")
+        # A folder and a snapshot have nothing to compare: the content may still be the same.
         elif known_by[0] not in identity:
             warnings.append(
                 f"{name} may not be the {role} of {of}, which is known by its {known_by[0]}"
@@ -125,6 +129,7 @@ def check_module(
         if layers is None or view.key in layers:
             required_layers.append(Layer(view.name, param, (base.keys[param],), view))
     others = architecture.others(base.source, required_layers)
+    # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
     targets = TargetConfig(other_params="mean")
     selection = Selection(
         pretrained=base,
@@ -179,6 +184,7 @@ def verify_merged(plan: Plan) -> list[str]:
     merged = plan.merged.checkpoint
     small_files = []
     for name in plan.before.get("files", {}):
+        # People edit a card; files of weights are checked below, by what was opened of them.
         if name != CARD and not name.endswith(".safetensors"):
             small_files.append(name)
     if plan.settings.verify:
@@ -186,6 +192,7 @@ def verify_merged(plan: Plan) -> list[str]:
         if plan.state is not None:
             state_folder = Path(STATE_FILE).parent
             state_files = [f"{state_folder}/{name}" for name in plan.state.source.opened]
+        # Configurations, too: the result has the base's, and an edit would be lost without a word.
         names = [*merged.opened, *state_files, *small_files]
         verify_files(merged.folder, plan.before, CHANGED, names)
         return []
@@ -283,6 +290,7 @@ def check_task(
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
     extra = []
     for param in task.params:
+        # Buffers such as inv_freq are in some files and not in others; a model computes them.
         if param not in pretrained.params and not architecture.is_computed(param):
             extra.append(param)
     if extra:
@@ -319,6 +327,7 @@ def _same_content(one: bytes | None, other: bytes) -> bool:
     if one is None or one == other:
         return one == other
     try:
+        # Headers of equal weights may differ in their order and metadata.
         tensors = load(one)
         others = load(other)
     except SafetensorError:
@@ -337,6 +346,7 @@ def check_state(plan: Plan, name: str) -> list[str]:
             f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
             f"from: merge all of its tasks again with {method.name}, or go on with its own method"
         )
+    # None is the default, with which methods that need sums keep them.
     had_state = plan.before.get("settings", {}).get("state")
     if plan.state is None and had_state is False and not method.state_is_weight:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
@@ -355,12 +365,14 @@ def check_state(plan: Plan, name: str) -> list[str]:
             known.add(param)
             if param in stored:
                 _check_stored(plan, param, like)
+            # A weight that the model has in float32 needs no second copy beside it.
             elif not method.state_is_weight or _is_rounded(plan, param):
                 missing.append(key)
     rounded_means = []
     for param, like in means_to_keep(plan).items():
         if mean_key(param) in stored:
             _check_stored(plan, mean_key(param), like)
+        # A mean without a model in it is replaced by the first one, so that its digits don't count.
         elif plan.models_in_mean(param) > 0 and _is_rounded(plan, param):
             rounded_means.append(param)
     unknown = sorted(stored.keys() - known)

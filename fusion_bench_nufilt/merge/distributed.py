@@ -53,6 +53,7 @@ def merge_on_cluster(
     for _, merged in run_on_cluster(
         connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan, strengths
     ):
+        # As they arrive: a driver that is killed has lost no more than the layers in progress.
         for record, pieces in merged:
             write(record, [piece.data for piece in pieces])
         yield len(merged)
@@ -62,6 +63,7 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     """Return the function that merges layers, by params, on a node, which must have the driver's
     files, with the tasks' strengths as the driver measured them.
     """
+    # A worker reads at the offsets in the driver's headers: in other files, these are other bytes.
     if other := format_names(plan.changed()):
         remedy = (
             "put them on a file system that all nodes share, or copy them with their times (rsync "

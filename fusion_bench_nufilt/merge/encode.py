@@ -39,12 +39,14 @@ def serialize_layer(
     for key in layer.keys:
         place = plan.places[key]
         value = weight.to(FLOATS[place.dtype])
+        # A weight that is finite in float32 may be infinite in float16, which the engine can't see.
         if not is_finite(value):
             raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
         stored.append((place, value.cpu()))
     written = []
     pieces = []
     for place, value in stored:
+        # Of what is to be written: a run that goes on compares it with what is on the disk.
         written.append((place.file, place.start, place.stop, digest(value)))
         pieces.append(raw_bytes(value))
     record["written"] = written
@@ -60,6 +62,7 @@ def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
         value = state[name]
         if plan.method.state_is_weight:
             value = layer.view.part(value).to(like.dtype)
+        # The header of the file is made from the state that a method starts with: no other fits.
         if value.shape != like.shape or value.dtype != like.dtype:
             raise ValueError(
                 f"method {plan.method.name}, layer '{layer.name}': '{name}' of its state is "

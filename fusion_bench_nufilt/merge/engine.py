@@ -125,6 +125,7 @@ class LayerMerger(Generic[_L]):
             torch.cuda.current_stream(gpu).synchronize()
         streams = [torch.cuda.Stream(gpu) for gpu in self._gpus * BATCHES_PER_GPU]
         self._streams = DevicePool(streams)
+        # What is free, and not all there is: other processes may use the GPU, too.
         self._room = {gpu: Budget(torch.cuda.mem_get_info(gpu)[0]) for gpu in self._gpus}
         self._turns = {gpu: Lock() for gpu in self._gpus}
 
@@ -136,6 +137,7 @@ class LayerMerger(Generic[_L]):
         """
         source = self.source
         with ExitStack() as held:
+            # Memory, stream, room: in one order in all threads, so that no two wait for each other.
             held.enter_context(self._budget.reserve(sum(map(source.memory, layers))))
             device = source.devices[0]
             if self._gpus:
@@ -148,16 +150,19 @@ class LayerMerger(Generic[_L]):
             while waiting:
                 together = waiting.popleft()
                 try:
+                    # A stack fails as a whole, though one layer may be the cause.
                     merged = self._solve(together, device)
                 except (RuntimeError, DeviceOutOfMemoryError) as error:
                     if len(together) == 1 or classify_error(error) is None:
                         raise
                     self._log_halving(together, device, error)
                     middle = len(together) // 2
+                    # extendleft reverses what it is given, so that the first half comes next.
                     waiting.extendleft([together[middle:], together[:middle]])
                     continue
                 for each in merged:
                     on_layer(each, partial(self._weigh, each, device))
+                # Else one half would be held in memory while the other is solved.
                 del merged
             if self._gpus:
                 stream.synchronize()  # the caller reads the results on another stream
@@ -184,6 +189,7 @@ class LayerMerger(Generic[_L]):
         names = [source.name(layer) for layer in layers]
         base = _stack([each.theta_0 for each in merged])
         state = {key: _stack([each.state[key] for each in merged]) for key in merged[0].state}
+        # A layer has its rows of the stack, and not what they are copies of: none is held twice.
         for each, theta_0 in zip(merged, base, strict=True):
             each.theta_0 = theta_0
             each.state = {}
@@ -202,9 +208,11 @@ class LayerMerger(Generic[_L]):
             for group in groups.values():
                 rows = list(group)
                 weights = list(group.values())
+                # The list alone holds the weights: _stack empties it once they are copied.
                 group.clear()
                 is_whole = len(rows) == len(names)
                 part = [names[row] for row in rows]
+                # Indexing copies, which the usual case, a task with all the layers, does without.
                 part_state = state if is_whole else {key: state[key][rows] for key in state}
                 part_base = base if is_whole else base[rows]
                 began = time.perf_counter()
@@ -360,6 +368,7 @@ class Budget:
         finally:
             with self._changed:
                 self._used -= nbytes
+                # All, since reservations are of different sizes, and any of them may fit.
                 self._changed.notify_all()
 
 
@@ -369,6 +378,7 @@ def merge_layers(
     """Merge layers in this process, and hand over each; yield the number of those that were merged
     meanwhile.
     """
+    # A run that goes on may have none left, for which no stream of a GPU is made.
     if not layers:
         return iter(())
     merger = LayerMerger(source)

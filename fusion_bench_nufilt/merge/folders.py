@@ -62,6 +62,7 @@ def merge_folders(
         ValueError: ``out`` exists, the disk has no room, or a tensor has NaN or infinite values;
             the message names it.
     """
+    # Ahead of any download: a result that is finished needs no weights.
     if check_output(plan, out):
         clear_work_folder(out)  # the run may have been killed before it cleaned up
         return out
@@ -79,6 +80,7 @@ def merge_folders(
         closing(Output(out, plan.description, headers, unchanged)) as output,
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))
+        # A file written to during the run may have given parts of two models to one result.
         changed = format_names(plan.changed())
         if changed:
             raise ValueError(
@@ -88,6 +90,7 @@ def merge_folders(
         manifest = _manifest(plan, output.done, warnings)
         write_files(output.model, files)
         (output.model / CARD).write_text(model_card(plan, manifest["warnings"]))
+        # The last of the files, since it has the digests of all others.
         write_manifest(output.model, manifest)
         output.finish()
     return out
@@ -102,6 +105,7 @@ def check_disk(plan: Plan, out: Path) -> None:
     free = shutil.disk_usage(folder).free
     for path in work_folder(out).rglob("*.safetensors"):
         if path.is_file():
+            # Blocks of 512 bytes: a file has its full size from the start, with holes to fill.
             free += 512 * path.stat().st_blocks
     if needed > free:
         raise ValueError(
@@ -179,6 +183,7 @@ def _fetch(plan: Plan) -> list[str]:
         return []
     warnings = []
     for text in [*verify_merged(plan), *check_same_base(plan)]:
+        # The plan has checked the models that were on this disk, and said what it found.
         if text not in plan.warnings:
             warnings.append(text)
             log.warning("%s", text)
@@ -207,6 +212,7 @@ def _merge(
     if plan.settings.engine == "ray":
         merged_layers = merge_on_cluster(plan, layers, output.add)
     else:
+        # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
         merged_layers = merge_layers(PlannedLayers(plan), layers, write_layer)
     for _ in merged_layers:
@@ -219,12 +225,14 @@ def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
     """Return the records of layers that were made from what the inputs now hold. Other tensors are
     written again, which takes no longer than to compare them.
     """
+    # Digests are of bytes as they are stored, for which no GPU or cluster is needed.
     settings = dataclasses.replace(plan.settings, engine="local", address=None, device="cpu")
     source = PlannedLayers(dataclasses.replace(plan, settings=settings))
     budget = Budget(source.memory_limit)
     layers = {layer.param: layer for layer in plan.layers}
     comparable = []
     for record in records:
+        # A layer with new tokens was also made from their rows, which digests_read does not read.
         if record["param"] in layers and record["param"] not in plan.vocabulary.params:
             comparable.append(record)
 
@@ -254,6 +262,7 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         if "not_finite" in record:
             public_warnings.append(NOT_FINITE % record["not_finite"])
         count = record.get("mean_count", plan.last_step)
+        # A tensor that is not listed counts every step, as most do.
         if count != plan.last_step:
             mean_counts[param] = count
     averaged = len(plan.averaged)

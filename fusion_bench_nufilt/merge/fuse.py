@@ -67,6 +67,7 @@ class MatrixLayers(LayerSource[str]):
         for layer in layers:
             states = self.states[layer] if self.states is not None else {}
             dtypes = [value.dtype for value in states.values()]
+            # A stack has one dtype: no layer may have other bits for the sake of its company.
             groups[self.shape(layer), self.pretrained[layer].dtype, *dtypes].append(layer)
         found = []
         for group in groups.values():
@@ -86,6 +87,7 @@ class MatrixLayers(LayerSource[str]):
     def solving_memory(self, layer: str) -> int:
         weight = self.pretrained[layer]
         itemsize = max(wide_dtype(weight).itemsize, self.method.itemsize)
+        # The base, the merged weight so far and the task.
         return 3 * weight.nbytes + self.method.working_bytes(tuple(weight.shape), itemsize)
 
     def read(self, layer: str, device: torch.device) -> MergedLayer[str]:
@@ -175,6 +177,7 @@ def fuse_layers(
         fused[name] = weigh().to(merged[name].device)
         (report,) = layer.record["reports"]
         reports[name] = LayerReport(**{key: report[key] for key in report if key != "step"})
+        # This is a worker's thread: the loop below tells the caller in the caller's own.
         finished.append(name)
 
     for _ in merge_layers(source, list(merged), on_layer):
@@ -182,6 +185,7 @@ def fuse_layers(
             name = finished.popleft()
             if progress is not None:
                 progress(name)
+    # Layers finish in any order, and the result has that of the model.
     return {name: fused[name] for name in merged}, {name: reports[name] for name in merged}
 
 

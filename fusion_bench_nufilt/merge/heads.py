@@ -37,10 +37,12 @@ def take_heads(
         architecture.backbone,
         architecture.embeddings(base.params),
     )
+    # Without the heads of earlier tasks, this merge would choose other layers than theirs.
     heads.keep(before.get("heads", {}).values())
     for task in tasks:
         find_head(heads, task)
     for task in tasks:
+        # All have been found: one task's head is no layer of another either.
         take_head(heads, task)
     return heads
 
@@ -144,7 +146,9 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
         raise ValueError(f"'{folder}': transformers has no class '{name}' for the head")
     settings = transformers.AutoConfig.for_model(**config)
     if hasattr(settings, "vocab_size"):
+        # The config is the task's, and the merged model may have more tokens.
         settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    # The folder may have the base's head, for another number of labels.
     options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
     verbosity = transformers.logging.get_verbosity()
     # It would advise training the head, which it does not know.

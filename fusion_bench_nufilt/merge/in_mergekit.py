@@ -29,6 +29,7 @@ from .settings import Settings
 from .strength import strength_of
 
 
+# mergekit refuses a name that is registered twice in a process.
 @cache
 def register_methods() -> None:
     """Make every layer-wise method a merge method of mergekit, under its own name."""
@@ -98,6 +99,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             folders = [_folder(each.id) for each in group.non_base]
             strengths = [_strength(folder, targets, task) for task in folders]
         merged = merge_matrices(MatrixLayers(method, pretrained, task_layers, strengths=strengths))
+        # Rows that no layer has stay the base's, bit by bit.
         result = base.clone()
         for layer in layers:
             part = layer.view.part(merged[layer.name]).to(base.dtype)
@@ -171,6 +173,7 @@ def _layers_in(base: _Base, group: Any) -> list[Layer]:
     return base.layers[param]
 
 
+# mergekit gives one tensor at a time, and a strength is that of a whole model.
 @cache
 def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
@@ -189,6 +192,7 @@ def _mean(base: Tensor, tasks: list[Tensor], tensor: str) -> Tensor:
     mean = base
     for count, task in enumerate(tasks, 1):
         mean = running_mean(mean, task, count)
+    # A tensor of the base that no task changes is copied, whatever it holds.
     if tasks and not is_finite(mean):
         raise ValueError(f"tensor '{tensor}': a model has NaN or infinite values")
     rounded = mean.to(base.dtype)

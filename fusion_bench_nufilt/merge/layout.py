@@ -26,6 +26,7 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     """Return a tensor of the base as the result has it with the option ``dtype``."""
     if info.dtype not in FLOATS:
         return info
+    # No merge can quantise again: scales may come from data, which only a quantiser has.
     if isinstance(info, Encoded):
         return info.with_dtype(_NAMES.get(dtype, "BF16"))
     name = _NAMES.get(dtype, info.dtype)
@@ -83,6 +84,7 @@ def make_headers(base: Checkpoint, files: Files) -> dict[str, bytes]:
     for file, tensors in files.items():
         of_base = base.opened.get(file)
         if of_base and _shapes(of_base.tensors) == _shapes(tensors):
+            # Byte for byte, so that a file without a changed tensor is the base's own.
             headers[file] = of_base.header
         else:
             headers[file] = make_header(tensors)
@@ -114,11 +116,14 @@ def small_files_of(
         of_base = json.loads(result[_CONFIG])
         config = _retyped(of_base, dtype)
         if untied:
+            # Also where the base's config is silent, since many classes tie by default.
             config = {**_untied(config), "tie_word_embeddings": False}
         if config != of_base:
             result[_CONFIG] = _json_file(config)
+    # A copy is how the base presents one weight as two; its files and index lack it.
     stored = {key: info for key, info in base.whole.items() if key not in base.copies}
     if files != _by_file(stored):
+        # The base's would send a loader to files that the result does not have.
         result.pop(INDEX, None)
         if len(files) > 1:
             result[INDEX] = _index(files)
@@ -149,7 +154,9 @@ def _retyped(config: Any, dtype: str) -> Any:
     retyped = {}
     for key, value in config.items():
         if key not in ("quantization_config", "compression_config"):
+            # Parts of a composite model, such as text_config, have a dtype of their own.
             retyped[key] = _retyped(value, dtype)
+    # transformers 4 writes the one, transformers 5 the other.
     for key in ("torch_dtype", "dtype"):
         if isinstance(retyped.get(key), str) and dtype in _NAMES:
             retyped[key] = dtype

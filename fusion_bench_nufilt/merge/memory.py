@@ -70,6 +70,7 @@ def _stored_memory(plan: Plan, layer: Layer) -> int:
             info = task.source.tensors[task.keys[layer.param]]
             task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
     weights = (base_itemsize + task_itemsize) * numel
+    # Nothing is kept in float32, so that the weight so far has the base's digits.
     if plan.method.state_is_weight and plan.state is None and not plan.keeps_state:
         return weights + base_itemsize * numel
     return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
@@ -86,6 +87,7 @@ def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
         itemsize = max(4, dtype.itemsize)
         device = plan.settings.devices[0]
         size = batch_size(plan.method, shape, itemsize, device, BATCH_BYTES)
+        # A batch passes through main memory as a whole on its way to an accelerator and back.
         if plan.settings.max_memory is not None:
             free = plan.settings.max_memory - process_memory(plan.settings.workers)
             size = max(1, min(size, free // layer_memory(plan, group[0])))
@@ -100,6 +102,7 @@ def layer_budget(plan: Plan, workers: int | None = None) -> int:
     batch_bytes = []
     for batch in batches(plan, plan.layers):
         batch_bytes.append(sum(layer_memory(plan, layer) for layer in batch))
+    # The worst case, in which the largest batches of all are in progress at a time.
     largest = sum(sorted(batch_bytes)[-workers:])
     bound = plan.settings.max_memory
     if bound is None:

@@ -74,6 +74,7 @@ class OtherParam:
         if self.plan.merged is not None:
             units.append(self.plan.merged.unit(self.param))
         largest = max(units)
+        # In elements, of which the widest, those of float64, have 8 bytes.
         longest = CHUNK_BYTES // 8
         return max(largest, longest - longest % largest)
 
@@ -116,6 +117,7 @@ class OtherParam:
         mean = state.source.elements(state.keys[mean_key(self.param)], start, stop)
         mean = mean.to(rounded.device)
         self._note("state", mean)
+        # The model has the same mean rounded, which tells a state of other weights.
         is_rounded = rounded.dtype.itemsize < mean.dtype.itemsize
         if is_rounded and not torch.equal(mean.to(rounded.dtype), rounded):
             raise ValueError(
@@ -155,6 +157,7 @@ def write_other(
             mean_writer = None  # one of the keys of a tied tensor is enough
         record["written"].append(writer.entry())
         if not all_finite:
+            # In the record, so that a run that goes on has it in its manifest, too.
             record["not_finite"] = key
             log.warning(NOT_FINITE, key)
     rows_place = state_places.get(new_rows_key(param))
@@ -165,6 +168,7 @@ def write_other(
     record["read"] = digests.by_source()
     if param in plan.averaged:
         record["mean_count"] = plan.models_in_mean(param) + len(plan.joining(param))
+    # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
     output.record(record)
 
 
@@ -216,6 +220,7 @@ def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
 def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     """Return a value as the result has it; one that is too large for it is refused."""
     rounded = value.to(dtype)
+    # What is infinite in the base stays so, with a warning; the dtype is not to blame.
     if not is_finite(rounded) and is_finite(value):
         raise ValueError(
             f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype"

@@ -86,10 +86,12 @@ class Output:
         self._claim()
         self._lock = lock_folder(self.work)
         try:
+            # Asked under the lock: another process may have finished since the plan was checked.
             if out.exists():
                 clear_work_folder(out)
                 raise ValueError(f"'{out}' was made by another process meanwhile")
             self.done = self._resume(run, headers, unchanged)
+        # Ctrl-C, too, must not leave the lock with a process that lives on.
         except BaseException:
             self.close()
             raise
@@ -107,6 +109,7 @@ class Output:
                 raise ValueError(f"{folder} is a file or a link: remove it") from None
             if status.st_uid != os.geteuid():
                 raise ValueError(f"{folder} belongs to another user: name another folder") from None
+            # A kill between the folder and its lock leaves it empty, and ours to take.
             if any(self.work.iterdir()) and not (self.work / LOCK).is_file():
                 raise ValueError(f"{folder} was not made by nufilt: move it away") from None
             self.work.chmod(0o700)
@@ -122,17 +125,21 @@ class Output:
         """
         records = self._records_of(run, unchanged)
         if not records:
+            # No byte of another run may end in this one's result.
             shutil.rmtree(self.model, ignore_errors=True)
         entries: list[_Head | Record] = [_Head(run=dict(run)), *records]
         lines = [f"{_line(json.dumps(entry))}\n" for entry in entries]
+        # Anew, since a line that a kill cut short would swallow the next one.
         write_text(self._journal, "".join(lines))
         self._remove_all_but(headers)
         for file, (header, size) in headers.items():
             path = self.model / file
             path.parent.mkdir(parents=True, exist_ok=True)
+            # To append makes a file, or keeps what it has; truncating then gives it its size.
             with path.open("ab") as stream:
                 stream.truncate(size)
             self.write(file, memoryview(header), 0)
+        # Bytes are synced at the end alone: after a power cut, a line may be there without them.
         done = {record["param"]: record for record in records if self._holds(record)}
         damaged = len(records) - len(done)
         if damaged:
@@ -198,12 +205,14 @@ class Output:
 
     def record(self, record: Record) -> None:
         """Note in the journal that a tensor is written."""
+        # One thread at a time, or two lines would mix, and neither would be believed.
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
             journal.write(f"{_line(json.dumps(record))}\n")
             self.done[record["param"]] = record
 
     def finish(self) -> None:
         """Give the folder its name, once everything is on the disk."""
+        # All before the name: after a power cut, what has the name is whole.
         for file in self.model.rglob("*"):
             sync(file)
         sync(self.model)
@@ -229,6 +238,7 @@ def clear_work_folder(out: Path) -> None:
         return
     if (work / LOCK).is_file():  # else it is not ours
         (work / _JOURNAL).unlink(missing_ok=True)
+        # The last one, since without it what is left would not be known as ours.
         (work / LOCK).unlink()
     with suppress(OSError):  # not empty
         work.rmdir()

@@ -185,6 +185,7 @@ class Plan(Selection):
         """
         info = self.base.tensors[key]
         written = as_written(info, self.settings.dtype)
+        # A float32 result of a bfloat16 base must not be rounded after each of its tasks.
         return torch.promote_types(FLOATS[info.dtype], FLOATS[written.dtype])
 
     def options(self) -> dict[str, Any]:
@@ -211,6 +212,7 @@ class Plan(Selection):
             "tasks": self.names,
             "inputs": inputs,
             "settings": self.options(),
+            # The kind alone: two GPUs give the same bits, and a CPU gives others.
             "device": self.settings.devices[0].type,
             "heads": self.heads,
             "vocabulary": self.vocabulary.as_dict(),

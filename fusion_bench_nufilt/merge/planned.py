@@ -105,6 +105,7 @@ class PlannedLayers(LayerSource[Layer]):
                 rounded = weight.to(FLOATS[info.dtype])
                 stored, read["merged"] = plan.merged.weight(layer.param, rounded)
                 assert isinstance(stored, Tensor)
+                # The model has the same weight rounded, which tells a state of other weights.
                 is_rounded = rounded.dtype.itemsize < weight.dtype.itemsize
                 if is_rounded and not torch.equal(rounded, stored):
                     assert plan.state is not None

@@ -170,6 +170,7 @@ def _open_merged(
     merged_model = ModelWeights(merged, architecture)
     if method_class.state_is_weight and _has_sums(before):
         return merged_model, before, None
+    # The manifest lists all files, so that the hub is not asked for one that it lacks.
     if merged.revision is not None and STATE_FILE not in before.get("files", {}):
         return merged_model, before, None
     state = merged.open_inside(STATE_FILE)
@@ -254,6 +255,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
         warnings += check_state(plan, plan.merged.source.name)
     warnings += check_same_base(plan)
     _check_memory(plan)
+    # The last one, since it reads whole files, and all that others refuse is known by then.
     warnings += verify_merged(plan)
     return warnings
 

@@ -40,12 +40,14 @@ def check_same_base(plan: Plan) -> list[str]:
     for model in plan.models.values():
         if model.is_complete and model is not plan.pretrained and not model.source.remote:
             models.append(model)
+    # A plan downloads no weights; the merge looks at them once they are on this disk.
     if not models or plan.base.remote:
         return warnings
     layers = plan.layers
     if not plan.base.in_memory:
         layers = _sample(plan.layers)
     products: list[dict[Layer, Tensor]] = [{} for _ in models]
+    # Layer by layer, so that the base's sample is read once for all models.
     for layer in layers:
         count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
         x = plan.base.elements(layer.keys[0], 0, count)

@@ -23,6 +23,7 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
         key = layer.keys[0]
         return {"weight": (key, layer.param, _wide_like(plan, key))}
     shape = (1, *layer.view.shape)
+    # On meta, a method tells the shapes of its state and takes no memory for it.
     base = torch.empty(shape, dtype=plan.dtype(layer.keys[0]), device="meta")
     tensors = {}
     for name, value in plan.method.init_state([layer.name], base).items():

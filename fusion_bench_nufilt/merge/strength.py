@@ -39,6 +39,7 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     theta_0, _ = base.read(layer.keys[0])
     new, _ = task.weight(layer.param, theta_0)
     if isinstance(new, LowRank):
+        # Factors have not been rounded to the digits of a whole weight.
         return spectrum(new, rounding=0.0)
     rounding = 0.0
     if layer.param in task.keys:

@@ -52,6 +52,7 @@ class Best(FirstWhole):
         last_blocks: Mapping[str | None, int] | None = None,
     ) -> None:
         super().__init__(options, layers, seed, last_blocks)
+        # Without a ramp: the strength of best has one, which multiplies both updates.
         self.tsv = TsvStream(TsvConfig(scale=1.5, keep=1 / 8, faintest=1 / 50), layers)
         self.votes = Spectral(SpectralConfig(damp=1.0, faintest=1e-4), layers)
 
@@ -60,6 +61,7 @@ class Best(FirstWhole):
         return {"strength": (), "energy": (), **members}
 
     def accumulate(self, state: State, task: TaskVector) -> State:
+        # Here, since accumulate_next gets the first task late, and without its strength.
         return super().accumulate({**state, "strength": state["strength"] + task.strength}, task)
 
     def accumulate_next(self, state: State, task: TaskVector) -> State:
@@ -69,6 +71,7 @@ class Best(FirstWhole):
     def merged_update_of_several(self, state: State, scale: float) -> Tensor:
         left_over = self.votes.left_over(state)
         least = left_over * state["energy"].sqrt().item()
+        # The update by votes fades with them by itself; TSV-M does not know that tasks cancel.
         X_tsv = lengthened(left_over * self.tsv.merged_update(state, self.tsv.scale), least)
         X_votes = lengthened(self.votes.merged_update_of_several(state, self.votes.scale), least)
         strength = state["strength"].item() / state["count"].item()

@@ -92,6 +92,7 @@ class Nufilt(LayerMethod):
         if is_first_task[0] and self.options.first_task == "paper":
             if isinstance(task, LowRank):
                 task = base.to(wide) + task.to(wide).product()
+            # A whole model's own bits, which the base plus a rounded difference need not have.
             return {"weight": task.to(wide).to(theta.dtype)}, measures_of_first(tau)
         del task  # as large as anything that follows
         A = self._initial_A(names, step, theta) if self.options.has_adapter else None

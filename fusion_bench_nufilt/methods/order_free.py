@@ -71,6 +71,7 @@ class OrderFree(LayerMethod):
         state = {}
         wide = wide_dtype(base)
         for name, shape in self.state_shapes(*base.shape[1:]).items():
+            # Single numbers cost nothing in float64.
             dtype = wide if shape else torch.float64
             if name in self.directions:
                 dtype = direction_dtype(wide)

@@ -89,4 +89,5 @@ class WudiSums(OrderFree):
         R = state["targets"].double()
         identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
         ridge = self.options.eps * M.diagonal().mean() * identity
+        # M has no negative eigenvalue, so that with any ridge Cholesky's factors exist.
         return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
