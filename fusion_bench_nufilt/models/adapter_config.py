@@ -55,12 +55,14 @@ def check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
     for option, meaning in _NO_CHANGE_OF_WEIGHTS.items():
         if config.get(option):
             raise ValueError(f"{adapter} uses {meaning}: it can't be merged")
+    # Before the loop, which sends to peft: what peft can't merge either must not get that remedy.
     if config.get("lora_bias"):
         _check_biases(checkpoint, architecture)
     for option, meaning in _REFUSED.items():
         if config.get(option):
             raise ValueError(f"{adapter} uses {meaning}: {with_peft(checkpoint, architecture)}")
     initialisation = str(config.get("init_lora_weights", True))
+    # By their start, since PiSSA's may end in a number of iterations: pissa_niter_16.
     if initialisation.startswith(_REFUSED_INITS):
         raise ValueError(
             f"{adapter} was initialised with {initialisation}, which changes the base as well: "
@@ -87,6 +89,7 @@ def with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
     for names in architecture.shared:
         for name in names:
             module = name.rpartition(".")[0]
+            # With dots at both ends, since 'head' must not be found in 'lm_head'.
             if any(f".{module}." in f".{key}" for key in adapter.tensors):
                 return f"{COPY_HEAD}, merge it into that {WITH_PEFT}"
     return f"merge it into its base {WITH_PEFT}"

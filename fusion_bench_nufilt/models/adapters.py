@@ -95,7 +95,9 @@ class LoraAdapter(ModelWeights):
             of_embedding = _EMBEDDING_A in name
             module, is_a, _ = name.partition(_EMBEDDING_A if of_embedding else ".lora_A.weight")
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
+            # A convolution's A has four sides, and ends among the unknown: of no linear layer.
             if is_a and len(info.shape) == 2:
+                # Of fused experts, peft wraps a module once for each parameter, one in the other.
                 outer = module.split(".base_layer")[0]
                 if architecture.stacks_of(outer):
                     modules_of_experts[key] = outer
@@ -115,6 +117,7 @@ class LoraAdapter(ModelWeights):
                 unknown.append(key)
             elif partner not in tensors:
                 raise ValueError(f"adapter '{self.source.name}' has '{key}' and no '{partner}'")
+        # Before the unknown are sent to peft, which passes over such names and merges nothing.
         self._refuse_named(unknown)
         self._add_experts(architecture, modules_of_experts)
         self._share(architecture)
@@ -247,6 +250,7 @@ class LoraAdapter(ModelWeights):
     def _is_alone(self, name: str, architecture: Architecture) -> bool:
         """Tell whether peft applies a full tensor to one of the names of a weight alone."""
         modules = self.config.get("modules_to_save") or ()
+        # By default, peft trains a copy of such a module, and leaves what it is tied to as it was.
         if any(f".{name}".endswith(f".{module}.weight") for module in modules):
             return True
         return name in self.trained_rows and name != architecture.embedding
@@ -274,6 +278,7 @@ class LoraAdapter(ModelWeights):
                 f"adapter '{self.source.name}', '{name}': A is {shape_a}, B {shape_b}, and the "
                 f"rank in its config {expected}: they do not belong together"
             )
+        # Without the field, peft takes 8.
         alpha = self._pattern("alpha_pattern", name, self.config.get("lora_alpha", 8))
         if self.config.get("use_rslora"):
             return float(alpha / math.sqrt(rank))
@@ -281,6 +286,7 @@ class LoraAdapter(ModelWeights):
 
     def _pattern(self, field: str, module: str, default: Any) -> Any:
         """Return the value of the pattern that peft finds for a module in a field of the config."""
+        # Imported here, since only a merge of adapters needs peft.
         from peft.utils.other import get_pattern_key
 
         values = self.config.get(field) or {}
@@ -312,6 +318,8 @@ class LoraAdapter(ModelWeights):
                 update = self.updates[name]
                 right, _ = self.source.read(update.key_a)
                 left, _ = self.source.read(update.key_b)
+                # The factors of an embedding are the head's transposed: where peft ties the two,
+                # they must have one mark.
                 if update.of_embedding:
                     digests += [digest(right.T), digest(left.T), update.scaling]
                 else:
@@ -356,12 +364,14 @@ class LoraAdapter(ModelWeights):
             b, digest_of_b = self.source.read(update.key_b, device)
             return a, b, digest_of_a + digest_of_b
 
+        # Kept for the experts that follow, whose factors these hold, too: each input is read once.
         a, b, digests = self._factors.get((update.key_a, str(device)), read)
         if update.expert is not None:
             a, b = update.expert.cut(a, b)
         wide = wide_dtype(a)
         left = b.to(wide) * update.scaling
         right = a.to(wide)
+        # What was read is finite, so that only the scaling can be at fault.
         if not is_finite(left):
             raise ValueError(
                 f"adapter '{self.source.name}', layer '{param}': B times its scaling of "
@@ -389,6 +399,7 @@ class LoraAdapter(ModelWeights):
         width = update.shape[1]
         first_row = start // width
         end_row = -(-stop // width)
+        # The rows of this piece alone: a whole product would take the memory of the tensor.
         rows = LowRank(update.left[first_row:end_row], update.right).product().flatten()
         offset = first_row * width
         return theta_0.to(wide_dtype(theta_0)) + rows[start - offset : stop - offset]
@@ -454,6 +465,7 @@ class LoraAdapter(ModelWeights):
         trained_on = self.checkpoint.adapter_config.get("base_model_name_or_path")
         if not trained_on:
             return
+        # A local folder may be called anything, and its config.json may still have the hub's name.
         given = [base.name, base.label, base.config.get("_name_or_path")]
         names = {_last_name(name) for name in given if isinstance(name, str)}
         if _last_name(trained_on) not in names:
@@ -504,6 +516,7 @@ def _last_name(model: str) -> str:
     """Return the name of a model without its owner or folders, its revision and the mark of a copy
     of it that bitsandbytes quantised.
     """
+    # In the hub's cache, a model lies in models--OWNER--NAME/snapshots/COMMIT.
     path = re.sub(r"models--([^/]+)/snapshots/[^/]+$", r"\1", model.replace("\\", "/").rstrip("/"))
     name = path.rpartition("/")[2].rpartition("--")[2].partition("@")[0].lower()
     return re.sub(r"(-unsloth)?-bnb-[48]bit$", "", name)

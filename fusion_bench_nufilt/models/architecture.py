@@ -85,6 +85,8 @@ class Architecture:
         self.origin = origin
         self._rename = rename
         self._stacks: dict[str, tuple[int, ...]] = {}  # shapes of parameters of three dimensions
+        # An adapter names parameters of the loaded model, in which transformers 5 joins experts
+        # that a checkpoint stores one by one.
         for name, parameter in (loaded or model).named_parameters():
             if parameter.ndim == 3:
                 self._stacks[name] = tuple(parameter.shape)
@@ -255,6 +257,7 @@ class Architecture:
         """Return stored tensors of layers that the model lacks: their names differ from its own by
         a number alone.
         """
+        # transformers passes over these itself: DeepSeek-V3 stores a layer that its model lacks.
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         known = set(map(without_numbers, self._params))
         unused = []
@@ -289,6 +292,7 @@ class Architecture:
                 layers_by_param[self.param_of(view)] = name
                 wholes.append(self._params[view.key])
         stored = self.by_param(base)
+        # Before shapes are compared, since the placeholders of ZeRO-3 have a remedy of their own.
         base.check_not_empty(chain.from_iterable(stored.get(whole, ()) for whole in wholes))
         for whole in wholes:
             for key in stored.get(whole, ()):
@@ -296,6 +300,7 @@ class Architecture:
                 self._check_shape(base, key, whole)
         lost = sorted(layers_by_param.keys() - stored.keys())
         if lost:
+            # A wrapper's prefix hides every layer, and excluding them one by one is no remedy.
             base.check_unwrapped(stored.keys() - self._params.keys())
             raise ValueError(
                 f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json "
@@ -346,6 +351,7 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
 
         name = config["architectures"][0]
         try:
+            # A model's own code is never run; its layers are told by names instead.
             settings = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
             with torch.device("meta"):
                 model = getattr(transformers, name)._from_config(settings)
@@ -392,6 +398,7 @@ def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
     tables = {id(embedding.weight)}
     if isinstance(head, nn.Module):
         for attribute, table in head.named_parameters():
+            # A head's bias has a row for every token, too, and grows with the vocabulary.
             if len(table) == embedding.num_embeddings:
                 tables.add(id(table))
             if table.shape == embedding.weight.shape:
@@ -452,6 +459,7 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         except KeyError as error:
             log.warning("tensor '%s' is not merged as a layer: %s", printable(key), error.args[0])
             continue
+        # all-linear leaves the output head out, and asks the model which module that is.
         if _HEAD.fullmatch(path):
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root

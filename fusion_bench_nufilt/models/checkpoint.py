@@ -143,8 +143,11 @@ class Checkpoint(Source):
             shards = set(_weight_map(folder).values()) or {SINGLE}
             if is_adapter(folder):
                 _refuse_both(name, folder)
+            # What lies in the cache needs no network. Of all else, headers come first: weights are
+            # downloaded once these have passed all checks.
             elif not all((folder / file).is_file() for file in shards):
                 adapter = (folder / _ADAPTER_CONFIG).is_file()
+                # The folder is named after its commit: headers and weights are of one version.
                 return cls(name, folder, _hub_headers(name, folder.name, adapter))
         return cls.from_folder(name, folder)
 
@@ -263,6 +266,7 @@ class Checkpoint(Source):
             is_index = path.name.endswith(".index.json")
             if is_index and (path.name != INDEX or self.files == [SINGLE]):
                 continue  # of other weights
+            # The result gets a card and a manifest of its own.
             if path.name in (CARD, MANIFEST):
                 continue
             if path.is_file() and re.fullmatch(names, path.name):
@@ -280,6 +284,7 @@ class Checkpoint(Source):
 
     def _unwrapping(self, wrapper: str) -> str:
         if wrapper == "module":
+            # Only at the start of a name, or of a string in the index: a layer may be called so.
             return self.stripping(r'(^|(?<="))module\.')
         return self.stripping(rf"{wrapper}\.")
 
@@ -309,6 +314,8 @@ class Checkpoint(Source):
         if self.revision is not None:
             return Input(name=self.label, revision=self.revision)
         files = {name: file.identity() for name, file in self.opened.items()}
+        # An edit of these changes a merge though the weights are the same: lora_alpha, for one,
+        # scales an adapter's update.
         for name in ("config.json", "adapter_config.json", MANIFEST):
             path = self.folder / name
             if path.is_file():
@@ -337,6 +344,7 @@ class Checkpoint(Source):
         return self.file(key).elements(info, start, stop)
 
     def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        # One reading serves values and digest, which is of the stored bytes whatever the device.
         stored = self._stored(key)
         tensor = stored.to(device)
         if not is_finite(tensor):
@@ -420,6 +428,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     if is_adapter(folder):
         _refuse_both(name, folder)
         return [_ADAPTER]
+    # Before the index, in the order in which transformers looks for weights.
     if (folder / SINGLE).is_file():
         return [SINGLE]
     files = sorted(set(_weight_map(folder).values()))
@@ -439,6 +448,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
             f"'{name}' has {len(files)} safetensors files and no {INDEX} that tells which belong "
             "together"
         )
+    # Before pickles: a Trainer's folder may hold its pickled arguments beside checkpoints.
     inside = _models_inside(folder)
     if inside:
         raise ValueError(
@@ -479,12 +489,14 @@ def _conversion(folder: Path) -> str:
         before = json.dumps(str(folder / _PICKLED_ADAPTER))
         after = json.dumps(str(folder / _ADAPTER))
         load = f"torch.load({before}, map_location='cpu', weights_only=True)"
+        # safetensors takes no tensors that share memory or are not contiguous.
         copies = f"{{key: value.contiguous().clone() for key, value in {load}.items()}}"
         code = f"import torch, safetensors.torch as st; st.save_file({copies}, {after})"
         return f"python -c {shlex.quote(code)}"
     config = read_json(folder / "config.json", _ModelConfig) or {}
     model_class = "AutoModel"
     for name in (config.get("architectures") or [])[:1]:
+        # This becomes code that a user may run, so that nothing but a name may come from a file.
         if name.isidentifier():
             model_class = name
     home = json.dumps(str(folder))

@@ -98,6 +98,7 @@ def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: Target
         name, _, attribute = key.rpartition(".")
         parameter = parameters[key]
         is_matrix = looks_like_matrix(model.get_submodule(name), attribute, parameter)
+        # Of a parameter that holds several layers, some may be merged and others not.
         if is_matrix and merged[id(parameter)] < parameter.numel():
             left_out[without_numbers(key)] += 1
     count = sum(elements > 0 for elements in merged.values())

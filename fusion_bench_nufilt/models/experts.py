@@ -133,6 +133,7 @@ def find_experts(
         if d_i != d_o:
             transposed[key_a] = shape[1:] != (d_o, d_i)
     for key_a, (key_b, name, shape) in fits.items():
+        # Square experts tell no order, and have that of the others: all were written by one peft.
         orders = set(transposed.values())
         if key_a in transposed:
             orders = {transposed[key_a]}
@@ -162,6 +163,7 @@ def _fitting_parameter(
     stacks = architecture.stacks_of(module)
     fitting = []
     for name, (count, *sides) in stacks.items():
+        # As a set, since B A or its transpose may be added.
         if {shape_a[1], shape_b[0]} == set(sides) and shape_a[0] % count == 0:
             fitting.append(name)
     factors = f"adapter '{adapter.name}', '{module}': A is {shape_a}, B {shape_b}"
@@ -185,6 +187,7 @@ def _is_grouped(adapter: Checkpoint, count: int, rank: int) -> bool:
     """
     config: Mapping[str, Any] = adapter.adapter_config
     layout = config.get("lora_B_layout")
+    # Before the refusal, which such an adapter does not deserve: it can be read in one way only.
     if min(count, rank) == 1:
         return False
     if layout in _LAYOUTS:
@@ -217,6 +220,7 @@ def _places(
         for part, rows in zip(parts, stored.reshape(-1, *stored.shape[-2:]), strict=False):
             number, first = divmod(int(rows.min()), height)
             stop = int(rows.max()) - number * height + 1
+            # A slice cuts the layer's factors, so that its rows must stand side by side.
             if part not in architecture.views or stop - first != rows.numel():
                 raise ValueError(
                     f"adapter '{adapter}' changes '{name}', which is no stack of layers: "

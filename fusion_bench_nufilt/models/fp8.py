@@ -102,6 +102,7 @@ class Quantised(Encoded):
         sides_of_scale = []
         for count in tiles.shape[::2]:
             sides_of_scale += [count, 1]
+        # In place, since a second copy in float32 would be four times what is stored.
         return _joined(tiles.mul_(scale.reshape(sides_of_scale)), self.shape)
 
 
@@ -151,6 +152,7 @@ def join_scales(
         joined[key] = Quantised(
             info.file, "F32", info.shape, info.start, info.stop, label, scale, block
         )
+        # The result is in bfloat16, whose model has no place for scales of activations.
         for name in _INPUT_SCALES:
             joined.pop(key.removesuffix("weight") + name, None)
             joined.pop(f"{key}_{name}", None)
@@ -164,6 +166,7 @@ def _block(
     """Return the sides of the blocks, on which the shapes and config.json must agree."""
     ones = (1,) * len(shape)
     counts = scale  # of blocks along each dimension
+    # The one scale of a whole tensor may be a scalar, whatever dimensions the tensor has.
     if math.prod(scale) == 1:
         counts = ones
     elif scale == shape[: len(scale)]:  # one for each row, or for each expert

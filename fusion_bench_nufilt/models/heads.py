@@ -80,6 +80,7 @@ class Heads:
                 if not set(trained or ()).isdisjoint(key.split(".")):
                     classifiers.add(key.rpartition(".")[0])
         self.modules |= self._own(task, config, classifiers)
+        # An adapter lacks all that it leaves alone, which says nothing of its model's head.
         if trained is None and config.get("architectures") != self._class:
             self.modules |= self._of_base(task)
 
@@ -125,6 +126,7 @@ class Heads:
                 name for name in outputs if self._is_resized(name, task, or_new=theirs is None)
             ]
             outputs = of_length or resized[-1:]
+        # As many rows as there are labels make no head by themselves: BERT has two token types.
         if not self._is_relabelled(theirs):
             outputs = [name for name in outputs if self.base.get(name) != task[name]]
         if not outputs:
@@ -167,6 +169,7 @@ class Heads:
         after = task[name]
         if before == after or before[1:] != after[1:]:
             return False
+        # The decoder of a vocabulary that grew is as long as its embeddings, and is no head.
         of_vocabulary = [shape for other, shape in task.items() if _VOCABULARY.search(other)]
         return all(len(shape) < 2 or shape[0] != after[0] for shape in of_vocabulary)
 
@@ -187,6 +190,7 @@ def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
     if "architecture" in config:  # timm's
         names = dict(enumerate(config.get("label_names") or range(config.get("num_classes", 0))))
     elif "model_type" in config:
+        # transformers writes neither field where a model has two labels, its default.
         count = config.get("num_labels") or 2
         names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(count)}
     else:

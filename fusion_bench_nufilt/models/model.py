@@ -47,6 +47,8 @@ class ModelWeights:
     def _find_tensors(self, architecture: Architecture) -> None:
         for key in self.source.tensors:
             name = architecture.name(key)
+            # Where several keys go by one name, its own wins: of a tied weight that is stored
+            # twice, that of the embedding and not the head's.
             if name not in self.keys or architecture.module_name(key) == name:
                 self._add_tensor(name, key)
         for names in architecture.shared:
@@ -133,6 +135,7 @@ class ModelWeights:
         tensors = {}
         for key in self.head.values():
             value, _ = self.source.read(key)
+            # safetensors refuses tensors that are not contiguous.
             tensors[self.name_of(key)] = value.contiguous()
         return tensors
 
@@ -202,10 +205,12 @@ class ModelWeights:
         """Return a weight, or the factors of an update, with the update times the model's
         strength.
         """
+        # A full update keeps its bits, which a way through the difference would round.
         if self.strength == 1:
             return new
         if isinstance(new, LowRank):
             return LowRank(new.left * self.strength, new.right)
+        # The widest dtype that occurs, so that each weight is read exactly.
         wide = torch.promote_types(wide_dtype(theta_0), new.dtype)
         return torch.lerp(theta_0.to(wide), new.to(wide), self.strength)
 

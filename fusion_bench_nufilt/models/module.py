@@ -39,6 +39,7 @@ class MemorySource(Source):
         values: dict[str, Tensor] = {}
         for key, value in self._whole.items():
             for rows in parts.get(key, ()):
+                # A view, so that what is written to a part is written to the model.
                 values[part(key, rows)] = value[slice(*rows)]
             if not parts.get(key):
                 values[key] = value
@@ -58,6 +59,7 @@ class MemorySource(Source):
         """Tell whether two tensors hold the same values, at once where they share their memory."""
         value = self._values[key]
         other_value = self._values[other]
+        # A transpose begins at the same address and has other values in its places.
         is_same_memory = (
             value.data_ptr() == other_value.data_ptr()
             and value.stride() == other_value.stride()
@@ -92,6 +94,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     config.json.
     """
     to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    # A loaded config still names the class that was saved, which may be another than this one.
     if callable(to_json):
         return {**json.loads(to_json()), "architectures": [type(model).__name__]}
     of_timm = getattr(model, "pretrained_cfg", None) or {}

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+# Lazy, so that the outermost number is the block's: experts inside it have numbers, too.
 _BLOCK = re.compile(r"(.*?\.)??(\d+)\.(.+)")
+# The dots are not consumed, so that of two numbers side by side both are found.
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
@@ -14,6 +16,7 @@ def layer_name(name: str) -> str:
     """Return the name of a layer, given that of its module: transformers 5 drops the prefix of CLIP
     vision towers.
     """
+    # A layer's name seeds its A, so that it must be the same under both versions.
     return name.removeprefix("vision_model.")
 
 

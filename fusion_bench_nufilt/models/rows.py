@@ -19,6 +19,7 @@ class MatchedRows:
 
     def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of the flattened tensor, given those of the base's."""
+        # Each reading opens the file: rows that follow each other in both models are read at once.
         pieces = []
         end = start
         while end < stop:

@@ -33,10 +33,12 @@ FAMILIES = (
     ),
     Family(
         _VLM,
+        # Before CLIP's, whose names SmolVLM's image encoder has.
         r"(.*\.)?(language_model|text_model\.layers)\..*",
         r"(.*\.)?(language_model\.(.*\.)?|text_model\.layers\.)\d+\..*",
     ),
     Family(
+        # Before the models that have a tower called visual: here it is what is merged.
         "OpenCLIP vision tower",
         r"(.*\.)?visual\.transformer\.resblocks\.\d+\.attn\.in_proj\.q",
         r"(.*\.)?visual\.transformer\.resblocks\.\d+\.(attn\..*|mlp\.c_fc)",
@@ -51,6 +53,7 @@ FAMILIES = (
         r"(?!.*text_model)(.*\.)?encoder\.layers\.\d+\.mlp\.fc1",
         r"(?!.*text_model).*(attn|fc1).*",
     ),
+    # Before transformers, which its linear layers resemble: its convolutions are merged, too.
     Family("ConvNeXt", r"(.*\.)?stages\.\d+\..*\.(dwconv|conv_dw)", _BLOCKS, convolutions=True),
     Family("transformer", _BLOCKS, _BLOCKS),
     Family("convolutional network", _BLOCKS, _BLOCKS, convolutions=True),
@@ -85,6 +88,7 @@ def select_layers(
         exclude = _rule(all_views, unsupported, exclude_modules, head=None)
     for name, reason in unsupported.items():
         is_refused = "quantised" in reason or target.explicit
+        # Unless they are named, other matrices without a view count as other parameters.
         if is_refused and target.names(name) and not exclude.names(name):
             raise ValueError(f"{reason}; exclude_modules can leave it out")
     chosen = [view for view in all_views if target.takes(view) and not exclude.takes(view)]
@@ -96,6 +100,7 @@ def select_layers(
     layers: dict[str, MatrixView] = {}
     seen = set()
     for view in chosen:
+        # With its rows, since the layers in one packed parameter are not one weight.
         weight = (id(model.get_parameter(view.key)), view.rows)
         if weight not in seen:
             seen.add(weight)

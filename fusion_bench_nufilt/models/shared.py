@@ -31,8 +31,11 @@ def untie(model: nn.Module, names: Collection[str]) -> None:
     for name in names:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
+        # Names of one weight may also be names of one module, as of T5's embedding in
+        # transformers 4.
         if any(model.get_submodule(_path(other)) is module for other in shared.difference(names)):
             parent = model.get_submodule(_path(path))
+            # copy() shares the dict of parameters, where the new one would show under all names.
             module = copy(module)
             module._parameters = dict(module._parameters)
             parent.add_module(path.rpartition(".")[2], module)
@@ -54,6 +57,7 @@ def without_values(model: nn.Module) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
         empty[id(tensor)] = meta
+    # As deepcopy's memo, these stand for the tensors, and what modules share stays shared.
     return deepcopy(model, empty)
 
 

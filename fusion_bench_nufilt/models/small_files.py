@@ -57,6 +57,7 @@ def module_files(folder: Path) -> dict[str, bytes]:
         files = [path for path in sorted((folder / module).rglob("*")) if path.is_file()]
         safetensors = [path for path in files if path.suffix == ".safetensors"]
         pickles = [path for path in files if path.suffix in PICKLES]
+        # Beside safetensors, pickles are further copies of the weights, and are left behind.
         if pickles and not safetensors:
             raise ValueError(
                 f"'{pickles[0]}' holds pickled weights, which run code when opened and are "
@@ -80,6 +81,7 @@ def read_files(folder: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     contents = {}
     for path in paths:
         target = path.resolve()
+        # What a result holds may be published, and a link may lead to any file of the user's.
         if not any(target.is_relative_to(home) for home in homes):
             raise ValueError(
                 f"'{path}' is a link to '{target}', out of the folder: copy the file there"

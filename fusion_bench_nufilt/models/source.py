@@ -59,6 +59,8 @@ class Source(ABC):
         if info.shape != self.tensors[other].shape:
             return False
         numel = math.prod(info.shape)
+        # In pieces, since two embeddings may not fit; in float64, which holds the values of every
+        # other dtype, so that a copy in another dtype is the same.
         length = CHUNK_BYTES // 8
         for start in range(0, numel, length):
             stop = min(start + length, numel)

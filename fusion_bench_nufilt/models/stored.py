@@ -42,6 +42,7 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
             partial(_rename, getattr(model, "_checkpoint_conversion_mapping", None) or {}),
             dict,
         )
+    # Legacy names are left out, since transformers does not bring these back when it saves.
     changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     joining = [change for change in changes if hasattr(change, "operations")]
     renaming = [change for change in changes if change not in joining]
@@ -51,6 +52,7 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
     backbone = getattr(model, "base_model_prefix", None)
     kept = set()  # patterns of tensors that are stored in the shape in which the model has them
     for key, info in tensors.items():
+        # This also marks each change that matches, which was_used() tells below.
         name, pattern = rename_source_key(key, renaming, joining, backbone, parameters)
         if name in parameters and parameters[name].shape == info.shape:
             kept.add(pattern)
@@ -64,11 +66,13 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
     undo: Undo = dict
     undone = [change for change in used if change not in prefixes]
     if undone:
+        # For the model itself, all changes that transformers knows would be undone, not those used.
         holder: Any = SimpleNamespace(_weight_conversions=undone, config=model.config)
         # The shape is another than any tensor's, so that it is transposed.
         holder.get_parameter = lambda name: SimpleNamespace(shape=None)
         undo = partial(revert_weight_conversion, holder)
         stored = undo(parameters)
+        # What comes out as the same object was renamed and no more.
         key_of = {id(tensor): key for key, tensor in stored.items()}
         for name, tensor in parameters.items():
             if id(tensor) in key_of:
@@ -80,6 +84,7 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
 def _rename(patterns: Mapping[str, str], key: str) -> str:
     for pattern, replacement in patterns.items():
         key, count = re.subn(pattern, replacement, key)
+        # The first pattern that fits is the only one, as in transformers 4.
         if count:
             break
     return key
@@ -108,10 +113,12 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
     """
     leaves = {}
     for name, module in model.named_modules():
+        # These routers of transformers 5 are no linear layers; in transformers 4 they are.
         is_router = type(module).__name__.endswith("TopKRouter")
         if not module._modules and not is_router:
             leaves[name] = module
     kept = {name: staticmethod(getattr(model, name)) for name in _KEPT}
+    # Under the model's own name, which messages about its layers have.
     root: Any = type(type(model).__name__, (nn.Module,), kept)()
     joined = sorted(stored.keys() - names.keys(), reverse=True)  # a weight before its bias
     for key in [*names, *joined]:
@@ -128,6 +135,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
             parent.add_module(last, nn.Linear(1, 1, bias=False, device="meta"))
         own: Any = submodule(root, path.split(".") if path else [])
         if attribute == "weight" and stored[key].ndim == 3:
+            # The sizes by which a stack of matrices is told from any other weight of three sides.
             _, own.output_size, own.input_size = stored[key].shape
         if key in names:
             parameter = model.get_parameter(names[key])

@@ -93,5 +93,6 @@ def matches(pattern: str, name: str, *, of: str) -> bool:
     """
     try:
         return re.fullmatch(pattern, name) is not None
+    # Deep nesting and huge counts of repeats raise other errors than re's own.
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{of}: {pattern!r} is no regular expression: {error}") from error

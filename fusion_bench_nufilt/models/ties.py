@@ -42,6 +42,7 @@ def tie_weights(
             _separate(architecture, task)
         else:
             task.left_out = [name for name in names if name in task.params]
+    # After all were asked: until the last one, any model may still untie a weight for the others.
     for model in (*lasting, *tasks):
         model.tie(architecture)
 
@@ -120,6 +121,7 @@ def untie_model(architecture: Architecture, model: nn.Module) -> None:
             untie(model, names)
             config: Any = getattr(model, "config", None)
             if config is not None and is_untied(architecture, vars(config)):
+                # Otherwise, transformers ties them again when it loads the saved model.
                 config.tie_word_embeddings = False
 
 

@@ -116,6 +116,7 @@ def join(name: str, attribute: str) -> str:
 
 
 def _long_sides(tensor: Tensor) -> int:
+    # A class token is (1, 1, d), and no stack of matrices.
     return sum(size > 1 for size in tensor.shape)
 
 
@@ -123,6 +124,7 @@ def _views_of(name: str, module: nn.Module) -> list[MatrixView]:
     """Return the matrices in a module's own parameters."""
     own = {}
     for attribute, parameter in module.named_parameters(recurse=False):
+        # One without elements holds no matrix, and has no rows to divide its size by.
         if parameter.numel():
             own[attribute] = parameter
     if isinstance(module, nn.Linear):
@@ -130,9 +132,12 @@ def _views_of(name: str, module: nn.Module) -> list[MatrixView]:
     if _is_conv1d(module):
         return _whole(name, own, "weight", transposed=True)
     if isinstance(module, _ConvNd):
+        # An output of a group sees the inputs of its group alone, and a transposed convolution
+        # stores its inputs first: neither is (d_o, d_i).
         if module.groups > 1 or module.transposed:
             return []
         return _whole(name, own, "weight", linear=False)
+    # By the parameter's name, since a model that is made of names has no MultiheadAttention.
     packed = own.get("in_proj_weight")
     if packed is not None and packed.ndim == 2 and len(packed) % 3 == 0:
         return _parts(name, own, "in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])

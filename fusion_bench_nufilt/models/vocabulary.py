@@ -144,6 +144,8 @@ class Vocabulary:
                     f"'{self.tokens[row]}'"
                 )
             weight += holder.weight
+            # The row of a single model keeps its bits, and the first one stays where all weights
+            # are zero.
             if mean is None:
                 mean = value
             elif weight > 0:
@@ -240,6 +242,7 @@ class _Tokens:
         import transformers
 
         base = self._base
+        # Equal files are opened once, and beside a base without tokenizer, none can be matched.
         if base and (base.tokenizer is None or self.words == base.words):
             return base._read
         if not self.words:
@@ -430,6 +433,7 @@ def _number_tokens(
     numbers = tokenizer.get_vocab() if tokenizer else {}
     for source in sources:
         ids = tokens_of[source].ids
+        # By number, since a set of strings has another order in every process.
         for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
             row = ids[token]
             number = numbers.get(token, row)
@@ -483,6 +487,8 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, extended: Any)
         result.files |= owner.model.checkpoint.small_files("generation_config.json")
     if "config.json" in result.files:
         before = parse_json(result.files["config.json"], dict[str, Any])
+        # transformers leaves out a size that is its class's default, with which a grown model
+        # would be loaded.
         (before.get("text_config") or before).setdefault("vocab_size", base.rows)
         after = _config(before, config_of_owner, base.rows, result.rows)
         if after != before:
@@ -493,6 +499,7 @@ def _words(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the content of a tokenizer's files without chat templates."""
     words: dict[str, Any] = {}
     for name, content in files.items():
+        # Models that differ in their templates alone have one vocabulary.
         if name.endswith(".jinja") or name == "chat_template.json":
             continue
         words[name] = content
@@ -508,11 +515,13 @@ def _template(files: Mapping[str, bytes]) -> dict[str, bytes]:
     if "chat_template.json" in files:
         template["chat_template.json"] = files["chat_template.json"]
     in_config = _read_config(files.get(_CONFIG, b"{}")).get("chat_template")
+    # A file wins over the configuration, as in transformers.
     if template or not in_config:
         return template
     if isinstance(in_config, str):
         return {_TEMPLATE: in_config.encode()}
     for each in in_config:
+        # The name comes from a file, and must not lead out of the folder.
         name = f"additional_chat_templates/{Path(each['name']).name}.jinja"
         template[_TEMPLATE if each["name"] == "default" else name] = each["template"].encode()
     return template
@@ -548,6 +557,7 @@ def _config(config: Any, own: Any, before: int, rows: int) -> Any:
     for key, value in own.items():
         if key.endswith("_token_id"):
             changed[key] = value
+    # Another size is that of another vocabulary, which a part of the model may have.
     if config.get("vocab_size") == before:
         changed["vocab_size"] = rows
     return changed
