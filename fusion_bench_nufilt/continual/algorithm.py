@@ -50,6 +50,7 @@ from .run_folder import RunFolder, open_run_folder
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[int, nn.Module], Any]
+# A run may be resumed with other devices or fewer checks: these change no weight.
 _NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "run"))
 
 
@@ -207,10 +208,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                 return self._run(modelpool, taskpool, on_step)
         except BaseException:
             if self._program is not None:
+                # Also after Ctrl-C: else MLflow has it running for ever, and a CSV lacks rows.
                 finish_trackers(self.fabric.loggers, "failed")
             raise
 
     def _run(self, modelpool: BaseModelPool, taskpool: Any, on_step: OnStep | None) -> nn.Module:
+        # FusionBench's pools share the data out to processes, and each reports its own part.
         if self.fabric.world_size > 1:
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
         self.modelpool = modelpool
@@ -225,12 +228,16 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         for name in modelpool.all_model_names:
             self._inputs[name] = {"name": name, "source": source_of(modelpool, name)}
         if self.folder is not None:
+            # By what is known without loading; `begin` compares the weights as well.
             self.folder.refuse_other_run(self._description())
         self.scores = self._scores(taskpool)
+        # Data that are missing are told before any model is downloaded.
         self.check_data()
         pretrained, self.missing_in_pretrained = self._load(modelpool, PRETRAINED)
+        # `check_model` needs the layers to merge, which a layer-wise method chooses here.
         self.start(pretrained, names)
         self.check_model(pretrained, pretrained, PRETRAINED, self.missing_in_pretrained)
+        # One item of each, so that half an hour of merging is not lost to a task that is missing.
         if self.scores is not None and self.check_taskpool:
             self.scores.evaluator.check(pretrained, self.matrix.tasks)
         # A resumed run must know all weights, to tell whether they are those of before.
@@ -293,6 +300,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             if self.scores is not None:
                 with self.profile("evaluating"):
                     self.scores.score_earlier_tasks(previous)
+            # At no time are more than three models held.
             del previous
         self.prepare(merged)
         next_step = self.first_step
@@ -304,6 +312,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             task, missing_keys = self._load(modelpool, name)
             if not self._checked_first:
                 self.check_model(pretrained, task, name, missing_keys)
+            # The seconds are those of the method alone, without loading, saving and scoring.
             begin = time.perf_counter()
             with self.profile("merging"):
                 merged = self.merge_step(step, name, pretrained, merged, task)
@@ -326,6 +335,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Return whether the model after a step is saved, scored, handed to ``on_step`` or
         returned.
         """
+        # A weight that nobody reads is not computed: N tasks at once then cost one eigenproblem.
         is_saved = self._kept is not None
         is_scored = self.scores is not None and bool(self.scores.tasks(step))
         is_handed_over = self.on_step is not None
@@ -350,6 +360,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             manifest["tasks"] = [*self.before.get("tasks", []), *merged_names]
             manifest["merge_seconds"] = self.merge_seconds
             manifest.update(self.describe())
+            # Saved first: a run that ends while it is scored goes on from here.
             with self.profile("saving"):
                 self._kept.save_step(step, merged, manifest, self.state(), self.files)
         if self.scores is not None:
@@ -362,6 +373,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Load a model and, where steps are kept, note the digest of its weights."""
         with self.profile("loading models"):
             model, missing_keys = load_model(modelpool, name)
+            # A resumed run tells by the digest whether the model has changed since.
             if self._kept is not None and "sha256" not in self._inputs[name]:
                 self._inputs[name]["sha256"] = digest_of_stored(model, missing_keys)
         return model, missing_keys
@@ -388,6 +400,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             )
         self.merge_seconds = manifest["merge_seconds"]
         if self.scores is not None:
+            # This may load earlier steps into `merged` to score them, so the newest is loaded last.
             self.scores.restore(step, merged)
         self.folder.load_step(step, merged)
         self.go_on_from(folder, manifest)

@@ -34,10 +34,12 @@ def _name_the_owner() -> None:
     """Have `datasets` load a data set of :data:`OWNERS` by its full name, wherever it is named
     without the owner.
     """
+    # FusionBench says "glue" in its Python, where no configuration of ours could name the owner.
     find: Any = datasets.load.dataset_module_factory
 
     @wraps(find)
     def find_with_owner(path: str, *args: Any, **kwargs: Any) -> Any:
+        # A local folder of that name is the user's own data set, which has no owner.
         if path in OWNERS and not os.path.exists(path):
             path = f"{OWNERS[path]}/{path}"
         return find(path, *args, **kwargs)

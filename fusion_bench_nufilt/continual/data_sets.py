@@ -47,6 +47,7 @@ def check_test_sets(taskpool: Any) -> None:
         cache = taskpool.config.get("cache_dir")
         for task in taskpool.config.tasks:
             name = task.dataset.name
+            # Where FusionBench has cached the task's data, it asks the hub for nothing.
             if cache is None or not Path(cache, "flan-t5", f"_load_{name}_dataset_cached").exists():
                 _check(task.name, _of_glue(name, task.dataset.split))
     elif not getattr(taskpool, "_is_setup", False):  # else the data are loaded already
@@ -136,6 +137,7 @@ def _remedy(name: str, error: Exception) -> str:
         return "check the network, or give a task pool whose data are here"
     if "gated" in str(error):
         return "ask for access on its page and log in with `hf auth login`"
+    # huggingface_hub refuses names without an owner from version 1.16 on.
     if isinstance(error, DatasetNotFoundError) and "/" not in name:
         return f"name its owner as well (OWNER/{name})"
     if isinstance(error, DatasetNotFoundError):

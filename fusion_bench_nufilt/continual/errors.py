@@ -52,6 +52,7 @@ class OneLineErrors(Callback):
         """End the process with the line; in a sweep, log it and let the other runs go on."""
         if job_return.status != JobStatus.FAILED or os.environ.get("HYDRA_FULL_ERROR") == "1":
             return
+        # Hydra's property `return_value` would raise the error in place of returning it.
         error = job_return._return_value
         line = what_is_wrong(error, config)
         if line is None:

@@ -95,7 +95,9 @@ class Evaluator:
         if torch.cuda.is_available():
             gpus = [torch.cuda.current_device()]
         try:
+            # Methods draw from the global generators, the same with and without this check.
             with torch.random.fork_rng(devices=gpus):
+                # The last step scores the pool's further tasks as well: these are tried, too.
                 self._scores(model, self._with_further(tasks), lambda count: [0])
         except ValueError:
             raise
@@ -231,6 +233,7 @@ def _score_clip(
         if task not in pool.test_dataloaders:
             continue
         classnames, templates = get_classnames_and_templates(task)
+        # Prompts depend on the text tower alone, which no merge changes.
         if task in heads:
             classifier.zeroshot_weights = heads[task]
         else:
@@ -293,6 +296,7 @@ def _score_whole(
     """Score with any other pool, which reports as it likes; of the parts, FusionBench's pools can
     score one batch.
     """
+    # Whether a pool from elsewhere can be narrowed is not known: it might score all its data.
     if subset is not None and not type(pool).__module__.startswith("fusion_bench."):
         return {}
     if subset is None:
@@ -382,6 +386,7 @@ class RunScores:
         self.matrix.record(self.row(step), scores)
         if self.log_dict is not None:
             self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
+            # ACC and BWT need the scores of the last model.
             if self.is_last(step):
                 self.log_dict(self.matrix.metrics(), step=step)
 

@@ -89,6 +89,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.method_class = find_method(layer_method)
         values = dict(self.method_class.defaults)
         for key, value in kwargs.items():
+            # Hydra's lists are of this type, which is no list for the options' checks.
             if isinstance(value, ListConfig):
                 value = list(value)
             values[key] = value
@@ -133,6 +134,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._architecture.backbone,
             self._architecture.embeddings(stored),
         )
+        # Before layers are chosen: else the head would be merged, and the state not fit.
         self._heads.keep(self.before.get("heads", {}).values())
         # A head that its checkpoint lacks counts, too.
         self._heads.add(PRETRAINED, self._base.params, config, ())
@@ -202,6 +204,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
+        # A tensor that every model has is the mean of `step` models, and needs no entry.
         counts = {key: count for key, count in self._mean_counts.items() if count != step}
         return {
             "coverage": self._selection.coverage.as_dict(),
@@ -277,6 +280,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def _refuse_late_head(self, name: str) -> None:
         """Refuse a head that is found after a step has merged it as a layer."""
+        # Choosing the layers anew would drop what the steps made so far have kept of them.
         if not self._checked_first and self.first_step + len(self.merge_seconds) > 1:
             heads = ", ".join(sorted(self._heads.modules))
             raise ValueError(
@@ -329,6 +333,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             if self.method.state_is_weight or self.is_used(step):
                 merged_source.write(merged_weights.keys[layer.param], weigh())
             if plan.keeps_state and has_state(plan, layer):
+                # The state stays with the model, whichever GPU computed the layer.
                 device = layer.view.read(pretrained).device
                 for key, value in state_to_keep(plan, layer, result.state).items():
                     self._states[key] = value.to(device)
@@ -347,6 +352,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         for param in counts:
             self._states.pop(mean_key(param), None)
         self._states |= means
+        # Whichever device is free takes the next layers, so that they end in any order.
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged
 
@@ -367,6 +373,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             return
         try:
             rows = read_table(file, "task layer step")
+            # A step that was reported, but is not whole on disk, is made and reported again.
             self._reports = rows[rows["step"] <= step].to_dict("records")
         except ValueError as error:
             log.warning("%s: it begins anew with step %d", error, step + 1)
@@ -408,6 +415,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
         super().__init__("nufilt", **kwargs)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        # In an environment with both, `method=nufilt` is this one, and the name does not tell.
         if find_spec("fusion_bench.method.nufilt") is not None:
             log.info(
                 "this is NUFILT of fusion_bench_nufilt; FusionBench's own is method=nufilt/nufilt"

@@ -135,6 +135,7 @@ def _missing_in_checkpoints() -> Iterator[set[str]]:
             return model, info
         return model
 
+    # A FusionBench pool returns the model alone, and transformers only warns of missing keys.
     with patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
         yield missing_keys
 

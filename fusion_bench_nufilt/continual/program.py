@@ -43,6 +43,7 @@ class QuietTerminal(Callback):
             for key in ("print_config", "print_function_call"):
                 if key not in typed:
                     config[key] = False
+            # A program of the user's own is left as it is.
             if config._target_ == _FUSION_BENCH:
                 config._target_ = f"{__name__}.ContinualMergingProgram"
         set_print_function_call_permeanent(config.print_function_call)
@@ -98,6 +99,8 @@ def use_bundled_taskpool(program: Any) -> None:
     """
     if program is None or program._modelpool is None:
         return
+    # Hydra expands the task pool last, so that a model pool's file can't override it. The pool's
+    # placeholder tells that the user named none.
     if not isinstance(program.taskpool, DummyTaskPool):
         return
     taskpool = program._modelpool.get("taskpool")

@@ -107,6 +107,7 @@ class RunFolder:
         """
         for step in range(last, first - 1, -1):
             folder = self.checkpoint(step)
+            # A killed process may have moved an old folder aside before the new one had its name.
             restore_folder(folder)
             if not folder.exists():
                 continue
@@ -139,6 +140,7 @@ def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
         yield None
         return
     try:
+        # Two runs at once in one log directory would lose or mix their steps.
         lock = lock_folder(Path(path))
     except OSError as error:
         raise ValueError(f"the log directory '{path}' can't be written: {error}") from error

@@ -211,6 +211,7 @@ class BatchMethodBaseline(_Baseline):
             train_datasets=getattr(self.modelpool, "_train_datasets", None),
         )
         with torch.enable_grad():
+            # The protocol runs without gradients, and methods such as AdaMerging train.
             result = self.make_base_method(self.taskpool).run(pool)
         if type(result) is not type(base):
             raise ValueError(
@@ -246,6 +247,7 @@ class ContinualMethodBaseline(_Baseline):
         self._method = self.make_base_method(SimpleNamespace(_test_datasets=None))
         self._method.seed = self.seed
         self._method.shuffle_order = self.shuffle_order
+        # The method hands its steps to `save_merged_model`, which `observe` stands in for.
         self._method.save_on_every_step = True
         self._method.evaluate_on_every_step = False
         self._initial_attributes = set(vars(self._method))
