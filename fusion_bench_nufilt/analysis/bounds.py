@@ -53,5 +53,6 @@ def corollary_bound(D: Tensor, C: Tensor, V_hat: Tensor) -> tuple[float, float]:
 def spectral_norm(X: Tensor) -> float:
     """Return the largest singular value."""
     if X.shape[1] > X.shape[0]:
+        # The smaller of the two Gram matrices has the same largest eigenvalue.
         X = X.mT
     return float(torch.linalg.vector_norm(X @ top_eigenvectors(gram_matrix(X), 1)))

@@ -75,10 +75,12 @@ class LossTracker:
         for layer, row in zip(layers, losses, strict=True):
             about = {"method": self._method, "step": step, "task": task, "layer": layer}
             self.rows.append(about | row)
+        # Later steps change the merged model in place.
         self._previous = copy.deepcopy(merged)
         for owner in self._pool.owners:
             C = self._pool.moments[task].read(owner)
             mean = self._C_old.setdefault(owner, torch.zeros_like(C))
+            # The mean so far: each task counts the same, however many inputs it has.
             mean += (C - mean) / step
 
     def _measure(self, layer: str, task: str, merged: nn.Module, task_model: nn.Module) -> Row:

@@ -134,6 +134,7 @@ class PoolAnalysis:
         """Return the second moments of a task's inputs, recorded now unless they were before."""
         source = self.pretrained
         name = PRETRAINED
+        # Theorem 1 rests on the inputs at the end of fine-tuning, those of the task's own model.
         if self.config.activations == "own":
             source = model
             name = task
@@ -204,6 +205,7 @@ def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict
     views = {}
     for name, view in chosen.items():
         has_inputs = view.linear and view.name == view.module
+        # Of T5, the authors' own analysis has the encoder's layers alone.
         if has_inputs and (name.startswith("encoder.") or not is_encoder_decoder):
             views[name] = view
     if not views:

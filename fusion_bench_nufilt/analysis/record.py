@@ -118,6 +118,7 @@ def watched_layers(
         receive(name, args[0])
 
     def tokens(X: Tensor) -> Tensor:
+        # Padding would count as inputs. A tower beside the one that is masked has other shapes.
         if mask is not None and mask.shape == X.shape[:-1]:
             return X[mask.bool()]
         return X.flatten(0, -2)
@@ -153,6 +154,7 @@ class Moments:
         self._files: dict[str, TensorFile] = {}
         for owner, name in content["files"].items():
             if name not in files:
+                # A path in the file must not lead out of the folder.
                 files[name] = TensorFile(folder / Path(name).name)
             self._files[owner] = files[name]
         for owner in self._owner.values():
@@ -202,6 +204,7 @@ def record_moments(
     ``owner`` has the layer whose moment each layer shares.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # It is there again once all moments are: those of an interrupted run do not pass for whole.
     (folder / "about.json").unlink(missing_ok=True)
     files: dict[str, str] = {}
     owners = sorted(set(owner.values()))

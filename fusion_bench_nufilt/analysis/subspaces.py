@@ -97,6 +97,7 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         V = top_eigenvectors(gram_matrix(tau), rank)
     else:
         U = top_eigenvectors(gram_matrix(tau.mT), rank)
+        # Where singular values are small, rounding leaves these columns not quite orthogonal.
         V = torch.linalg.qr(tau.mT @ U).Q
     return V, torch.linalg.vector_norm(tau @ V, dim=0)
 

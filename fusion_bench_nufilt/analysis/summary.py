@@ -173,6 +173,7 @@ def summarise(analysis: Analysis) -> Row:
         content["affinity_by_rank"] = _by_rank(affinity, width)
     if analysis.losses:
         content["methods"] = {}
+        # In the order in which they were asked for; pandas would sort by name.
         for name, rows in pd.DataFrame(analysis.losses).groupby("method", sort=False):
             content["methods"][name] = {**analysis.scores.get(name, {}), **_method(rows)}
         content["failures"] = analysis.failures
@@ -253,6 +254,7 @@ def _energy(rows: pd.DataFrame) -> Row:
     """Return the share of a task vector's energy in its first 1, 2, … directions, averaged over the
     layers.
     """
+    # Narrow layers have fewer directions, and a mean takes all layers or none.
     solved = min(len(energy) for energy in rows["energy"])
     curves = {}
     for task, members in rows.groupby("task", sort=False):
@@ -344,9 +346,12 @@ def _losses(rows: pd.DataFrame, columns: list[str]) -> Row:
     the steps.
     """
     by_step = rows.groupby("step")[columns].mean().set_axis(LOSSES, axis=1)
+    # Of the means over layers, at each step; the mean over steps comes after it.
     by_step["harmonic"] = [harmonic_mean(*pair) for pair in by_step.itertuples(index=False)]
+    # pandas would take the one loss that is known for the mean of both.
     by_step["arithmetic"] = by_step[LOSSES].mean(axis=1, skipna=False)
     mean = by_step.mean().to_dict()
+    # The paper does not say of what it takes the harmonic mean, so the files have both.
     mean["harmonic_of_means"] = harmonic_mean(mean["stability"], mean["plasticity"])
     return {"steps": by_step.index.tolist(), **by_step.to_dict("list"), "mean": mean}
 
@@ -357,6 +362,7 @@ def _correlation(rows: pd.DataFrame, columns: list[str]) -> Row:
     """
 
     def rho(members: pd.DataFrame) -> float:
+        # Any two points have a correlation of 1 or -1.
         return float(members[columns].corr("spearman", min_periods=3).iloc[0, 1])
 
     return {

@@ -58,6 +58,7 @@ def data_free_losses(
     def loss(D: Tensor, V: Tensor) -> float:
         inside = float((D @ V).square().sum())
         rounding_error = torch.finfo(D.dtype).eps * float(D.square().sum())
+        # What lies within the rounding error of D is no loss.
         return inside if inside > rounding_error else 0.0
 
     return loss(tau_new - tau_old, V_p), loss(tau_new - tau_task, V_t)

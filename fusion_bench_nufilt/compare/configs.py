@@ -52,6 +52,7 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
 @contextmanager
 def config_loader() -> Iterator[Any]:
     folder = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
+    # FusionBench would prefer a `config` in the current directory, even an empty one.
     with initialize_config_dir(str(folder), version_base=None):
         yield GlobalHydra.instance().config_loader()
 
@@ -73,6 +74,7 @@ def taskpool_config(config: DictConfig) -> DictConfig:
 def plain(config: DictConfig) -> Any:
     """Return a configuration as JSON has it, with all references to other values resolved."""
     with composing():
+        # As it is read back from a file, so that the settings of a kept run compare as equal.
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         return json.loads(json.dumps(content, default=str))
 
@@ -115,6 +117,7 @@ def make_trackers(overrides: Sequence[str], folder: Path) -> list[Any]:
     config = compose_run([*overrides, f"path.log_dir='{folder}'"]).fabric.loggers
     unresolved: Any = OmegaConf.to_container(config)
     for key, value in unresolved.items():
+        # A comparison composes outside of a run of Hydra, where such a reference has no value.
         if "${hydra:" in str(value):
             raise ValueError(
                 f"say fabric.loggers.{key}=NAME: a comparison has no name of its own for the "

@@ -69,6 +69,7 @@ class WatchingEvaluator(Evaluator):
         try:
             return super().report(model, tasks, others=others)
         finally:
+            # What scoring took is not a peak of merging.
             reset_peak(self._device)
 
 
@@ -125,6 +126,7 @@ def solver_seconds() -> Iterator[list[float]]:
 
 def part_of_test_data(validation: bool, count: int) -> list[int]:
     """Return a fifth of the numbers below ``count``, drawn with a fixed seed, or all others."""
+    # The same for all methods and seeds: what is chosen on the one part is scored on the other.
     drawn = set(random.Random(42).sample(range(count), max(1, count // 5)))
     return [number for number in range(count) if (number in drawn) is validation]
 
@@ -152,6 +154,7 @@ class Experiment:
     def fabric(self) -> lightning.Fabric:
         """One device and no logger: runs write no files of their own."""
         config = self._config.fabric
+        # Of several processes, FusionBench's pools would each report a part of the data.
         return lightning.Fabric(
             accelerator=config.accelerator, precision=config.precision, devices=1
         )
@@ -246,6 +249,7 @@ class Experiment:
             if isinstance(algorithm, LayerwiseMergingAlgorithm):
                 share = algorithm.solving_share
                 if share is not None:
+                    # Layers are solved side by side, and their seconds add up to more than these.
                     solving_seconds = share * sum(seconds)
             _, parameters = count_parameters(merged)
             return SeedRun(

@@ -60,6 +60,7 @@ def printed_numbers() -> pd.DataFrame:
     """
     tables = []
     for file in sorted(Path(__file__).with_name("published").glob("*.csv")):
+        # As text, since a cell may be "75.7 ± 0.3", and an empty one is no number.
         wide = pd.read_csv(file, dtype=str, keep_default_na=False)
         # A column is a model pool or a metric, whichever a row does not name.
         across = "metric" if "modelpool" in wide else "modelpool"
@@ -280,4 +281,5 @@ def rank_for_width(key: str, value: int, width: int) -> int:
         return value
     if value == _WIDTH:  # all directions
         return width
+    # Rank 0 would leave the filter or the adapter out.
     return max(1, value * min(width, _WIDTH) // _WIDTH)

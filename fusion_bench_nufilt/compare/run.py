@@ -93,6 +93,7 @@ def compare(
         experiment = Experiment(compose_run(pools), validation)
         experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
         specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
+        # Of two words for one key Hydra takes the later one: a method's own settings come last.
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
         configs, wrong = _configure(specs, words, experiment, keep_going)
         settings = {
@@ -101,6 +102,7 @@ def compare(
             "evaluate": evaluate,
             "resolved": experiment.settings,
         }
+        # After all methods were built: --overwrite deletes nothing for a run that can't begin.
         with closing(Store(out, settings, overwrite=overwrite)) as store:
             references = _score_single_models(store, experiment, bars)
             runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
@@ -112,6 +114,7 @@ def compare(
                 results = _run_here(work, experiment, bars)
             else:
                 results = _run_apart(work, (pools, validation), jobs, engine, address)
+            # Closing ends the processes of runs that are not finished, also after Ctrl-C.
             with closing(results):
                 _keep(results, missing, runs, store, bars)
     by_spec: dict[RunSpec, dict[int, SeedRun]] = {}
@@ -171,6 +174,7 @@ def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> Re
         total = 1 + len(experiment.tasks)
         with bars(desc="scoring the single models", total=total, leave=False) as bar:
             references = experiment.score_single_models(lambda *_: bar.update())
+    # Before anything is written: the models may be others than those of the results there.
     store.identify(experiment.digests)
     store.save_references(references)
     return references

@@ -91,6 +91,7 @@ def check_specs(specs: Sequence[RunSpec]) -> None:
                 f"'{spec.label}' stands for single models in the tables: choose another label, "
                 f"LABEL={spec.method}"
             )
+        # Labels that differ may be one folder's name, and would read each other's runs.
         other = by_file.setdefault(file_name(spec.label), spec)
         if other is not spec:
             raise ValueError(

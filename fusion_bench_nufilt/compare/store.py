@@ -46,8 +46,10 @@ class Store:
         self._lock = lock_folder(folder)
         try:
             self._before = read_json(self._file, _Settings, "delete what it belongs to by hand")
+            # Deleted only by `identify`, when it is certain that the next comparison can begin.
             self._outdated = self._files_to_delete() if overwrite else []
             if self._before is not None and not overwrite:
+                # The weights are compared by `identify`, once the models have been read.
                 before = {key: value for key, value in self._before.items() if key != "weights"}
                 self._refuse_others("", before, settings)
         except BaseException:
@@ -61,6 +63,7 @@ class Store:
         if self._outdated:
             self._delete()
         elif self._before is not None:
+            # A folder or a hub name may hold another model than when the results were made.
             differing = differences(self._before["weights"], weights)
             if differing:
                 raise self._refused(
@@ -81,6 +84,7 @@ class Store:
                 "deleted"
             )
         for file in runs:
+            # Through a link, files of somebody else would be deleted.
             if any(path.is_symlink() for path in (file, file.parent, file.parent.parent)):
                 raise ValueError(
                     f"'{file}' is, or lies behind, a link that no comparison made: remove it by "
@@ -108,6 +112,7 @@ class Store:
             return None
         self._refuse_others(f"'{spec.label}' with ", run.config, config)
         if run.tasks != order:
+            # The order follows from the seed: another one is no setting, but a damaged file.
             tasks = ", ".join(order)
             raise ValueError(
                 f"'{file}' is damaged, field 'tasks': must be {tasks}, in this order; {_DELETE}"

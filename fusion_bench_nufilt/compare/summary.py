@@ -44,6 +44,7 @@ class Comparison(ComparisonContent):
             form = None
             for run in by_seed.values():
                 environments.append(run.environment)
+                # A method that could not be built has runs without a configuration.
                 form = form or run.config.get("form")
             printed = printed_for_method(spec, form, modelpool, numbers)
             data = NEED_DATA.get(spec.method, "none")
@@ -95,6 +96,7 @@ class Comparison(ComparisonContent):
             row["runs"] = {}
             for seed, run in method.runs.items():
                 fields_of_run = asdict(run)
+                # The run's own file has both, and the environments are joined into one above.
                 del fields_of_run["environment"], fields_of_run["traceback"]
                 row["runs"][str(seed)] = fields_of_run
             row["final"] = {task: scores.loc[label, task].as_json() for task in self.tasks}

@@ -107,6 +107,7 @@ def demo_folder() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")  # which the system releases when the process ends
     try:
+        # Without waiting at first, so that who has to wait is told.
         lock.acquire(timeout=0)
     except Timeout:
         _say("waiting for another process that is building the demo")
@@ -131,6 +132,7 @@ def _build(recipe: Recipe, folder: Path) -> None:
 
 
 def _missing_parts(folder: Path) -> list[str]:
+    # A folder has its name only once it is whole.
     return [part for part in PARTS if not (folder / part).is_dir()]
 
 
@@ -141,6 +143,7 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path) -> None:
     if part == "clip":
         clip, tokenizer = pretrain(recipe, draft)
         clip.save_pretrained(draft)
+        # By default it would enlarge pictures to CLIP's 224 pixels.
         image_processor = ImageProcessor(
             size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
         )
@@ -181,6 +184,7 @@ def _reproducible(recipe: Recipe) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.threads)
     try:
+        # Pools load models inside runs without gradients, in which nothing could be trained.
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             torch.default_generator.manual_seed(recipe.seed)
             yield

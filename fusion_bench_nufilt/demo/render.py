@@ -34,6 +34,7 @@ def text_stamp(text: str, typeface: str) -> Image.Image:
     width = right - left
     height = bottom - top
     sheet = Image.new("L", (math.ceil(width), math.ceil(height)))
+    # PIL begins a text at its origin, and the ink of a letter at (left, top) from there.
     ImageDraw.Draw(sheet).text((-left, -top), text, fill=255, font=font)
     zoom = STAMP / max(width, height)
     zoomed_width = max(1, round(width * zoom))

@@ -111,6 +111,7 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     letters = sorted(ByteLevel.alphabet())
     ranks: dict[tuple[str, str], int] = {}  # the merges of byte-pair encoding, in their order
     words = set(" ".join(ALL_PROMPTS).split())
+    # A set of words has another order in each process, and the ids follow from the order.
     for word in sorted(words):
         # Merge as the tokenizer will, earliest merge first, and add a merge where none applies.
         parts = [*word[:-1], word[-1] + "</w>"]
@@ -236,6 +237,7 @@ def contrast_with(
     generator: Generator,
 ) -> Loss:
     """Return CLIP's loss of a newly drawn batch: a picture must find its prompt among `target`."""
+    # The temperature stays what it is: only towers and projections are trained.
     scale = clip.logit_scale.exp().item()
 
     def loss() -> Tensor:

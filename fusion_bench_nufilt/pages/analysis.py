@@ -95,6 +95,7 @@ def _affinity(content: AnalysisContent) -> ChartType:
         for group, matrices in content["affinity"].items():
             count = len(kinds) if group == "all" else kinds.count(group)
             rows += cells(matrices[key], tasks, tasks, f"{group}: {words} over {count} layers")
+    # Below each mean stands the percentile of the same layers.
     across = len(content["affinity"])
     return heat_maps(rows, tasks, tasks, ("data of", "task vector of"), "affinity", across=across)
 
@@ -136,6 +137,7 @@ def _by_rank(content: AnalysisContent) -> ChartType:
     }
     rows: Rows = []
     for key, title in titles.items():
+        # Of one task there are no mismatched pairs, and their curve is empty.
         for rank, value in zip(curves["ranks"], curves[key], strict=False):
             rows.append({"name": title, "x": int(rank), "y": value})
     return lines(
@@ -197,6 +199,7 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
                     rows.append({"panel": panel, "name": name, "x": step, "y": value})
     values = [row["y"] for row in rows if row["y"]]
     scale = alt.Scale(zero=True)
+    # Methods that differ by orders of magnitude can't be read off a linear axis.
     if values and max(values) > 50 * min(values):
         scale = alt.Scale(type="log", nice=False, padding=12)
         rows = [row for row in rows if row["y"]]  # 0 has no logarithm
@@ -209,6 +212,7 @@ def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartT
     """
     scale = alt.Scale(type="log", nice=False, padding=8)
     axis = alt.Axis(grid=False, labelSeparation=10)
+    # The first step has no old tasks, and so no stability loss.
     table = table[table["step"] > 1]
     charts = []
     for loss in _BOTH:

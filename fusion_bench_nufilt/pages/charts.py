@@ -44,6 +44,7 @@ def heat_maps(
     the numbers. The colours cover ``domain`` and all numbers.
     """
     values = [row["value"] for row in rows]
+    # The colours end at ticks, so that no number lies beyond the legend.
     marked = ticks(min([domain[0], *values]), max([domain[1], *values]))
     low = marked[0]
     high = marked[-1]
@@ -134,6 +135,7 @@ def lines(
 
     layers = []
     base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis))
+    # A facet has one set of rows for all its layers, so that each picks out its own.
     curves = base.transform_filter("isValid(datum.y)").encode(color=looks["color"])
     if any("low" in row for row in points_drawn):
         band = curves.mark_area(opacity=0.12)
@@ -157,10 +159,12 @@ def lines(
 def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
     """Return the type and the options of an axis of numbers, or of words at equal distances."""
     if x and isinstance(x[0], str):
+        # Vega-Lite would sort the words by the alphabet.
         return "O", {"title": title, "sort": None}
     whole = [place for place in x if isinstance(place, int)]
     axis = alt.Axis()
     if len(whole) == len(x) <= 20:
+        # The labels of twenty steps would touch each other in a narrow panel.
         axis = alt.Axis(values=whole, format="d", labelOverlap=True, labelSeparation=4)
     default = alt.Scale(zero=False, nice=False, padding=8)
     return "Q", {"title": title, "scale": scale or default, "axis": axis}
@@ -251,5 +255,6 @@ def bars(rows: Rows) -> ChartType:
     hover_text = tooltip(name="", panel="task", text="score (%)")
     base = alt.Chart().encode(x=score, y=name, tooltip=hover_text)
     words = base.mark_text(align="left", dx=3, fontSize=10, color=COLOURS[-1])
+    # One colour for all, since there may be more methods than colours; names stand beside them.
     layers = [base.mark_bar(color=COLOURS[0], height=11), words.encode(text="text:N")]
     return faceted(layers, rows, (150, 17 * len(names)), across=4, spacing=50)

@@ -46,6 +46,7 @@ def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
             texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
             texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
     charts = charts_of(results)
+    # None removes a picture that an earlier comparison in the folder has left.
     pictures: dict[str, ChartType | None] = {name: charts.get(name) for name in PICTURES}
     return Outputs(_page(results, charts), pictures, texts)
 
@@ -87,6 +88,7 @@ def charts_of(results: ComparisonContent) -> dict[str, ChartType]:
     task_scores = _task_score_rows(results)
     if task_scores:
         charts["task_scores"] = bars(task_scores)
+    # With other settings, the mean over the tasks seen so far is known at most for the ends.
     if results.settings.get("evaluate", "").startswith("every_step"):
         charts["accuracy_per_step"] = _accuracy_per_step(results, best[:MOST_CURVES])
     if results.preset == "ablation":
@@ -103,6 +105,7 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
     """
     steps = list(range(1, len(results.tasks) + 1))
     step_names: Sequence[int | str] = steps
+    # On another seed, the same step merges another task; more than ten names have no room.
     if len(results.seeds) == 1 and len(results.tasks) <= 10:
         step_names = results.matrices(results.seeds[0])[labels[0]].steps
     seen = means(select(results.measured, metric="seen"), "step", labels, steps)
@@ -197,6 +200,7 @@ def _sensitivity(results: ComparisonContent) -> ChartType:
                 if not mean.count:
                     continue
                 row: Json = {"panel": _panel_title(results, panel, method), "name": "mean"}
+                # Words stand at equal distances, which values such as 8, 16 and 128 would not.
                 row |= {"x": str(method.config[key]), "y": 100 * mean.mean}
                 if mean.count > 1:
                     row |= _band(mean)

@@ -102,11 +102,13 @@ def _ranked(
     """
     compared = []
     for label, method in results.methods.items():
+        # The mean of fewer seeds is one over other orders, and data are what the others do without.
         if method.data == "none" and method.complete:
             compared.append(label)
     ranks = pd.DataFrame(index=[results.labels.index(label) for label in compared])
     for name, metric in zip(numbers, shown, strict=True):
         higher_is_better = metric not in METRICS or METRICS[metric].higher_is_better
+        # As shown, in per cent with one decimal: no number is better than one that reads the same.
         rounded = [round(mean.mean, 3) for mean in numbers.loc[compared, name]]
         column = pd.Series(rounded, index=ranks.index, dtype=float)
         column = column.rank(method="dense", ascending=not higher_is_better)
@@ -198,6 +200,7 @@ def _first_values(results: ComparisonContent, metric: str) -> "pd.Series[int]":
     is missing.
     """
     rows = select(results.measured, metric=metric)
+    # With a capital, pandas' integers can be missing; others would become floats.
     return rows.groupby("method")["value"].first().reindex(results.labels).astype("Int64")
 
 

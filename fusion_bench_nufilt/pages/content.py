@@ -76,6 +76,7 @@ class SeedRun:
     @property
     def iterations(self) -> int | None:
         """Steps of an optimiser at each merging step; None for a method without one."""
+        # Without an adapter, and with its closed form, nothing is optimised.
         if self.config.get("lora_rank") == 0 or self.config.get("solver") == "closed_form":
             return None
         for options in (self.config, self.config.get("base_method") or {}):
@@ -168,6 +169,7 @@ class ComparisonContent:
             if label in self.references:
                 raise ValueError(f"field 'methods.{label}': single models have this name")
             for seed, run in method.runs.items():
+                # Each seed has an order of its own of the same tasks.
                 if run.error is None and sorted(run.tasks or ()) != sorted(self.tasks):
                     raise ValueError(
                         f"field 'methods.{label}.runs.{seed}.tasks': must be "

@@ -268,4 +268,5 @@ class AccuracyMatrix:
         both, else NaN.
         """
         changes = self.values[-1] - np.diagonal(self.values)
+        # The last task's own step is the last one, so that its change is always 0.
         return Mean.of(changes[:-1]).mean

@@ -38,6 +38,7 @@ def render_page(template: str, **content: Any) -> str:
 
 def sentences(template: str, **content: Any) -> list[str]:
     """Fill a template of text, and return its paragraphs, each in one line."""
+    # This is no HTML; but a name of several lines could begin a paragraph of its own.
     environment = templates().overlay(autoescape=False, finalize=_in_one_line)
     text = environment.get_template(template).render(content)
     paragraphs = [paragraph.strip().replace("\n", " ") for paragraph in text.split("\n\n")]
@@ -56,6 +57,7 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # Jinja would sort the keys, and spaces between them would make pages longer.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals["escape"] = escape
     environment.globals["metrics"] = METRICS
@@ -64,6 +66,7 @@ def templates() -> Environment:
     environment.filters["table"] = _table
     environment.filters["ranges"] = _ranges
     environment.filters["indented"] = _indented
+    # A page's policy names its own scripts by their digests, and the browser runs no others.
     environment.filters["sha256"] = _sha256
     return environment
 
@@ -72,6 +75,7 @@ def templates() -> Environment:
 def _vega() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one script, made once, since that takes seconds."""
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    # A browser ends a script at the first such text, also where it is inside a string.
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 

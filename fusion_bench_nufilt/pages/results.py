@@ -42,6 +42,7 @@ _PRINTED_COSTS = {
 
 
 def long_table(rows: Iterable[Row]) -> pd.DataFrame:
+    # A table without rows has the columns, too, which its readers select.
     return pd.DataFrame(list(rows), columns=COLUMNS)
 
 

@@ -29,6 +29,7 @@ class RunContent:
     accuracy_matrix: list[list[Score | None]]
 
     def __post_init__(self) -> None:
+        # A matrix of another shape is refused when the file is read, with the field's name.
         AccuracyMatrix.from_rows(self.tasks, self.accuracy_matrix)
 
 

@@ -55,7 +55,9 @@ class Table:
         rows = self.rows("**{}**", "<ins>{}</ins>", lambda text: text.replace("|", "\\|"))
         frame = pd.DataFrame(rows, columns=[printable(name) for name in self.texts.columns])
         sides = ("left", *["right"] * (frame.shape[1] - 1))
+        # tabulate would take texts for numbers, and print 75.0 as 75.
         text = frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
+        # In Markdown, a line breaks after two spaces.
         notes = [f"{note}  " for note in self.notes]
         return "\n".join([f"**{self.title}**", "", text, "", *notes, ""])
 
@@ -71,6 +73,7 @@ class Table:
             hrules=True,
         )
         lines = text.splitlines()
+        # pandas draws no rule within a table, as there is here below the single models.
         if 0 < self.references < len(frame):
             lines.insert(lines.index(r"\midrule") + 1 + self.references, r"\midrule")
         notes = [f"% {note}" for note in self.notes]
@@ -78,6 +81,7 @@ class Table:
 
 
 def to_csv(rows: pd.DataFrame) -> str:
+    # pandas would end the lines as the system does, and the same results have the same bytes.
     return rows.to_csv(index=False, lineterminator="\n")
 
 
@@ -107,6 +111,7 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
         table.add_column(header, justify="right", no_wrap=True)
     for step, task in enumerate(matrix.tasks, 1):
         scores = matrix.values[step - 1]
+        # With evaluate=last, only the last row has scores.
         if np.isnan(scores).all():
             continue
         style = "bold" if step == len(matrix.tasks) else ""

@@ -108,6 +108,7 @@ def ticks(low: float, high: float) -> list[float]:
         step = factor * power
         if (high - low) / step <= 8:
             break
+    # Without the margins, a rounding error would add a tick.
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
     return [float(f"{number * step:.6g}") for number in range(first, last + 1)]
@@ -119,10 +120,12 @@ def style(
     """Return encodings that share a legend of the names ``shown``; a name's place ``among`` all is
     how it looks.
     """
+    # Without symbolLimit, Vega leaves out all entries beyond the thirtieth.
     names = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1, **legend)
 
     def encoding(channel: Callable[..., Any], looks: Iterable[Any]) -> Any:
         of_names = list(islice(cycle(looks), len(among)))
+        # All names: a method looks the same in a chart that shows fewer.
         scale = alt.Scale(domain=list(among), range=of_names)
         return channel(f"{field}:N", scale=scale, legend=names if len(shown) > 1 else None)
 

@@ -44,6 +44,7 @@ KINDS = {
     "analysis.json": Kind(
         AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
     ),
+    # A run has this file from its start on, so that its scores must be looked for before it.
     RUN: Kind(UnscoredRun, "run the method again", unscored_outputs, _LAYERS),
     MANIFEST: Kind(MergeContent, "merge again", merge_outputs),
 }
@@ -52,6 +53,7 @@ KINDS = {
 def read_table(file: Path, columns: str) -> pd.DataFrame:
     """Read a CSV file; a ValueError names a column that is missing or not finite."""
     try:
+        # A task may be called 1, and pandas' default parser may miss a number's last bit.
         rows = pd.read_csv(file, dtype=dict.fromkeys(_NAMES, str), float_precision="round_trip")
         missing = set(columns.split()) - set(rows)
         if missing:
@@ -105,6 +107,7 @@ def write_results(folder: Path) -> list[str]:
             written += [file.name for file in files]
             continue
         for file in files:
+            # An earlier picture would stand beside numbers that it does not show.
             file.unlink(missing_ok=True)
     return [*written, PAGE]
 
