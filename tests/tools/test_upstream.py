@@ -250,6 +250,25 @@ def test_each_step_has_the_plugins_bits(method, options):
         assert measures == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+def test_a_step_in_float64_has_the_plugins_bits(method, caplog):
+    """A spectrum that falls too steeply for float32 is decomposed in float64."""
+    generator = torch.Generator().manual_seed(0)
+    values = 10.0 ** -torch.arange(8, dtype=torch.float64)
+    U = torch.linalg.qr(torch.randn(40, 8, generator=generator, dtype=torch.float64)).Q
+    V = torch.linalg.qr(torch.randn(30, 8, generator=generator, dtype=torch.float64)).Q
+    merged = (U * values @ V.T).float()
+    task = merged.flip(0)
+    pretrained = torch.zeros_like(merged)
+    expected, _ = fuse_layers(
+        {"layer": pretrained}, {"layer": merged}, {"layer": task}, FusionConfig(**SMALL), step=2
+    )
+    theirs = method("nufilt")
+    config = theirs.FusionConfig(**SMALL)
+    weight, _ = theirs.fuse_layer("layer", pretrained, merged, task, config, step=2)
+    assert "float64 takes over" in caplog.text
+    assert torch.equal(weight, expected["layer"])
+
+
 @pytest.mark.parametrize("cancels", [False, True])
 def test_spectral_voting_has_the_plugins_results(method, cancels):
     """The contribution is shorter, and computes everything in float64."""
