@@ -60,10 +60,10 @@ class PoolAnalysis:
         self.taskpool = experiment.evaluator.taskpool
         self.tasks = experiment.tasks
         self._pairs = config.named_pairs(self.tasks)
-        self.pretrained, drawn = experiment.load(PRETRAINED)
+        self.pretrained, drawn_keys = experiment.load(PRETRAINED)
         self.views = merged_layers(self.pretrained, targets)
         self._keys = {view.key for view in self.views.values()}
-        missing_keys = [key for key in drawn if key in self._keys]
+        missing_keys = [key for key in drawn_keys if key in self._keys]
         refuse_missing_keys(PRETRAINED, missing_keys, can_exclude=False)
         self._modules = [view.module for view in self.views.values()]
         #: d_i of the narrowest layer
@@ -97,8 +97,8 @@ class PoolAnalysis:
 
     def load(self, task: str) -> nn.Module:
         """Load a task's model, and check that it can be merged."""
-        model, drawn = self.experiment.load(task)
-        check_module(self.pretrained, model, task, drawn, self._keys)
+        model, missing_keys = self.experiment.load(task)
+        check_module(self.pretrained, model, task, missing_keys, self._keys)
         return model
 
     def run(self, on_task: Callable[[], Any] = lambda: None) -> Analysis:

@@ -71,13 +71,9 @@ def task_vector(tau: Tensor, rank: int) -> TaskVector:
     numerical_rank: int | None = int((sigma > 0).sum())
     if numerical_rank == len(sigma) < min(d_o, d_i):  # there may be more
         numerical_rank = None
-    return TaskVector(
-        V=V * (sigma > 0),
-        norm=norm,
-        energy=sigma.square() / norm**2,
-        rank=numerical_rank,
-        effective_rank=norm**2 / float(sigma.amax()) ** 2,
-    )
+    energy = sigma.square() / norm**2
+    effective_rank = norm**2 / float(sigma.amax()) ** 2
+    return TaskVector(V * (sigma > 0), norm, energy, numerical_rank, effective_rank)
 
 
 def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -85,8 +81,8 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     first.
 
     If both sides are above 1024, the Gram matrix would take most of the time, and a few rounds on
-    the matrix itself are exact enough: for singular values k^-0.4, which fall
-    more slowly than those of task vectors, the energy of 32 directions is off by 0.2 %.
+    the matrix itself are exact enough: for singular values k^-0.4, which fall more slowly than
+    those of task vectors, the energy of 32 directions is off by 0.2 %.
     """
     d_o, d_i = tau.shape
     if min(d_o, d_i) > _LARGEST_GRAM:
@@ -96,6 +92,7 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     elif d_i <= d_o:
         V = top_eigenvectors(gram_matrix(tau), rank)
     else:
+        # The smaller Gram matrix is that of the rows; tau^T takes their directions to columns'.
         U = top_eigenvectors(gram_matrix(tau.mT), rank)
         # Where singular values are small, rounding leaves these columns not quite orthogonal.
         V = torch.linalg.qr(tau.mT @ U).Q

@@ -116,12 +116,14 @@ def reading(content: Row) -> list[str]:
     overlaps = content["layers_of"].get(LAYER_MEANS["overlap"].title, {})
     dominance = content.get("affinity", {}).get("all", {}).get("dominance")
     measured = {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
+    idle_tasks = [task for task in content["tasks"] if task not in names]
+    most_overlap_first = sorted(overlaps.items(), key=lambda layer: -layer[1])
     return sentences(
         "reading.txt",
         content=content,
-        idle=[task for task in content["tasks"] if task not in names],
+        idle=idle_tasks,
         pairs=sorted(pairs, reverse=True),
-        layers=sorted(overlaps.items(), key=lambda layer: -layer[1]),
+        layers=most_overlap_first,
         dominance=dominance,
         methods=measured,
     )
@@ -238,15 +240,17 @@ def _vectors(rows: pd.DataFrame) -> Row:
         # More directions than were computed are more than any number of them.
         rows[name] = rows[name].astype(float).fillna(math.inf)
     by_task = rows.groupby("task", sort=False)
-    columns = {
-        "layers": by_task.size(),
-        "relative_norm": by_task["relative_norm"].mean(),
-        "rank": by_task["rank"].median(),
-        "effective_rank": by_task["effective_rank"].median(),
-        "rank_90": by_task["rank_90"].median(),
-        "energy_in_top": by_task["energy_in_top"].mean(),
-    }
-    summary: Row = pd.DataFrame(columns).to_dict("index")
+    columns = by_task.agg(
+        {
+            "relative_norm": "mean",
+            "rank": "median",
+            "effective_rank": "median",
+            "rank_90": "median",
+            "energy_in_top": "mean",
+        }
+    )
+    columns.insert(0, "layers", by_task.size())
+    summary: Row = columns.to_dict("index")
     return summary
 
 
@@ -270,16 +274,16 @@ def _layer_means(
     layer.
     """
     is_matched = affinity["data"] == affinity["vector"]
-    measured = {
-        "effective_rank": vectors.set_index("layer")["effective_rank"],
-        "overlap": different.set_index("layer")["overlap"],
-        "matched_affinity": affinity[is_matched].set_index("layer")["affinity"],
-        "mismatched_affinity": affinity[~is_matched].set_index("layer")["affinity"],
-    }
+    measured = [
+        ("effective_rank", vectors, "effective_rank"),
+        ("overlap", different, "overlap"),
+        ("matched_affinity", affinity[is_matched], "affinity"),
+        ("mismatched_affinity", affinity[~is_matched], "affinity"),
+    ]
     means = {}
-    for name, values in measured.items():
-        if len(values):  # else there is one task, or no data
-            by_layer = values.groupby("layer", sort=False).mean()
+    for name, rows, column in measured:
+        if len(rows):  # else there is one task, or no data
+            by_layer = rows.groupby("layer", sort=False)[column].mean()
             means[LAYER_MEANS[name].title] = by_layer.to_dict()
     return means
 

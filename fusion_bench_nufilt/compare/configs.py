@@ -87,18 +87,18 @@ def make(
     """
     try:
         if "_target_" in config:
-            made = instantiate(config, _recursive_=config.get("_recursive_", False))
+            instance = instantiate(config, _recursive_=config.get("_recursive_", False))
         else:
-            made = load_v01(config)
+            instance = load_v01(config)
     except Exception as error:
         line = what_is_wrong(error, DictConfig({section: config}))
         if line is None:
             raise
         raise ValueError(line) from error
     for attribute in ("_fabric_instance", "_fabric"):  # the second is that of version 0.1
-        if hasattr(made, attribute):
-            setattr(made, attribute, fabric)
-    return made
+        if hasattr(instance, attribute):
+            setattr(instance, attribute, fabric)
+    return instance
 
 
 def is_tracker(override: str) -> bool:

@@ -127,8 +127,8 @@ def solver_seconds() -> Iterator[list[float]]:
 def part_of_test_data(validation: bool, count: int) -> list[int]:
     """Return a fifth of the numbers below ``count``, drawn with a fixed seed, or all others."""
     # The same for all methods and seeds: what is chosen on the one part is scored on the other.
-    drawn = set(random.Random(42).sample(range(count), max(1, count // 5)))
-    return [number for number in range(count) if (number in drawn) is validation]
+    fifth = set(random.Random(42).sample(range(count), max(1, count // 5)))
+    return [number for number in range(count) if (number in fifth) is validation]
 
 
 class Experiment:
@@ -205,10 +205,10 @@ class Experiment:
 
     def load(self, name: str) -> tuple[nn.Module, list[str]]:
         """Load a model, note its digest, and tell which of its weights were drawn at random."""
-        model, drawn = load_model(self.modelpool, name)
+        model, missing_keys = load_model(self.modelpool, name)
         if name not in self._digests:
-            self._digests[name] = digest_of_stored(model, drawn)
-        return model, drawn
+            self._digests[name] = digest_of_stored(model, missing_keys)
+        return model, missing_keys
 
     def score_single_models(self, on_step: OnStep) -> References:
         """Score the pretrained model on all T tasks and each fine-tuned one on its own, T + 1 steps
@@ -247,10 +247,10 @@ class Experiment:
             seconds = algorithm.merge_seconds
             solving_seconds = sum(solving) if solving else None
             if isinstance(algorithm, LayerwiseMergingAlgorithm):
-                share = algorithm.solving_share
-                if share is not None:
+                solving_share = algorithm.solving_share
+                if solving_share is not None:
                     # Layers are solved side by side, and their seconds add up to more than these.
-                    solving_seconds = share * sum(seconds)
+                    solving_seconds = solving_share * sum(seconds)
             _, parameters = count_parameters(merged)
             return SeedRun(
                 config,

@@ -118,8 +118,8 @@ def published(
     return numbers, ""
 
 
-def _hidden(why: str) -> str:
-    return f"the paper's numbers {why}, and are not shown"
+def _hidden(reason: str) -> str:
+    return f"the paper's numbers {reason}, and are not shown"
 
 
 def _is_harmless(override: str) -> bool:
@@ -218,11 +218,11 @@ def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequenc
     if not (spec.preset and spec.method.startswith("nufilt")):
         return spec
     config = compose_run(spec.overrides).method
-    given = {key_of(word) for word in overrides}
+    overridden_keys = {key_of(word) for word in overrides}
     changed = []
     for key in ("null_rank", "lora_rank"):
         rank = rank_for_width(key, config[key], experiment.width)
-        if rank != config[key] and f"method.{key}" not in given:
+        if rank != config[key] and f"method.{key}" not in overridden_keys:
             changed.append(f"{key}={rank}")
     overrides = (*spec.overrides, *(f"method.{setting}" for setting in changed))
     return replace(spec, overrides=overrides, settings=(*spec.settings, *changed))

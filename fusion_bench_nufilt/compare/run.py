@@ -95,7 +95,7 @@ def compare(
         specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
         # Of two words for one key Hydra takes the later one: a method's own settings come last.
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
-        configs, wrong = _configure(specs, words, experiment, keep_going)
+        configs, errors = _configure(specs, words, experiment, keep_going)
         settings = {
             "modelpool": modelpool,
             "overrides": list(overrides),
@@ -106,9 +106,9 @@ def compare(
         with closing(Store(out, settings, overwrite=overwrite)) as store:
             references = _score_single_models(store, experiment, bars)
             runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
-            for spec, why in wrong.items():
+            for spec, error in errors.items():
                 for seed in seeds:
-                    runs[spec, seed] = SeedRun({}, error=why)
+                    runs[spec, seed] = SeedRun({}, error=error)
             work = {name: (config,) for name, (_, config) in missing.items()}
             if engine == "local" and jobs == 1:
                 results = _run_here(work, experiment, bars)
@@ -154,17 +154,18 @@ def _configure(
     can't.
     """
     configs = {}
-    wrong = {}
+    errors = {}
     for spec in specs:
         try:
             config = plain(compose_run([*overrides, *spec.overrides]).method)
             experiment.make_method(config)
             configs[spec] = config
         except Exception as error:  # whatever a method's constructor raises
-            wrong[spec] = reason(error)
-    if wrong and not (keep_going and configs):
-        raise ValueError("\n".join(f"{spec.label}: {why}" for spec, why in wrong.items()))
-    return configs, wrong
+            errors[spec] = reason(error)
+    if errors and not (keep_going and configs):
+        lines = [f"{spec.label}: {error}" for spec, error in errors.items()]
+        raise ValueError("\n".join(lines))
+    return configs, errors
 
 
 def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> References:

@@ -141,13 +141,14 @@ class Store:
     def _run_file(self, spec: RunSpec, config: dict[str, Any]) -> Path:
         return self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
 
-    def _refuse_others(self, whose: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _refuse_others(self, owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         differing = differences(before, now)
         if differing:
             settings = in_one_line(differing)
-            raise self._refused(f"holds results of {whose}other settings: {settings}")
+            raise self._refused(f"holds results of {owner}other settings: {settings}")
 
-    def _refused(self, why: str) -> ValueError:
+    def _refused(self, reason: str) -> ValueError:
         return ValueError(
-            f"{self.folder} {why}. Choose another folder or label, or delete them with --overwrite"
+            f"{self.folder} {reason}. Choose another folder or label, or delete them with "
+            "--overwrite"
         )

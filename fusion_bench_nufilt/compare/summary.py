@@ -81,7 +81,7 @@ class Comparison(ComparisonContent):
 
     def as_json(self) -> Json:
         """Return the content of ``results.json``."""
-        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         names = [*METRICS, "merging_seconds"]
         metrics = means(self.measured, "metric", list(self.methods), names)
         scores = means(self.last_scores, "task", list(self.methods), self.tasks)

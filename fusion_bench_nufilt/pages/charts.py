@@ -115,19 +115,19 @@ def lines(
     one at its ``x``; ``words`` are its label. A curve's place ``among`` all names determines how
     it looks. A ``ranked`` legend is in the order of the curves' last numbers.
     """
-    drawn: Rows = []
+    finite_rows: Rows = []
     for row in rows:
         if "level" in row or "mark" in row:
-            drawn.append(row)
+            finite_rows.append(row)
         elif clean(row["y"]) is not None:
-            drawn.append({**row, "y": clean(row["y"])})
-    points_drawn = [row for row in drawn if "y" in row]
-    last = {row["name"]: row["y"] for row in points_drawn}
+            finite_rows.append({**row, "y": clean(row["y"])})
+    curve_points = [row for row in finite_rows if "y" in row]
+    last = {row["name"]: row["y"] for row in curve_points}
     shown = list(last)
     if ranked:
         shown.sort(key=lambda name: -last[name])
     looks = style(among or list(last), shown, **legend)
-    letter, axis = _x_axis(list(dict.fromkeys(row["x"] for row in points_drawn)), x_title, x_scale)
+    letter, axis = _x_axis(list(dict.fromkeys(row["x"] for row in curve_points)), x_title, x_scale)
     upwards: Options = {
         "title": y_title or None,
         "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18),
@@ -137,7 +137,7 @@ def lines(
     base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis))
     # A facet has one set of rows for all its layers, so that each picks out its own.
     curves = base.transform_filter("isValid(datum.y)").encode(color=looks["color"])
-    if any("low" in row for row in points_drawn):
+    if any("low" in row for row in curve_points):
         band = curves.mark_area(opacity=0.12)
         layers.append(band.encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
     curve = curves.mark_line()
@@ -145,15 +145,15 @@ def lines(
     if dots:
         dot = curves.mark_point(size=45).encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
         layers.append(dot.encode(tooltip=tooltip(name="", x=x_title, y=y_title or "value")))
-    if any("level" in row for row in drawn):
+    if any("level" in row for row in finite_rows):
         level = alt.Chart().transform_filter("isValid(datum.level)").encode(y=alt.Y("level:Q"))
         look: Options = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
         layers += _dashed_line(level, look, x=alt.XValue("width"))
-    if any("mark" in row for row in drawn):
+    if any("mark" in row for row in finite_rows):
         mark = base.transform_filter("datum.mark")
         look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
         layers += _dashed_line(mark, look, y=alt.YValue(0))
-    return faceted(layers, drawn, size, across=across, own_scales=own_scales)
+    return faceted(layers, finite_rows, size, across=across, own_scales=own_scales)
 
 
 def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
@@ -161,18 +161,18 @@ def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tu
     if x and isinstance(x[0], str):
         # Vega-Lite would sort the words by the alphabet.
         return "O", {"title": title, "sort": None}
-    whole = [place for place in x if isinstance(place, int)]
+    whole_numbers = [value for value in x if isinstance(value, int)]
     axis = alt.Axis()
-    if len(whole) == len(x) <= 20:
+    if len(whole_numbers) == len(x) <= 20:
         # The labels of twenty steps would touch each other in a narrow panel.
-        axis = alt.Axis(values=whole, format="d", labelOverlap=True, labelSeparation=4)
+        axis = alt.Axis(values=whole_numbers, format="d", labelOverlap=True, labelSeparation=4)
     default = alt.Scale(zero=False, nice=False, padding=8)
     return "Q", {"title": title, "scale": scale or default, "axis": axis}
 
 
-def _dashed_line(line: alt.Chart, look: Options, **place: Any) -> list[alt.Chart]:
+def _dashed_line(line: alt.Chart, look: Options, **position: Any) -> list[alt.Chart]:
     """Return a line, and its words at a place along it."""
-    words = line.mark_text(color=GREY, fontSize=10, **look).encode(**place, text="words:N")
+    words = line.mark_text(color=GREY, fontSize=10, **look).encode(**position, text="words:N")
     return [line.mark_rule(color=GREY, strokeDash=[4, 4]), words]
 
 
@@ -208,9 +208,9 @@ def by_depth(rows: Rows) -> ChartType:
     kinds = list(dict.fromkeys(kind(row["layer"]) for row in rows))
     placed: Rows = []
     for row in rows:
-        beside = 0.35 * ((kinds.index(kind(row["layer"])) + 0.5) / len(kinds) - 0.5)
-        place = depth(row["layer"]) + beside  # kinds of layers stand beside each other
-        placed.append({**row, "name": kind(row["layer"]), "x": place})
+        offset = 0.35 * ((kinds.index(kind(row["layer"])) + 0.5) / len(kinds) - 0.5)
+        x = depth(row["layer"]) + offset  # kinds of layers stand beside each other
+        placed.append({**row, "name": kind(row["layer"]), "x": x})
     blocks = by_block(max(depth(row["layer"]) for row in rows))
     value = alt.Y("y:Q", title=None, scale=alt.Scale(zero=False, nice=False, padding=10))
     return points(placed, blocks, value, size=(260, 180), across=3, own_scales=["y"])

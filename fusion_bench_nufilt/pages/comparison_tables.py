@@ -162,7 +162,7 @@ def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
             outside_solver = costs["merging_seconds"] - costs["solving_seconds"]
             words["subspaces s"] = [_number(seconds) for seconds in outside_solver]
         digits = 0 if name == "iterations" else 1
-        words[COSTS[name].column] = [
+        words[COSTS[name].title] = [
             _number(cost / COSTS[name].unit, digits) for cost in costs[name]
         ]
     accuracy = _words(means(table, "metric", labels, ["ACC"]))

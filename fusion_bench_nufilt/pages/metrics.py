@@ -15,9 +15,9 @@ from fusion_bench_nufilt.utils.files import write_json
 class Metric(NamedTuple):
     """What a number of the long table says, and how it is shown."""
 
-    title: str  # on an axis
-    column: str = ""  # the header of a table's column
-    unit: float = 1.0  # what that column counts, such as 10**9 bytes
+    title: str
+    column: str = ""  # the header of a table's column, where it is another
+    unit: float = 1.0  # what is counted where it is shown, such as 10**9 bytes
     higher_is_better: bool = True
     signed: bool = False  # whether it is shown with its sign, as a difference is
     headline: bool = False  # whether tables and the line below a matrix show it; files have all
@@ -57,12 +57,12 @@ METRICS = {
 HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
 #: What a run costs.
 COSTS = {
-    "iterations": Metric("iterations", "iterations", higher_is_better=False),
-    "solving_seconds": Metric("solving (s)", "solving s", higher_is_better=False),
-    "merging_seconds": Metric("merging (s)", "total s", higher_is_better=False),
-    "memory": Metric("memory (GB)", "memory GB", 1e9, higher_is_better=False),
-    "parameters": Metric("parameters (M)", "parameters M", 1e6, higher_is_better=False),
-    "extra_parameters": Metric("extra parameters", "extra params", higher_is_better=False),
+    "iterations": Metric("iterations", higher_is_better=False),
+    "solving_seconds": Metric("solving s", higher_is_better=False),
+    "merging_seconds": Metric("total s", higher_is_better=False),
+    "memory": Metric("memory GB", unit=1e9, higher_is_better=False),
+    "parameters": Metric("parameters M", unit=1e6, higher_is_better=False),
+    "extra_parameters": Metric("extra params", higher_is_better=False),
 }
 #: What a method measures of a layer at a step, the columns of ``layers.csv`` that are drawn.
 LAYER_METRICS = {
@@ -109,14 +109,15 @@ class Mean:
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Mean":
         """Leave out what is no number; without any, the mean is NaN."""
-        known = [value for value in values if value is not None and not math.isnan(value)]
-        numbers = np.array(known)
+        numbers = np.array(
+            [value for value in values if value is not None and not math.isnan(value)]
+        )
         mean = std = math.nan
-        if len(known) > 0:
+        if len(numbers) > 0:
             mean = float(numbers.mean())
-        if len(known) > 1:
+        if len(numbers) > 1:
             std = float(numbers.std(ddof=1))
-        return cls(mean, std, len(known))
+        return cls(mean, std, len(numbers))
 
     def percent(self, *, sign: bool = False) -> str:
         """Return fractions as words such as ``75.7 ± 0.3``, a single one as ``75.7``, and none as

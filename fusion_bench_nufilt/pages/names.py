@@ -12,5 +12,5 @@ def depth(layer: str) -> int:
     """Return the number of the layer's block, which is the first number in its name; 0 where there
     is none.
     """
-    found = re.search(r"(?:^|\.)(\d+)\.", layer)
-    return int(found[1]) if found else 0
+    match = re.search(r"(?:^|\.)(\d+)\.", layer)
+    return int(match[1]) if match else 0

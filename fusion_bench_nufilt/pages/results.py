@@ -6,6 +6,7 @@ them, and the numbers that the paper prints are rows, too.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -71,12 +72,12 @@ def score_rows(matrix: AccuracyMatrix) -> list[Row]:
 
 def single_model_rows(scores: Mapping[str, float | None]) -> list[Row]:
     """Return the scores of single models by task, and their mean."""
-    known = {task: score for task, score in scores.items() if score is not None}
+    scored = {task: score for task, score in scores.items() if score is not None}
     rows: list[Row] = []
-    for task, score in known.items():
+    for task, score in scored.items():
         rows.append({"task": task, "metric": "score", "value": score})
-    if known:
-        rows.append({"metric": "ACC", "value": Mean.of(known.values()).mean})
+    if scored:
+        rows.append({"metric": "ACC", "value": Mean.of(scored.values()).mean})
     return rows
 
 
@@ -117,14 +118,15 @@ def means(
     table = select(table, **{by: list(columns)})
     values = table["value"].to_numpy(dtype=float)
     deviations = table["deviation"].to_numpy(dtype=float)
-    known = {}
-    for key, places in table.groupby(["method", by]).indices.items():
-        if len(places) == 1:
-            known[key] = Mean(float(values[places[0]]), float(deviations[places[0]]), 1)
-        else:
-            known[key] = Mean.of(values[places])
+    means_by_key = {}
+    for key, positions in table.groupby(["method", by]).indices.items():
+        mean = Mean.of(values[positions])
+        if mean.count == 1:
+            # What the paper prints has a deviation, and a single seed has none.
+            mean = replace(mean, std=float(deviations[positions[0]]))
+        means_by_key[key] = mean
     none = Mean.of([])
     grid = []
     for method in methods:
-        grid.append([known.get((method, column), none) for column in columns])
+        grid.append([means_by_key.get((method, column), none) for column in columns])
     return pd.DataFrame(grid, index=list(methods), columns=list(columns), dtype=object)

@@ -90,17 +90,17 @@ def write_results(folder: Path) -> list[str]:
         if file.is_file():
             tables[table] = read_table(file, columns)
     try:
-        made = kind.make(content, tables)
+        outputs = kind.make(content, tables)
     except ValueError as error:
         raise ValueError(f"'{folder / name}' has no page: {error}") from error
     except Exception as error:  # whatever the drawing libraries make of the content
         raise ValueError(
             f"'{folder / name}' is damaged or of another version: {error!r}"
         ) from error
-    for file, text in {**made.texts, PAGE: made.page}.items():
+    for file, text in {**outputs.texts, PAGE: outputs.page}.items():
         write_text(folder / file, text)
-    written = list(made.texts)
-    for picture, chart in made.charts.items():
+    written = list(outputs.texts)
+    for picture, chart in outputs.charts.items():
         files = [folder / f"{picture}.{suffix}" for suffix in kind.pictures]
         if chart is not None:
             save_chart(chart, *files)
