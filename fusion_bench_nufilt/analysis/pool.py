@@ -89,10 +89,10 @@ class PoolAnalysis:
         needed = memory_of(self.pretrained, self.owners)
         at_a_time = min(needed, MEMORY)
         on_disk = needed / 3  # float32 means, without the float64 sums
+        moments = f"second moments of {len(self.owners)} inputs of {len(self.views)} layers"
         return (
-            f"second moments of {len(self.owners)} inputs of {len(self.views)} layers, for each of "
-            f"{len(self.tasks)} tasks: at most {at_a_time / 1e6:.0f} MB of memory at a time, "
-            f"{on_disk / 1e6:.0f} MB on disk"
+            f"{moments}, for each of {len(self.tasks)} tasks: at most {at_a_time / 1e6:.0f} MB of "
+            f"memory at a time, {on_disk / 1e6:.0f} MB on disk"
         )
 
     def load(self, task: str) -> nn.Module:

@@ -61,6 +61,7 @@ def print_comparison(results: ComparisonContent) -> None:
 
 
 def _page(results: ComparisonContent, charts: Mapping[str, ChartType]) -> str:
+    overrides = {label: method.overrides for label, method in results.methods.items()}
     return render_page(
         "comparison.html",
         results=results,
@@ -68,7 +69,7 @@ def _page(results: ComparisonContent, charts: Mapping[str, ChartType]) -> str:
         most_curves=MOST_CURVES,
         main=main_table(results),
         tables=[task_table(results), *overhead_tables(results)],
-        overrides={label: method.overrides for label, method in results.methods.items()},
+        overrides=overrides,
     )
 
 
