@@ -273,9 +273,9 @@ def split(layers: list[Layer]) -> dict[str, float]:
     theta_0, theta, theta_t, A = (torch.stack(x) for x in zip(*layers, strict=True))
     tau, tau_merged = theta_t - theta_0, theta - theta_0
     times = [now()]
-    gram, exact = loop_gram(tau), fast_in_float64(tau.device)
-    V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram, exact=exact)
-    V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank, exact=exact)
+    gram, float64 = loop_gram(tau), fast_in_float64(tau.device)
+    V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram, float64=float64)
+    V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank, float64=float64)
     tau_filtered = null_space_filter(tau, V_p)
     times.append(now())
     objective = Objective.build(tau, tau_filtered, tau_merged, V_t, V_p, gram)

@@ -11,7 +11,7 @@ from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.devices import map_layers
-from fusion_bench_nufilt.utils.tensors import widened
+from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .subspaces import TaskVector, task_vector
 from .summary import Analysis
@@ -42,7 +42,7 @@ def analyze_folders(
     result = Analysis({"base": plan.base.label, "tasks": tasks}, tasks, shapes, task_rank)
 
     def examine(layer: Layer) -> tuple[float, dict[str, TaskVector]]:
-        stored = widened(plan.base.read(layer.keys[0])[0])
+        stored = to_compute_dtype(plan.base.read(layer.keys[0])[0])
         rank = max(DIRECTIONS, task_rank)
         vectors = {}
         for name, model in models.items():

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import file_name
-from fusion_bench_nufilt.utils.tensors import widened
+from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .record import (
     Loader,
@@ -223,4 +223,4 @@ def merged_layers(model: nn.Module, target_modules: str | Sequence[str]) -> dict
 
 
 def layer_weight(model: nn.Module, view: MatrixView) -> Tensor:
-    return widened(view.read(model)).cpu()
+    return to_compute_dtype(view.read(model)).cpu()

@@ -25,7 +25,7 @@ from fusion_bench_nufilt.continual.evaluation import task_aliases
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.differences import differences, in_one_line
 from fusion_bench_nufilt.utils.files import atomic_file, read_json, write_text
-from fusion_bench_nufilt.utils.tensors import TensorFile, widened
+from fusion_bench_nufilt.utils.tensors import TensorFile, to_compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def _run_and_sum(
     counts = dict.fromkeys(layers, 0)
 
     def add(name: str, X: Tensor) -> None:
-        rows = widened(tokens(X).cpu())
+        rows = to_compute_dtype(tokens(X).cpu())
         sums[name] += gram_matrix(rows)
         counts[name] += len(rows)
 

@@ -236,7 +236,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             log.warning("%s", warning)
         self._states = {key: self._states[stored] for key, stored in stored_keys(plan).items()}
         # Of a method that keeps nothing but the weight, a state is the weight in float32.
-        if self.method.state_is_weight:
+        if self.method.is_stateless:
             layers = [layer for layer in plan.layers if has_state(plan, layer)]
             self._has_float32_layers = any(layer.keys[0] in self._states for layer in layers)
 
@@ -330,7 +330,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         def on_layer(result: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
             layer = result.layer
             # The weight of a step that nobody reads is not computed, unless it is the state.
-            if self.method.state_is_weight or self.is_used(step):
+            if self.method.is_stateless or self.is_used(step):
                 merged_source.write(merged_weights.keys[layer.param], weigh())
             if plan.keeps_state and has_state(plan, layer):
                 # The state stays with the model, whichever GPU computed the layer.

@@ -341,14 +341,14 @@ def check_state(plan: Plan, name: str) -> list[str]:
     """Check that the method can go on from the state beside the merged model of this name."""
     method = plan.method
     made_by = plan.before.get("method", method.label)  # a variant has its method's label
-    if made_by != method.label and not method.state_is_weight:
+    if made_by != method.label and not method.is_stateless:
         raise ValueError(
             f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
             f"from: merge all of its tasks again with {method.name}, or go on with its own method"
         )
     # None is the default, with which methods that need sums keep them.
     had_state = plan.before.get("settings", {}).get("state")
-    if plan.state is None and had_state is False and not method.state_is_weight:
+    if plan.state is None and had_state is False and not method.is_stateless:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
         raise ValueError(
             f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
@@ -366,7 +366,7 @@ def check_state(plan: Plan, name: str) -> list[str]:
             if param in stored:
                 _check_stored(plan, param, like)
             # A weight that the model has in float32 needs no second copy beside it.
-            elif not method.state_is_weight or _is_rounded(plan, param):
+            elif not method.is_stateless or _is_rounded(plan, param):
                 missing.append(key)
     rounded_means = []
     for param, like in means_to_keep(plan).items():
@@ -377,7 +377,7 @@ def check_state(plan: Plan, name: str) -> list[str]:
             rounded_means.append(param)
     unknown = sorted(stored.keys() - known)
     warnings = []
-    if method.state_is_weight:
+    if method.is_stateless:
         if plan.keeps_state and missing and plan.before:
             warnings.append(
                 f"'{name}' does not have all merged layers in float32: going on from the rounded "

@@ -60,7 +60,7 @@ def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
     tensors = {}
     for name, (key, _, like) in state_tensors(plan, layer).items():
         value = state[name]
-        if plan.method.state_is_weight:
+        if plan.method.is_stateless:
             value = layer.view.part(value).to(like.dtype)
         # The header of the file is made from the state that a method starts with: no other fits.
         if value.shape != like.shape or value.dtype != like.dtype:

@@ -28,7 +28,7 @@ from fusion_bench_nufilt.utils.failures import (
     oom_as_error,
     warn_once,
 )
-from fusion_bench_nufilt.utils.tensors import is_finite, stack, widened
+from fusion_bench_nufilt.utils.tensors import is_finite, stack, to_compute_dtype
 
 from .settings import BATCHES_PER_GPU
 
@@ -161,7 +161,7 @@ class LayerMerger(Generic[_L]):
                     waiting.extendleft([together[middle:], together[:middle]])
                     continue
                 for each in merged:
-                    on_layer(each, partial(self._weigh, each, device))
+                    on_layer(each, partial(self._merged_weight, each, device))
                 # Else one half would be held in memory while the other is solved.
                 del merged
             if self._gpus:
@@ -201,7 +201,7 @@ class LayerMerger(Generic[_L]):
                 with oom_as_error(self._label(each.layer), device):
                     weight = source.read_task(number, each)
                 if isinstance(weight, LowRank) and not source.method.supports_low_rank:
-                    weight = widened(each.theta_0) + weight.product()
+                    weight = to_compute_dtype(each.theta_0) + weight.product()
                 if weight is not None:
                     rank = weight.rank if isinstance(weight, LowRank) else None
                     groups[rank][row] = weight
@@ -277,10 +277,10 @@ class LayerMerger(Generic[_L]):
                     f"the result is too large for {base.dtype}, or its squares are"
                 )
 
-    def _weigh(self, merged: MergedLayer[_L], device: torch.device) -> Tensor:
+    def _merged_weight(self, merged: MergedLayer[_L], device: torch.device) -> Tensor:
         """Return the merged weight of a layer as the base stores it."""
         method = self.source.method
-        if method.state_is_weight:  # it has been solved
+        if method.is_stateless:  # it has been solved
             return self.source.as_stored(merged.layer, merged.state["weight"])
         names = [self.source.name(merged.layer)]
         state = {key: value[None] for key, value in merged.state.items()}

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.nufilt.step import LayerReport, LowRank
 from fusion_bench_nufilt.utils.devices import Devices, check_devices
-from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .engine import LayerSource, MergedLayer, batch_size, merge_layers
 from .settings import BATCHES_PER_GPU
@@ -74,7 +74,7 @@ class MatrixLayers(LayerSource[str]):
             size = batch_size(
                 self.method,
                 self.shape(group[0]),
-                wide_dtype(self.pretrained[group[0]]).itemsize,
+                compute_dtype(self.pretrained[group[0]]).itemsize,
                 self.devices[0],
                 self.batch_bytes,
             )
@@ -86,7 +86,7 @@ class MatrixLayers(LayerSource[str]):
 
     def solving_memory(self, layer: str) -> int:
         weight = self.pretrained[layer]
-        itemsize = max(wide_dtype(weight).itemsize, self.method.itemsize)
+        itemsize = max(compute_dtype(weight).itemsize, self.method.itemsize)
         # The base, the merged weight so far and the task.
         return 3 * weight.nbytes + self.method.working_bytes(tuple(weight.shape), itemsize)
 

@@ -21,7 +21,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.ties import tie_weights
 from fusion_bench_nufilt.utils.options import split_options
-from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .fuse import MatrixLayers, check_layers, merge_matrices
 from .other_params import running_mean
@@ -73,7 +73,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         """
         (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
         base = group.base.tensor
-        wide = wide_dtype(base)
+        wide = compute_dtype(base)
         tasks = []
         for each in group.non_base:
             weight = rest["weight"][each.id]

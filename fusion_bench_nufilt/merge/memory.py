@@ -71,7 +71,7 @@ def _stored_memory(plan: Plan, layer: Layer) -> int:
             task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
     weights = (base_itemsize + task_itemsize) * numel
     # Nothing is kept in float32, so that the weight so far has the base's digits.
-    if plan.method.state_is_weight and plan.state is None and not plan.keeps_state:
+    if plan.method.is_stateless and plan.state is None and not plan.keeps_state:
         return weights + base_itemsize * numel
     return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
 

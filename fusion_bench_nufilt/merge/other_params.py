@@ -17,9 +17,9 @@ from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
     TensorInfo,
+    compute_dtype,
     is_finite,
     raw_bytes,
-    wide_dtype,
 )
 
 from .output import Output, Record
@@ -285,5 +285,5 @@ def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
     """
     if count == 1:
         return new
-    wide = wide_dtype(mean)
+    wide = compute_dtype(mean)
     return torch.lerp(mean.to(wide), new.to(wide), 1 / count)

@@ -172,7 +172,7 @@ class Plan(Selection):
     def keeps_state(self) -> bool:
         """Whether the result has what the next merge needs beside its model."""
         if self.settings.state is None:
-            return not self.method.state_is_weight
+            return not self.method.is_stateless
         return self.settings.state
 
     def rounds(self, key: str) -> bool:

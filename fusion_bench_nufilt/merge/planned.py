@@ -64,7 +64,7 @@ class PlannedLayers(LayerSource[Layer]):
         read = {"base": sha}
         if state:
             read["state"] = digests
-        if plan.method.state_is_weight:
+        if plan.method.is_stateless:
             state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
         elif not state:
             stack = plan.method.init_state([layer.name], theta_0[None])

@@ -168,7 +168,7 @@ def _open_merged(
     merged = _open("merged model", name, "give it as a --task")
     before = read_manifest(merged.folder, CHANGED) or Manifest()
     merged_model = ModelWeights(merged, architecture)
-    if method_class.state_is_weight and _has_sums(before):
+    if method_class.is_stateless and _has_sums(before):
         return merged_model, before, None
     # The manifest lists all files, so that the hub is not asked for one that it lacks.
     if merged.revision is not None and STATE_FILE not in before.get("files", {}):
@@ -181,7 +181,7 @@ def _open_merged(
 
 def _has_sums(before: Manifest) -> bool:
     """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
-    methods_with_sums = [each for each in METHODS.values() if not each.state_is_weight]
+    methods_with_sums = [each for each in METHODS.values() if not each.is_stateless]
     return before.get("method") in [method.label for method in methods_with_sums]
 
 

@@ -19,7 +19,7 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     """Return for each tensor of a layer's state, by name, its key and param in the file, and a meta
     tensor like it.
     """
-    if plan.method.state_is_weight:
+    if plan.method.is_stateless:
         key = layer.keys[0]
         return {"weight": (key, layer.param, _wide_like(plan, key))}
     shape = (1, *layer.view.shape)
@@ -34,7 +34,7 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
 
 def has_state(plan: Plan, layer: Layer) -> bool:
     """Tell whether a layer has a state that the result's weight does not tell by itself."""
-    return not plan.method.state_is_weight or plan.rounds(layer.keys[0])
+    return not plan.method.is_stateless or plan.rounds(layer.keys[0])
 
 
 def mean_key(param: str) -> str:

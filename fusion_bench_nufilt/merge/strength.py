@@ -15,7 +15,7 @@ from fusion_bench_nufilt.models.encoded import relative_spacing
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.step import LowRank
-from fusion_bench_nufilt.utils.tensors import widened
+from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .plan import Plan
 
@@ -45,4 +45,4 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     if layer.param in task.keys:
         spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
         rounding = rounding_energy(new, spacing)
-    return spectrum(layer.view.matrix(widened(new) - widened(theta_0)), rounding)
+    return spectrum(layer.view.matrix(to_compute_dtype(new) - to_compute_dtype(theta_0)), rounding)

@@ -48,7 +48,7 @@ class LayerMethod(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of this method that differ from those of :attr:`Options` and of
     :class:`fusion_bench_nufilt.models.TargetConfig`."""
-    state_is_weight: ClassVar[bool] = False
+    is_stateless: ClassVar[bool] = False
     """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept
     beside the model.
     """

@@ -72,13 +72,15 @@ class Best(FirstWhole):
         left_over = self.votes.left_over(state)
         least = left_over * state["energy"].sqrt().item()
         # The update by votes fades with them by itself; TSV-M does not know that tasks cancel.
-        X_tsv = lengthened(left_over * self.tsv.merged_update(state, self.tsv.scale), least)
-        X_votes = lengthened(self.votes.merged_update_of_several(state, self.votes.scale), least)
+        X_tsv = left_over * self.tsv.merged_update(state, self.tsv.scale)
+        X_tsv = rescale_to_min_norm(X_tsv, least)
+        X_votes = self.votes.merged_update_of_several(state, self.votes.scale)
+        X_votes = rescale_to_min_norm(X_votes, least)
         strength = state["strength"].item() / state["count"].item()
         return scale * strength * (X_tsv + X_votes) / 2
 
 
-def lengthened(X: Tensor, least: float) -> Tensor:
+def rescale_to_min_norm(X: Tensor, least: float) -> Tensor:
     """Return a matrix whose Frobenius norm is below ``least``, but not zero, at that length, and
     others as they are.
     """

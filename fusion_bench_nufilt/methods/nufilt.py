@@ -17,7 +17,7 @@ from fusion_bench_nufilt.nufilt.step import (
 )
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
-from fusion_bench_nufilt.utils.tensors import stack, wide_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype, stack
 
 from .base import LayerMethod, Measures, State
 
@@ -29,7 +29,7 @@ class Nufilt(LayerMethod):
     label = "NUFILT"
     citation = "null-space filtering ([Qiu et al., ICLR 2026](https://arxiv.org/abs/2509.21413))"
     Options = FusionConfig
-    state_is_weight = True
+    is_stateless = True
     solves_together = True
     supports_low_rank = True
     logged = ("task_norm", "merged_norm", "filtered_share", "overlap", "loss_before", "loss_after")
@@ -87,7 +87,7 @@ class Nufilt(LayerMethod):
                 for name, values in measured.items():
                     measures[name][rows] = values.double()
             return {"weight": weight}, measures
-        wide = wide_dtype(theta)
+        wide = compute_dtype(theta)
         tau = task_vectors(task, base, wide)
         if is_first_task[0] and self.options.first_task == "paper":
             if isinstance(task, LowRank):
@@ -103,7 +103,7 @@ class Nufilt(LayerMethod):
             A,
             self.options,
             is_first_task=is_first_task[0],
-            exact=float64 or fast_in_float64(theta.device),
+            float64=float64 or fast_in_float64(theta.device),
         )
         return {"weight": weight.to(theta.dtype)}, measures
 

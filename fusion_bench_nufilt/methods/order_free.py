@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from fusion_bench_nufilt.models.names import block_of
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis
-from fusion_bench_nufilt.utils.tensors import stack, wide_dtype, widened
+from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 from .base import LayerMethod, Measures, State
 from .options import ORDER_FREE_DEFAULTS, RTOL, RampConfig, ScaleConfig
@@ -69,7 +69,7 @@ class OrderFree(LayerMethod):
 
     def init_state(self, names: Sequence[str], base: Tensor) -> State:
         state = {}
-        wide = wide_dtype(base)
+        wide = compute_dtype(base)
         for name, shape in self.state_shapes(*base.shape[1:]).items():
             # Single numbers cost nothing in float64.
             dtype = wide if shape else torch.float64
@@ -99,7 +99,7 @@ class OrderFree(LayerMethod):
             if is_changed:
                 after = in_float64(before) if float64 else dict(before)
                 after["count"] = after["count"] + 1
-                after = self.accumulate(after, TaskVector(tau, strength, wide_dtype(base)))
+                after = self.accumulate(after, TaskVector(tau, strength, compute_dtype(base)))
             states.append({key: after[key].to(value.dtype) for key, value in before.items()})
             task_norms.append(tau.norm())
         merged = {key: stack([each[key] for each in states]) for key in state}
@@ -121,7 +121,7 @@ class OrderFree(LayerMethod):
                 weights.append(theta_0.clone())
             else:
                 update = self.merged_update(layer_state, self._scales[name])
-                weights.append((widened(theta_0) + update).to(theta_0.dtype))
+                weights.append((to_compute_dtype(theta_0) + update).to(theta_0.dtype))
         return stack(weights)
 
     @property
@@ -181,8 +181,8 @@ def task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -
     """Return the task vector of a layer in a stack, or its factors."""
     if isinstance(task, LowRank):
         return task[row].double() if float64 else task[row]
-    theta_t = task[row].double() if float64 else widened(task[row])
-    return theta_t - widened(base[row])
+    theta_t = task[row].double() if float64 else to_compute_dtype(task[row])
+    return theta_t - to_compute_dtype(base[row])
 
 
 def in_float64(state: State) -> State:

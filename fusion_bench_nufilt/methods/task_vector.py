@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis, top_eigenvectors
-from fusion_bench_nufilt.utils.tensors import wide_dtype, widened
+from fusion_bench_nufilt.utils.tensors import compute_dtype, to_compute_dtype
 
 LEADING = 16  # the directions that are taken out
 # A task's vote is sought among its share of a layer's directions if there were so many tasks.
@@ -61,7 +61,7 @@ class TaskVector:
     def matrix(self) -> Tensor:
         r"""The matrix :math:`\tau`."""
         if isinstance(self._given, LowRank):
-            return widened(self._given.product())
+            return to_compute_dtype(self._given.product())
         return self._given
 
     @property
@@ -81,7 +81,7 @@ class TaskVector:
         """
         if self.factors is not None:
             U, s, V = _directions_of(self.factors)
-            dtype = wide_dtype(self.factors.left)
+            dtype = compute_dtype(self.factors.left)
             return self._of_rank(U[:, :count], s[:count], V[:, :count], dtype)
         tall = self._tall.double()
         V = torch.linalg.eigh(gram_matrix(tall)).eigenvectors.flip(-1)[:, :count]

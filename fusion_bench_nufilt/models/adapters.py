@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.files import printable
-from fusion_bench_nufilt.utils.tensors import digest, is_finite, wide_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 
 from .adapter_config import PREFIX, SAVE_AGAIN, WITH_PEFT, check_config, with_peft
 from .architecture import Architecture, Layer
@@ -368,7 +368,7 @@ class LoraAdapter(ModelWeights):
         a, b, digests = self._factors.get((update.key_a, str(device)), read)
         if update.expert is not None:
             a, b = update.expert.cut(a, b)
-        wide = wide_dtype(a)
+        wide = compute_dtype(a)
         left = b.to(wide) * update.scaling
         right = a.to(wide)
         # What was read is finite, so that only the scaling can be at fault.
@@ -402,7 +402,7 @@ class LoraAdapter(ModelWeights):
         # The rows of this piece alone: a whole product would take the memory of the tensor.
         rows = LowRank(update.left[first_row:end_row], update.right).product().flatten()
         offset = first_row * width
-        return theta_0.to(wide_dtype(theta_0)) + rows[start - offset : stop - offset]
+        return theta_0.to(compute_dtype(theta_0)) + rows[start - offset : stop - offset]
 
     def _stored_row(self, param: str, row: int) -> int:
         if param in self.trained_rows:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.utils.tensors import digest, is_finite, wide_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 
 from .architecture import Architecture, Layer
 from .checkpoint import Checkpoint
@@ -211,7 +211,7 @@ class ModelWeights:
         if isinstance(new, LowRank):
             return LowRank(new.left * self.strength, new.right)
         # The widest dtype that occurs, so that each weight is read exactly.
-        wide = torch.promote_types(wide_dtype(theta_0), new.dtype)
+        wide = torch.promote_types(compute_dtype(theta_0), new.dtype)
         return torch.lerp(theta_0.to(wide), new.to(wide), self.strength)
 
     def unit(self, param: str) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.utils.files import parse_json
-from fusion_bench_nufilt.utils.tensors import is_finite, wide_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .digests import ReadDigests
 from .model import ModelWeights
@@ -149,7 +149,7 @@ class Vocabulary:
             if mean is None:
                 mean = value
             elif weight > 0:
-                wide = wide_dtype(mean)
+                wide = compute_dtype(mean)
                 mean = torch.lerp(mean.to(wide), value.to(wide), holder.weight / weight)
         assert mean is not None
         return mean

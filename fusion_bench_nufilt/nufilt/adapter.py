@@ -137,7 +137,7 @@ def fit_adapter(
 
 
 def solve_adapter(
-    objective: Objective, A: Tensor, *, ridge: float, exact: bool = False
+    objective: Objective, A: Tensor, *, ridge: float, float64: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Minimise :math:`L(A, B) + \lambda \|A\|^2` over A, with B fixed: a small linear system
     instead of Adam's steps.
@@ -147,7 +147,7 @@ def solve_adapter(
     :math:`V^\top V = W s W^\top` the minimiser is :math:`A = [(B^\top H W) / (g s^\top +
     \lambda)]\, W^\top V^\top`. This is not in the paper; the ridge acts as stopping Adam early
     does, and is given as :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
-    With ``exact``, matrices are decomposed in float64.
+    With ``float64``, matrices are decomposed in float64.
 
     Returns:
         As :func:`fit_adapter`; the losses ``(n, 2)`` are those before and after, without the ridge.
@@ -160,7 +160,7 @@ def solve_adapter(
         return tau.mT @ (tau @ X) if objective.gram is None else objective.gram @ X
 
     def wide(X: Tensor) -> Tensor:
-        return X.double() if exact else X
+        return X.double() if float64 else X
 
     Q = torch.linalg.qr(wide(gram(A.mT))).Q.to(A)
     g, F = (each.to(A) for each in torch.linalg.eigh(wide(Q.mT @ gram(Q))))
@@ -182,13 +182,13 @@ SOLVERS: dict[
     str,
     Callable[[Objective, Tensor, FusionConfig, bool], tuple[Tensor, Tensor, Tensor]],
 ] = {
-    "adam": lambda objective, A, config, exact: fit_adapter(
+    "adam": lambda objective, A, config, float64: fit_adapter(
         objective, A, lr=config.lr, max_steps=config.max_steps
     ),
-    "closed_form": lambda objective, A, config, exact: solve_adapter(
-        objective, A, ridge=config.ridge, exact=exact
+    "closed_form": lambda objective, A, config, float64: solve_adapter(
+        objective, A, ridge=config.ridge, float64=float64
     ),
 }
 """The solvers of ``FusionConfig``: functions of an objective, an initial A, the configuration and
-``exact``.
+``float64``.
 """

@@ -106,13 +106,13 @@ def fuse_stack(
     config: FusionConfig,
     *,
     is_first_task: bool,
-    exact: bool,
+    float64: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
     It takes the memory of :func:`working_bytes`. ``is_first_task`` says that nothing has been
     merged into the layers so far; a first task that is taken whole needs no step, see
-    :func:`measures_of_first`. With ``exact``, matrices are decomposed in float64.
+    :func:`measures_of_first`. With ``float64``, matrices are decomposed in float64.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -127,7 +127,7 @@ def fuse_stack(
     measures["task_norm"] = tau_norm2.sqrt()
     gram = loop_gram(tau)
     ranks = config.ranks(tau.shape[-1])
-    V_t = top_right_singular_vectors(tau, ranks.task, gram, exact=exact)
+    V_t = top_right_singular_vectors(tau, ranks.task, gram, float64=float64)
     # The cumulative update is computed twice, so that it is not held while its singular vectors
     # are found.
     if is_first_task:
@@ -135,7 +135,7 @@ def fuse_stack(
         A = None
     else:
         V_p = top_right_singular_vectors(
-            difference(theta, theta_0, tau.dtype), ranks.null, exact=exact
+            difference(theta, theta_0, tau.dtype), ranks.null, float64=float64
         )
     tau_merged = difference(theta, theta_0, tau.dtype)
     measures["merged_norm"] = _norm2(tau_merged).sqrt()
@@ -155,7 +155,9 @@ def fuse_stack(
     del tau_filtered
     if A is not None:
         begin = clock(tau.device)
-        A, B, losses = SOLVERS[config.solver](objective, A.to(tau.dtype), config, exact)
+        A, B, losses = SOLVERS[config.solver](
+            objective, A.to(tau.dtype), config, float64
+        )
         seconds = (clock(tau.device) - begin) / len(tau)
         measures["solving_seconds"] = torch.full_like(tau_norm2, seconds)
         measures["loss_after"] = losses[:, -1]

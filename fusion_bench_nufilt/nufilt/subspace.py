@@ -22,7 +22,7 @@ class SteepSpectrumError(torch.linalg.LinAlgError):
 
 
 def top_right_singular_vectors(
-    tau: Tensor, rank: int, gram: Tensor | None = None, *, exact: bool = False
+    tau: Tensor, rank: int, gram: Tensor | None = None, *, float64: bool = False
 ) -> Tensor:
     r"""Return an orthonormal basis of the span of the top right singular vectors.
 
@@ -35,7 +35,7 @@ def top_right_singular_vectors(
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
         rank: the number r of vectors, which is clipped to ``min(d_o, d_i)``.
         gram: :math:`\tau^\top\tau`, if it is at hand already.
-        exact: compute in float64, without ``gram``.
+        float64: compute in float64, without ``gram``.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i)
@@ -52,7 +52,7 @@ def top_right_singular_vectors(
         return tau.new_zeros(*tau.shape[:-2], d_i, 0)
     dtype = tau.dtype
     cutoff = max(d_o, d_i) * torch.finfo(dtype).eps
-    if exact:
+    if float64:
         tau, gram = tau.double(), None
     wide = gram is None and d_i > d_o
     X = tau.mT if wide else tau
@@ -121,7 +121,7 @@ def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
     try:
         return top_right_singular_vectors(tau, rank)
     except torch.linalg.LinAlgError:
-        return top_right_singular_vectors(tau.cpu(), rank, exact=True).to(tau.device)
+        return top_right_singular_vectors(tau.cpu(), rank, float64=True).to(tau.device)
 
 
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:

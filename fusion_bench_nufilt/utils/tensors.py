@@ -221,21 +221,21 @@ def file_digest(path: Path, start: int, stop: int) -> str:
     return sha.hexdigest()
 
 
-def wide_dtype(values: Tensor) -> torch.dtype:
+def compute_dtype(values: Tensor) -> torch.dtype:
     """Return the dtype in which to compute with stored values: float32 at least."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def widened(values: Tensor) -> Tensor:
-    """Return the values in the dtype of :func:`wide_dtype`."""
-    return values.to(wide_dtype(values))
+def to_compute_dtype(values: Tensor) -> Tensor:
+    """Return the values in the dtype of :func:`compute_dtype`."""
+    return values.to(compute_dtype(values))
 
 
 def is_finite(values: Tensor) -> bool:
     """Tell whether no value is NaN or infinite, as a rule in one pass and without a temporary of
     their size.
     """
-    wide = wide_dtype(values)
+    wide = compute_dtype(values)
     # A sum shows every NaN and infinity. Finite values may overflow it, so that each is then
     # checked.
     return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())

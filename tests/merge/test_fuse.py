@@ -329,11 +329,11 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
     """A solver on a device may fail on a whole stack."""
     solve, attempts = nufilt.fuse_stack, []
 
-    def failing(*args, exact, **kwargs):
-        attempts.append((len(args[0]), exact))
-        if not exact:
+    def failing(*args, float64, **kwargs):
+        attempts.append((len(args[0]), float64))
+        if not float64:
             raise error
-        return solve(*args, exact=exact, **kwargs)
+        return solve(*args, float64=float64, **kwargs)
 
     failures.warn_once.cache_clear()
     shapes = {"a": (20, 12), "b": (20, 12)}
@@ -388,7 +388,7 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
     ):
         for is_first_task in (True, False):
             weights, measures = fuse_stack(
-                *stack[:2], task, A, config, is_first_task=is_first_task, exact=False
+                *stack[:2], task, A, config, is_first_task=is_first_task, float64=False
             )
             assert weights.shape == (3, *shape)
             assert {measure.shape for measure in measures.values()} == {(3,)}

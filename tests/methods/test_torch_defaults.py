@@ -65,7 +65,7 @@ def stream():
 
 def merged_by(kind, layers, tasks):
     """Return the state and the weight of each layer."""
-    options = SMALL if kind.state_is_weight else {}
+    options = SMALL if kind.is_stateless else {}
     defaults = {key: value for key, value in kind.defaults.items() if hasattr(kind.Options, key)}
     method = kind(kind.Options(**{**defaults, **options}), list(layers))
     found = {}

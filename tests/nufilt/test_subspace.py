@@ -93,7 +93,7 @@ def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
         top_right_singular_vectors(tau, 100)
     expected = torch.linalg.svd(tau.double()).Vh[:100].mT
     for actual in (
-        top_right_singular_vectors(tau, 100, exact=True),
+        top_right_singular_vectors(tau, 100, float64=True),
         right_singular_basis(tau, 100),
     ):
         assert actual.dtype == torch.float32
@@ -102,13 +102,13 @@ def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
         )
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_numerical_rank_is_that_of_the_stored_precision(exact):
+@pytest.mark.parametrize("float64", [False, True])
+def test_the_numerical_rank_is_that_of_the_stored_precision(float64):
     """Rounding to float32 makes a matrix of rank 5 one of full rank; that is not protected, in
     float64 either.
     """
     tau = matrix_with_spectrum(60, 40, torch.linspace(2, 1, 5).double(), seed=0).float()
-    V = top_right_singular_vectors(tau, 20, exact=exact)
+    V = top_right_singular_vectors(tau, 20, float64=float64)
     assert projector(V).trace().item() == pytest.approx(5, abs=1e-4)
 
 

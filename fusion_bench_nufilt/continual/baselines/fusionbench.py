@@ -29,7 +29,7 @@ from fusion_bench_nufilt.utils.options import (
     takes_options,
 )
 from fusion_bench_nufilt.utils.schemas import Manifest
-from fusion_bench_nufilt.utils.tensors import wide_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
@@ -93,7 +93,7 @@ def shifted(theta: nn.Module, to: nn.Module, base: nn.Module, scale: float = 1) 
     values = {}
     for key, value in model.state_dict().items():
         if value.is_floating_point():  # position ids and the like stay
-            wide = wide_dtype(value)
+            wide = compute_dtype(value)
             difference = above[key].to(value.device, wide) - below[key].to(value.device, wide)
             values[key] = value.to(wide) + scale * difference
     model.load_state_dict(values, strict=False)

@@ -21,7 +21,7 @@ from fusion_bench_nufilt.continual.models import (
 )
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.utils.tensors import widened
+from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 MergeFunc = Literal["sum", "mean", "max"]
 
@@ -83,8 +83,8 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
         for name, model in zip(modelpool.model_names, models, strict=True):
             check_module(pretrained, model, name, layers=keys)
         for view in layers.values():
-            theta_0 = widened(view.read(pretrained))
-            taus = [widened(view.read(model)) - theta_0 for model in models]
+            theta_0 = to_compute_dtype(view.read(pretrained))
+            taus = [to_compute_dtype(view.read(model)) - theta_0 for model in models]
             tau = taus[0]
             if len(taus) > 1:
                 tau = knots_ties(taus, self.threshold, self.merge_func)

@@ -25,7 +25,7 @@ from fusion_bench_nufilt.utils.options import (
     split_options,
     takes_options,
 )
-from fusion_bench_nufilt.utils.tensors import widened
+from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .task_data import EntropyConfig, task_data
 
@@ -153,7 +153,8 @@ class MixtureOfExperts(nn.Module):
         """
         task_vectors = {}
         for key, theta_0 in pretrained.named_parameters():
-            task_vectors[key] = widened(task.get_parameter(key)) - widened(theta_0)
+            theta_t = task.get_parameter(key)
+            task_vectors[key] = to_compute_dtype(theta_t) - to_compute_dtype(theta_0)
         for name, mixture in self.mixtures():
             of_mlp = {layer: task_vectors.pop(f"{name}.{layer}.weight") for layer in mixture.A}
             mixture.add(of_mlp, rank)

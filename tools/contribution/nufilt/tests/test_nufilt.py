@@ -203,7 +203,7 @@ class TestStep(unittest.TestCase):
                 merged = theta_t
                 continue
             stack = (each[None] for each in (theta_0, merged, theta_t - theta_0, A))
-            how = dict(is_first_task=False, exact=False)
+            how = dict(is_first_task=False, float64=False)
             (merged,), measures = step.fuse_stack(*stack, config, **how)
         values = {
             "norm of the update": (merged - theta_0).norm(),

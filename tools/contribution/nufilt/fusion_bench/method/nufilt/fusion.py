@@ -51,8 +51,8 @@ def fuse_layer(
         A = None
         if config.has_adapter:
             A = initial_A(name, theta.shape[-1], config, seed, step)[None]
-        for exact in (False, True):
-            device = torch.device("cpu") if exact else theta.device
+        for float64 in (False, True):
+            device = torch.device("cpu") if float64 else theta.device
             try:
                 weight, measures = fuse_stack(
                     theta_0.to(device),
@@ -61,11 +61,11 @@ def fuse_layer(
                     None if A is None else A.to(device),
                     config,
                     is_first_task=is_first_task,
-                    exact=exact,
+                    float64=float64,
                 )
                 break
             except torch.linalg.LinAlgError as error:
-                if exact:
+                if float64:
                     text = f"layer '{name}': no singular vectors: {error}"
                     raise ValueError(text) from error
                 log.warning("layer '%s': %s: float64 takes over", name, error)
