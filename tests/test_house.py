@@ -57,15 +57,15 @@ def imports(file, *, inside_functions):
                     yield target if target in MODULES else source
 
 
-def room(module):
+def package_of(module):
     return module.split(".")[1] if "." in module else ""
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_room_reads_only_what_it_may(name):
+def test_a_package_reads_only_what_it_may(name):
     for module, file in MODULES.items():
-        if room(module) == name:
-            read = {room(other) for other in imports(file, inside_functions=True)}
+        if package_of(module) == name:
+            read = {package_of(other) for other in imports(file, inside_functions=True)}
             foreign = read - READS[name] - {name}
             assert not foreign, f"{module} imports from {foreign}"
 
@@ -99,14 +99,14 @@ def test_models_in_memory_and_folders_are_merged_by_the_same_code():
         f"{NAME}.merge.{part}"
         for part in ("engine", "checks", "heads", "other_params", "same_base", "plan")
     }
-    rooms = {"continual": ("continual.layerwise",), "merge": ("merge.folders", "merge.planning")}
-    for room_, modules in rooms.items():
+    users = {"continual": ("continual.layerwise",), "merge": ("merge.folders", "merge.planning")}
+    for package, modules in users.items():
         read = {
             other
             for module in modules
             for other in imports(MODULES[f"{NAME}.{module}"], inside_functions=True)
         }
-        assert shared <= read, f"{room_} lacks {shared - read}"
+        assert shared <= read, f"{package} lacks {shared - read}"
 
 
 def test_every_package_that_is_imported_is_declared():

@@ -1,4 +1,4 @@
-"""Random matrices for all tests of the room."""
+"""Random matrices for all tests of analyses."""
 
 import pytest
 import torch

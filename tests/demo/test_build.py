@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion_bench_nufilt import demo as room
+from fusion_bench_nufilt import demo as demo_package
 from fusion_bench_nufilt.compare.configs import quiet
 from fusion_bench_nufilt.demo.train import TINY, Recipe, active_recipe
 
@@ -23,22 +23,22 @@ def copy(demo, tmp_path, monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """The names of the parts that are made from now on."""
-    names, appearing = [], room.atomic_folder
+    names, appearing = [], demo_package.atomic_folder
     monkeypatch.setattr(
-        room, "atomic_folder", lambda target: names.append(target.name) or appearing(target)
+        demo_package, "atomic_folder", lambda target: names.append(target.name) or appearing(target)
     )
     return names
 
 
 def test_a_finished_cache_is_used_as_it_is(copy, made):
-    assert room.demo_folder() == copy
+    assert demo_package.demo_folder() == copy
     assert made == []
 
 
 def test_only_what_is_missing_is_built_again_to_the_same_bits(copy, made):
     before = (copy / "shapes" / WEIGHTS).read_bytes()
     shutil.rmtree(copy / "shapes")
-    room.demo_folder()
+    demo_package.demo_folder()
     assert made == ["shapes"]
     assert (copy / "shapes" / WEIGHTS).read_bytes() == before
 
@@ -52,7 +52,7 @@ def test_pretraining_gives_the_same_bits_for_any_seed_threads_and_gradient_mode(
     state = torch.get_rng_state()
     try:
         with torch.inference_mode():
-            room.demo_folder()
+            demo_package.demo_folder()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -66,18 +66,20 @@ def test_what_interrupted_and_killed_builds_left_is_swept_away_and_made_again(co
     half.mkdir()
     (half / WEIGHTS).write_bytes(b"half")
     with monkeypatch.context() as patch:
-        patch.setattr(room, "finetune", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            demo_package, "finetune", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
-            room.demo_folder()
+            demo_package.demo_folder()
     assert list(copy.glob("*digits*")) == []
-    room.demo_folder()
+    demo_package.demo_folder()
     assert (copy / "digits" / WEIGHTS).exists()
 
 
 def test_who_comes_second_waits_and_builds_nothing(copy, made, monkeypatch, capsys):
     # The rival holds the lock, and finishes the missing part while we wait.
     shutil.move(copy / "digits", copy.parent / "aside")
-    rival = room.FileLock(copy / ".lock")
+    rival = demo_package.FileLock(copy / ".lock")
     rival.acquire()
 
     def finish(message):
@@ -85,8 +87,8 @@ def test_who_comes_second_waits_and_builds_nothing(copy, made, monkeypatch, caps
         shutil.move(copy.parent / "aside", copy / "digits")
         rival.release()
 
-    monkeypatch.setattr(room, "_say", finish)
-    room.demo_folder()
+    monkeypatch.setattr(demo_package, "_say", finish)
+    demo_package.demo_folder()
     assert made == []
 
 
@@ -100,9 +102,9 @@ def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert active_recipe() == Recipe()
-    assert room.cache_folder() == tmp_path / "fusion_bench_nufilt"
+    assert demo_package.cache_folder() == tmp_path / "fusion_bench_nufilt"
     monkeypatch.setenv("NUFILT_CACHE", str(tmp_path / "mine"))
-    assert room.cache_folder() == tmp_path / "mine"
+    assert demo_package.cache_folder() == tmp_path / "mine"
     monkeypatch.setenv("NUFILT_DEMO", "huge")
     with pytest.raises(ValueError, match=r"huge.*full, tiny"):
         active_recipe()
@@ -110,8 +112,8 @@ def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path
 
 def test_building_and_loading_tell_what_is_built_and_nothing_else(copy, made, capfd):
     shutil.rmtree(copy / "digits")
-    room.load_vision_model("digits")
-    room.load_clip()
+    demo_package.load_vision_model("digits")
+    demo_package.load_clip()
     said = capfd.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
@@ -121,5 +123,5 @@ def test_building_and_loading_tell_what_is_built_and_nothing_else(copy, made, ca
 def test_it_tells_that_it_is_built_while_a_comparison_silences_everything(copy, made, capfd):
     shutil.rmtree(copy / "digits")
     with quiet():
-        room.demo_folder()
+        demo_package.demo_folder()
     assert "building the demo, once" in capfd.readouterr().err

@@ -33,7 +33,7 @@ MAKERS = (
     "randint",
     "randperm",
 )
-ROOMS = ("analysis", "continual", "merge", "methods", "models", "nufilt", "utils")
+PACKAGES = ("analysis", "continual", "merge", "methods", "models", "nufilt", "utils")
 
 
 @contextmanager
@@ -112,8 +112,8 @@ def test_no_run_depends_on_the_default_dtype(tmp_path):
 def test_every_tensor_that_is_made_names_its_dtype_and_its_device():
     package = Path(fusion_bench_nufilt.__file__).parent
     silent = []
-    for room in ROOMS:
-        for file in sorted((package / room).glob("*.py")):
+    for name in PACKAGES:
+        for file in sorted((package / name).glob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):
                 if not isinstance(node, ast.Call):
                     continue

@@ -110,10 +110,10 @@ def elsewhere(tmp_path_factory):
 
 def write_pool(config, name, pool, taskpool=None):
     """A config directory with a model pool, and a task pool, called ``name``."""
-    for room, content in {"modelpool": pool, "taskpool": taskpool}.items():
+    for group, content in {"modelpool": pool, "taskpool": taskpool}.items():
         if content is not None:
-            (config / room).mkdir(parents=True, exist_ok=True)
-            (config / room / f"{name}.yaml").write_text(yaml.safe_dump(content))
+            (config / group).mkdir(parents=True, exist_ok=True)
+            (config / group / f"{name}.yaml").write_text(yaml.safe_dump(content))
 
 
 def digests(folder):
