@@ -119,12 +119,14 @@ class LayerMerger(Generic[_L]):
     def __init__(self, source: LayerSource[_L]) -> None:
         self.source = source
         self._budget = Budget(source.memory_limit)
-        self._gpus = [device for device in source.devices if device.type == "cuda"]
-        for gpu in self._gpus:
+        devices = [device for device in source.devices if device.type == "cuda"]
+        for device in devices:
             # The streams below do not wait for what the caller left to do on its own.
-            torch.cuda.current_stream(gpu).synchronize()
-        streams = [torch.cuda.Stream(gpu) for gpu in self._gpus * BATCHES_PER_GPU]
+            torch.cuda.current_stream(device).synchronize()
+        streams = [torch.cuda.Stream(device) for device in devices * BATCHES_PER_GPU]
         self._streams = DevicePool(streams)
+        # A stream knows the number of its GPU, which the device "cuda" leaves open.
+        self._gpus = list(dict.fromkeys(stream.device for stream in streams))
         # What is free, and not all there is: other processes may use the GPU, too.
         self._room = {gpu: Budget(torch.cuda.mem_get_info(gpu)[0]) for gpu in self._gpus}
         self._turns = {gpu: Lock() for gpu in self._gpus}
