@@ -216,6 +216,16 @@ def test_means_in_bfloat16_have_the_plugins_bits(method):
     assert all(torch.equal(sums[key], expected[key]) for key in others)
 
 
+@pytest.fixture
+def one_thread():
+    """Let a product have the bits that it has in a layer that one thread computes alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "options",
     [
