@@ -624,3 +624,17 @@ def stream(tmp_path):
         tmp_path, build(hf.LlamaForCausalLM, hf.LlamaConfig(**ONE_BLOCK, vocab_size=50), 0), 2
     )
     return tmp_path
+
+
+def test_layers_in_which_a_task_has_other_ranks_are_solved_in_parts(gpus):
+    """An adapter may have another rank in some layers of a shape, and none in others."""
+    pretrained, merged, task = models([(20, 12)] * 5, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for name, rank in zip(list(pretrained)[1:4], (2, 3, 2), strict=True):
+        left = torch.randn(20, rank, generator=generator, dtype=torch.float64)
+        right = torch.randn(rank, 12, generator=generator, dtype=torch.float64)
+        task[name] = LowRank(left, right)
+    on_gpu, _ = fuse_layers(pretrained, merged, task, CONFIG, device="cuda:0")
+    on_cpu, _ = fuse_layers(pretrained, merged, task, CONFIG, device="cpu")
+    for name, weight in on_cpu.items():
+        torch.testing.assert_close(on_gpu[name], weight, rtol=0, atol=1e-9)

@@ -28,7 +28,13 @@ from fusion_bench_nufilt.utils.failures import (
     oom_as_error,
     warn_once,
 )
-from fusion_bench_nufilt.utils.tensors import is_finite, stack, to_compute_dtype
+from fusion_bench_nufilt.utils.tensors import (
+    is_finite,
+    replace_rows,
+    select_rows,
+    stack,
+    to_compute_dtype,
+)
 
 from .settings import BATCHES_PER_GPU
 
@@ -214,9 +220,12 @@ class LayerMerger(Generic[_L]):
                 group.clear()
                 is_whole = len(rows) == len(names)
                 part = [names[row] for row in rows]
-                # Indexing copies, which the usual case, a task with all the layers, does without.
-                part_state = state if is_whole else {key: state[key][rows] for key in state}
-                part_base = base if is_whole else base[rows]
+                part_state = state
+                part_base = base
+                if not is_whole:
+                    # Copies, which the usual case, a task with all the layers, does without.
+                    part_state = {key: select_rows(value, rows) for key, value in state.items()}
+                    part_base = select_rows(base, rows)
                 began = time.perf_counter()
                 with self._turn_on(device):
                     failure = None
@@ -261,9 +270,8 @@ class LayerMerger(Generic[_L]):
                 if is_whole:
                     state = after
                 else:
-                    state = {key: value.clone() for key, value in state.items()}
                     for key, value in state.items():
-                        value[rows] = after[key]
+                        state[key] = replace_rows(value, rows, after[key])
         for key, value in state.items():
             for each, layer_value in zip(merged, value, strict=True):
                 each.state[key] = layer_value

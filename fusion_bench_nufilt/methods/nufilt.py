@@ -17,7 +17,7 @@ from fusion_bench_nufilt.nufilt.step import (
 )
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
-from fusion_bench_nufilt.utils.tensors import compute_dtype, stack
+from fusion_bench_nufilt.utils.tensors import compute_dtype, replace_rows, select_rows, stack
 
 from .base import LayerMethod, Measures, State
 
@@ -70,26 +70,29 @@ class Nufilt(LayerMethod):
         is_first_task = (~(theta != base).flatten(start_dim=1).any(dim=1)).tolist()
         if any(is_first_task) and not all(is_first_task):
             # Earlier tasks had only some of these layers.
-            weights = list(theta)
-            zero = base.new_zeros((), dtype=torch.float64)
-            columns = {name: [zero] * len(names) for name in MEASURES}
+            weight = theta
+            zeros = base.new_zeros(len(names), dtype=torch.float64)
+            measures = dict.fromkeys(MEASURES, zeros)
             for kind in (True, False):
                 rows = [row for row, is_first in enumerate(is_first_task) if is_first == kind]
+                if isinstance(task, LowRank):
+                    left = select_rows(task.left, rows)
+                    part_of_task: Tensor | LowRank = LowRank(left, select_rows(task.right, rows))
+                else:
+                    part_of_task = select_rows(task, rows)
                 after, measured = self.update(
                     [names[row] for row in rows],
-                    {"weight": _select(theta, rows)},
-                    _select(base, rows),
-                    _select_task(task, rows),
+                    {"weight": select_rows(theta, rows)},
+                    select_rows(base, rows),
+                    part_of_task,
                     step=step,
                     strength=strength,
                     float64=float64,
                 )
-                for position, row in enumerate(rows):
-                    weights[row] = after["weight"][position]
-                    for name, values in measured.items():
-                        columns[name][row] = values[position].double()
-            joined = {name: stack(values) for name, values in columns.items()}
-            return {"weight": stack(weights)}, joined
+                weight = replace_rows(weight, rows, after["weight"])
+                for name, values in measured.items():
+                    measures[name] = replace_rows(measures[name], rows, values.double())
+            return {"weight": weight}, measures
         wide = compute_dtype(theta)
         tau = task_vectors(task, base, wide)
         if is_first_task[0] and self.options.first_task == "paper":
@@ -135,15 +138,3 @@ class Nufilt(LayerMethod):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return working_bytes(shape, itemsize, self.options)
-
-
-def _select(tensors: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return some layers of a stack as a stack."""
-    return stack([tensors[row] for row in rows])
-
-
-def _select_task(task: Tensor | LowRank, rows: Sequence[int]) -> Tensor | LowRank:
-    """Return a task's weights, or factors, of some layers of a stack."""
-    if isinstance(task, LowRank):
-        return LowRank(_select(task.left, rows), _select(task.right, rows))
-    return _select(task, rows)

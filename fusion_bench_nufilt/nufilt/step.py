@@ -50,9 +50,9 @@ class LowRank:
         squared_norm = ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1))
         return squared_norm.clamp_min(0).sqrt()
 
-    def __getitem__(self, rows: int | list[int]) -> "LowRank":
-        """Return the factors of some layers of a stack."""
-        return LowRank(self.left[rows], self.right[rows])
+    def __getitem__(self, row: int) -> "LowRank":
+        """Return the factors of a layer in a stack."""
+        return LowRank(self.left[row], self.right[row])
 
     def to(self, target: torch.device | torch.dtype) -> "LowRank":
         return LowRank(self.left.to(target), self.right.to(target))

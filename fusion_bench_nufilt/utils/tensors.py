@@ -244,3 +244,17 @@ def is_finite(values: Tensor) -> bool:
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as one; a single one is not copied."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def select_rows(stacked: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return some tensors of a stack as a stack."""
+    # One by one: a list as an index goes to an accelerator by way of the host, which waits.
+    return stack([stacked[row] for row in rows])
+
+
+def replace_rows(stacked: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
+    """Return a stack in which some tensors are replaced by those of another stack."""
+    tensors = list(stacked)
+    for row, value in zip(rows, values, strict=True):
+        tensors[row] = value
+    return stack(tensors)
