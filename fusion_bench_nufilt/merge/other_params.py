@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.models.digests import ReadDigests
 from fusion_bench_nufilt.models.encoded import Encoded
+from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
@@ -118,12 +119,8 @@ class OtherParam:
         mean = mean.to(rounded.device)
         self._note("state", mean)
         # The model has the same mean rounded, which tells a state of other weights.
-        is_rounded = rounded.dtype.itemsize < mean.dtype.itemsize
-        if is_rounded and not torch.equal(mean.to(rounded.dtype), rounded):
-            raise ValueError(
-                f"'{state.source.name}' does not belong to the weights beside it: '{self.param}' "
-                "differs; remove it if the weights are right"
-            )
+        if rounded.dtype.itemsize < mean.dtype.itemsize:
+            check_belongs(mean, rounded, self.param, state.source)
         return mean
 
     def _note(self, source: str, value: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
@@ -106,13 +107,9 @@ class PlannedLayers(LayerSource[Layer]):
                 stored, read["merged"] = plan.merged.weight(layer.param, rounded)
                 assert isinstance(stored, Tensor)
                 # The model has the same weight rounded, which tells a state of other weights.
-                is_rounded = rounded.dtype.itemsize < weight.dtype.itemsize
-                if is_rounded and not torch.equal(rounded, stored):
+                if rounded.dtype.itemsize < weight.dtype.itemsize:
                     assert plan.state is not None
-                    raise ValueError(
-                        f"'{plan.state.source.name}' does not belong to the weights beside it: "
-                        f"'{layer.name}' differs; remove it if the weights are right"
-                    )
+                    check_belongs(weight, stored, layer.name, plan.state.source)
             assert isinstance(weight, Tensor)
             so_far = layer.view.matrix(weight)
         if kept or plan.keeps_state:

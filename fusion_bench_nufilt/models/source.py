@@ -146,6 +146,15 @@ def split_rows(
     return split
 
 
+def check_belongs(kept: Tensor, stored: Tensor, name: str, state: "Source") -> None:
+    """Refuse a tensor of the state beside a model unless the model has it, rounded to its dtype."""
+    if not torch.equal(kept.to(stored.dtype), stored):
+        raise ValueError(
+            f"'{state.name}' does not belong to the weights beside it: '{name}' differs; remove it "
+            "if the weights are right"
+        )
+
+
 def format_names(names: Iterable[str | Path]) -> str:
     """Return the first names in quotes, and how many more there are."""
     all_names = list(names)

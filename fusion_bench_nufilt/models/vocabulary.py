@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .digests import ReadDigests
 from .model import ModelWeights
-from .source import format_names
+from .source import check_belongs, format_names
 
 _TOKENIZER = (
     r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"
@@ -120,11 +120,7 @@ class Vocabulary:
             rows_of_merged += [each.row for each in holders if each.source == "merged"]
         place = sorted(rows_of_merged).index(holder.row)
         kept = self.kept.source.elements(key, place * len(row), (place + 1) * len(row))
-        if not torch.equal(kept.to(row.dtype), row):
-            raise ValueError(
-                f"'{self.kept.source.name}' does not belong to the weights beside it: '{key}' "
-                "differs; remove it if the weights are right"
-            )
+        check_belongs(kept, row, key, self.kept.source)
         return kept
 
     def mean_row(self, param: str, row: int, digests: ReadDigests | None = None) -> Tensor:
