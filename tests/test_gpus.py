@@ -30,7 +30,7 @@ from fusion_bench_nufilt.methods.sums import Sum
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt import LowRank, adapter
 from fusion_bench_nufilt.nufilt.step import working_bytes
-from fusion_bench_nufilt.utils import failures
+from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import REPO
 from tests.continual.baselines.helpers import baseline
 from tests.continual.helpers import pool
@@ -62,7 +62,7 @@ def gpus():
     """Two GPUs; products have one thread, as in a worker on the CPU, and so the same bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    failures.warn_once.cache_clear()
+    warn_once.cache_clear()
     with simulated() as ledger:
         yield ledger
     torch.set_num_threads(threads)

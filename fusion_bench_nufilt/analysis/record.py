@@ -23,8 +23,8 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.continual.evaluation import task_aliases
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
-from fusion_bench_nufilt.utils.differences import differences, in_one_line
 from fusion_bench_nufilt.utils.files import atomic_file, read_json, write_text
+from fusion_bench_nufilt.utils.manifest import differences, in_one_line
 from fusion_bench_nufilt.utils.tensors import TensorFile, to_compute_dtype
 
 log = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ import typer
 from rich.console import Console
 
 from fusion_bench_nufilt.analysis.settings import AnalysisConfig
-from fusion_bench_nufilt.compare.overrides import with_config_dir, without_method
 from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
 from fusion_bench_nufilt.pages.analysis import AnalysisContent
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import lock_folder, printable, read_json, refuse_foreign
+from fusion_bench_nufilt.utils.overrides import with_config_dir, without_method
 
 from .options import ConfigDir, patterns, takes_options, was_typed
 from .terminal import (

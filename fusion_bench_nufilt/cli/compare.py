@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fusion_bench_nufilt.compare.overrides import with_config_dir
 from fusion_bench_nufilt.utils.files import refuse_foreign
+from fusion_bench_nufilt.utils.overrides import with_config_dir
 
 from .options import ConfigDir
 from .terminal import (

@@ -16,7 +16,6 @@ from rich.table import Table
 from typing_extensions import TypedDict
 from yaml import YAMLError
 
-from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.merge import Plan, Settings, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.checks import check_inputs, kept_from_base
 from fusion_bench_nufilt.merge.distributed import cluster_nodes
@@ -26,9 +25,16 @@ from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.models import TargetConfig
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.utils.files import escape_markup, parse_json, read_yaml, validate
+from fusion_bench_nufilt.utils.files import (
+    Count,
+    Input,
+    escape_markup,
+    parse_json,
+    read_yaml,
+    validate,
+)
 from fusion_bench_nufilt.utils.options import split_options, unknown, with_scope
-from fusion_bench_nufilt.utils.schemas import Count, Input
+from fusion_bench_nufilt.utils.overrides import key_value
 
 from .options import SIZES
 from .settings_to_continue import find_model, settings_to_continue, todays_settings

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 
-from fusion_bench_nufilt.compare.overrides import key_value
 from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.utils.options import choices
+from fusion_bench_nufilt.utils.overrides import key_value
 
 # The options that are a number or a share of the width.
 RANKS = {field.name for field in dataclasses.fields(FusionConfig) if field.type == int | float}

@@ -8,9 +8,9 @@ from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.methods import find_method
 from fusion_bench_nufilt.models import TargetConfig
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.utils.files import Input, Manifest
 from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.options import with_scope
-from fusion_bench_nufilt.utils.schemas import Input, Manifest
 
 
 def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.utils.options import unknown
-
-from .overrides import key_of
+from fusion_bench_nufilt.utils.overrides import key_of
 
 PROGRAM = "fabric_model_fusion"
 

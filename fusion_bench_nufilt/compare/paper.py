@@ -21,10 +21,10 @@ from fusion_bench_nufilt.continual.protocol import DeviceConfig, ProtocolConfig
 from fusion_bench_nufilt.pages.content import SINGLE_MODELS, Published
 from fusion_bench_nufilt.pages.results import select
 from fusion_bench_nufilt.utils.options import with_scope
+from fusion_bench_nufilt.utils.overrides import key_of, without_method
 
 from .configs import compose_run, quiet, taskpool_config
 from .experiment import Experiment
-from .overrides import key_of, without_method
 from .specs import NEED_DATA, RunSpec, parse_methods
 
 _PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())

@@ -22,10 +22,10 @@ from fusion_bench_nufilt.utils.cluster import (
     run_locally,
     run_on_cluster,
 )
+from fusion_bench_nufilt.utils.overrides import key_of, without_method
 
 from .configs import compose_run, plain, quiet
 from .experiment import Experiment, run_alone
-from .overrides import key_of, without_method
 from .paper import with_fitting_ranks
 from .specs import RunSpec, check_specs
 from .store import Store

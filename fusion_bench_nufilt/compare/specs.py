@@ -15,9 +15,9 @@ from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.pages.content import SINGLE_MODELS
 from fusion_bench_nufilt.utils.files import file_name, printable
 from fusion_bench_nufilt.utils.options import unknown
+from fusion_bench_nufilt.utils.overrides import key_value
 
 from .configs import PROGRAM, compose_run, config_loader, plain
-from .overrides import key_value
 
 #: They run any of FusionBench's methods, and are not methods themselves.
 _GENERIC = ("batch", "stream")

@@ -11,8 +11,8 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.pages.content import References, SeedRun, check_references
-from fusion_bench_nufilt.utils.differences import differences, in_one_line
 from fusion_bench_nufilt.utils.files import file_name, lock_folder, read_json, write_json
+from fusion_bench_nufilt.utils.manifest import differences, in_one_line
 
 from .specs import RunSpec
 

@@ -22,7 +22,7 @@ from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
 from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import try_write_report
-from fusion_bench_nufilt.utils.files import write_text
+from fusion_bench_nufilt.utils.files import Input, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import package_versions
 from fusion_bench_nufilt.utils.options import (
     EntryPoint,
@@ -31,7 +31,6 @@ from fusion_bench_nufilt.utils.options import (
     unknown,
     with_scope,
 )
-from fusion_bench_nufilt.utils.schemas import Input, Manifest
 
 from . import models as pools
 from .evaluation import RunScores, find_evaluator

@@ -34,10 +34,9 @@ from fusion_bench_nufilt.models.ties import carry_over, earlier_params, tie_weig
 from fusion_bench_nufilt.models.views import MatrixView
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.pages.write import read_table
-from fusion_bench_nufilt.utils.files import write_text
+from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import load_state, read_heads
 from fusion_bench_nufilt.utils.options import options_of, split_options, takes_options
-from fusion_bench_nufilt.utils.schemas import Head, Manifest
 
 from .algorithm import ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, refuse_missing_keys

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.models.targets import exclude_hint
+from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
-from fusion_bench_nufilt.utils.schemas import Manifest
 
 PRETRAINED = "_pretrained_"
 MERGED = "_merged_"

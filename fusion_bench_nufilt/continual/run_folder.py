@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.utils.differences import Difference, differences, in_one_line
 from fusion_bench_nufilt.utils.files import (
     MANIFEST,
     RUN,
+    Manifest,
     lock_folder,
     read_json,
     restore_folder,
@@ -21,11 +21,13 @@ from fusion_bench_nufilt.utils.files import (
     write_text,
 )
 from fusion_bench_nufilt.utils.manifest import (
+    Difference,
+    differences,
+    in_one_line,
     load_checkpoint,
     read_whole_checkpoint,
     save_checkpoint,
 )
-from fusion_bench_nufilt.utils.schemas import Manifest
 
 log = logging.getLogger(__name__)
 

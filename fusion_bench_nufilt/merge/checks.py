@@ -22,11 +22,15 @@ from fusion_bench_nufilt.models.module import module_source
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.ties import differing
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
-from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
-from fusion_bench_nufilt.utils.files import CARD, MANIFEST
-from fusion_bench_nufilt.utils.manifest import STATE_FILE, verify_files
+from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
+from fusion_bench_nufilt.utils.manifest import (
+    STATE_FILE,
+    differences,
+    in_one_line,
+    verify_files,
+    without_times,
+)
 from fusion_bench_nufilt.utils.options import with_scope
-from fusion_bench_nufilt.utils.schemas import Input
 from fusion_bench_nufilt.utils.tensors import FLOATS, describe
 
 from .layout import is_rounded

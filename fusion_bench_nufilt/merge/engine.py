@@ -20,11 +20,12 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import LayerMethod, State
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
-from fusion_bench_nufilt.utils.devices import DevicePool, map_layers
-from fusion_bench_nufilt.utils.failures import (
+from fusion_bench_nufilt.utils.devices import (
     DeviceOutOfMemoryError,
+    DevicePool,
     classify_error,
     log,
+    map_layers,
     oom_as_error,
     warn_once,
 )

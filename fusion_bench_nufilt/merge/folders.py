@@ -16,12 +16,14 @@ from torch import Tensor
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.devices import map_layers
-from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
 from fusion_bench_nufilt.utils.files import CARD, disk_full_errors
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
+    differences,
+    in_one_line,
     read_manifest,
     verify_files,
+    without_times,
     write_files,
     write_manifest,
 )

@@ -15,8 +15,8 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import labels
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import format_names
+from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import add_head, read_heads, read_manifest
-from fusion_bench_nufilt.utils.schemas import Head, Manifest
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
 from .plan import Plan

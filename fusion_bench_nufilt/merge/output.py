@@ -17,9 +17,8 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.differences import differences, in_one_line, without_times
-from fusion_bench_nufilt.utils.files import LOCK, lock_folder, sync, write_text
-from fusion_bench_nufilt.utils.schemas import Count
+from fusion_bench_nufilt.utils.files import LOCK, Count, lock_folder, sync, write_text
+from fusion_bench_nufilt.utils.manifest import differences, in_one_line, without_times
 from fusion_bench_nufilt.utils.tensors import file_digest, write_at
 
 log = logging.getLogger(__name__)

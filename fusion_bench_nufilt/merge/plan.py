@@ -18,9 +18,9 @@ from fusion_bench_nufilt.models.coverage import coverage
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
+from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import package_versions
 from fusion_bench_nufilt.utils.options import with_scope
-from fusion_bench_nufilt.utils.schemas import Head, Manifest
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
 from .layout import Files, arrange, as_written, find_places, is_rounded, make_headers

@@ -18,9 +18,9 @@ from fusion_bench_nufilt.models.ties import (
     tie_weights,
 )
 from fusion_bench_nufilt.models.vocabulary import Vocabulary, join_vocabularies, new_rows_key
+from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
-from fusion_bench_nufilt.utils.schemas import Manifest
 
 from .checks import (
     CHANGED,

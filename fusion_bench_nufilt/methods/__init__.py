@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fusion_bench_nufilt.utils.lazy import lazy_exports
+from fusion_bench_nufilt.utils import lazy_exports
 
 if TYPE_CHECKING:
     from .base import LayerMethod, Report, State

@@ -18,8 +18,7 @@ from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.files import CARD, MANIFEST, printable, read_json
-from fusion_bench_nufilt.utils.schemas import Input, InputFile
+from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, InputFile, printable, read_json
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest, is_finite
 
 from .encoded import Encoded

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from fusion_bench_nufilt.utils.schemas import Score, Seconds
+from fusion_bench_nufilt.utils.files import Score, Seconds
 
 from .metrics import COSTS, AccuracyMatrix
 from .results import (

@@ -5,7 +5,7 @@ from typing import Any, NotRequired
 import pandas as pd
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.schemas import Count, Coverage, LayerStep, Share
+from fusion_bench_nufilt.utils.files import Count, Coverage, LayerStep, Share
 
 from .layers import layer_charts, layer_means, strongest_layers
 from .page import Outputs, Tables, render_page

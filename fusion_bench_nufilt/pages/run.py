@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.schemas import Score, Seconds
+from fusion_bench_nufilt.utils.files import Score, Seconds
 
 from .charts import score_cells, score_maps
 from .layers import layer_charts, layer_means, strongest_layers

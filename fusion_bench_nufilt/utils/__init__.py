@@ -1,3 +1,23 @@
 """Reading and writing: locks, whole files, JSON with schemas, tensors, and what identifies a
 model.
 """
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package.
+
+    Args:
+        package: its name.
+        homes: the module of each name that it exports, such as ``"config"``.
+    """
+
+    def import_name(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return import_name

@@ -1,12 +1,16 @@
-"""Where layers are solved: on which devices, in which threads, and in how much memory."""
+"""Where layers are solved: on which devices, in which threads, in how much memory, and what fails
+there.
+"""
 
+import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from threading import RLock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -204,3 +208,44 @@ def _follows(backend: str, rounding: str) -> bool:
     products_follow = _precision(backend, "matmul") != rounding
     _set_precision(backend, "all", rounding)
     return products_follow
+
+
+log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
+
+
+class DeviceOutOfMemoryError(ValueError):
+    """A device has no room for a layer."""
+
+
+def classify_error(
+    error: Exception,
+) -> Literal["too little memory", "a solver failed"] | None:
+    """Return which failure of a device an error reports, if any."""
+    text = str(error).lower()
+    # PyTorch's allocator, the driver and CUDA's libraries each report the same in an error of their
+    # own.
+    if (
+        isinstance(error, torch.cuda.OutOfMemoryError | DeviceOutOfMemoryError)
+        or "out of memory" in text
+        or "alloc_failed" in text
+    ):
+        return "too little memory"
+    if isinstance(error, torch.linalg.LinAlgError) or "cusolver" in text:
+        return "a solver failed"
+    return None
+
+
+@contextmanager
+def oom_as_error(layer: str, device: torch.device) -> Iterator[None]:
+    """Turn an error about too little memory on a device into one that names the layer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if classify_error(error) != "too little memory":
+            raise
+        failure = error.with_traceback(None)  # a traceback would hold the matrices
+        remedy = "choose device=cpu, or free memory there"
+        raise DeviceOutOfMemoryError(
+            f"layer {layer}: no room on device '{device}'; {remedy} ({failure})"
+        ) from failure

@@ -2,7 +2,8 @@
 both.
 
 A step of a run and a merge of folders write the same manifest, so that either can go on from the
-other's result.
+other's result. A result is used again only while all that it depends on is the same as its
+description says; otherwise, what differs is named.
 """
 
 import hashlib
@@ -14,15 +15,73 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-from .files import CARD, MANIFEST, atomic_folder, read_json, write_json, write_text
-from .schemas import Fingerprint, Head, Manifest
-from .tensors import digest
+from fusion_bench_nufilt.utils.files import (
+    CARD,
+    MANIFEST,
+    Fingerprint,
+    Head,
+    Manifest,
+    atomic_folder,
+    read_json,
+    write_json,
+    write_text,
+)
+from fusion_bench_nufilt.utils.tensors import digest
+
+
+class Difference(NamedTuple):
+    """A value of a description that is not the stored one."""
+
+    name: str  # its keys, joined by dots
+    stored: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        if all(re.fullmatch(r"[0-9a-f]{64}", str(value)) for value in (self.stored, self.wanted)):
+            return f"{self.name} is not the same"  # digests tell a reader nothing
+        return f"{self.name} is {_short(self.stored)} there and {_short(self.wanted)} here"
+
+
+def differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = ""
+) -> list[Difference]:
+    """Return what differs between the stored description of a result and that of the result that is
+    wanted.
+    """
+    differing: list[Difference] = []
+    for key in {**stored, **wanted}:  # in their order, which a set would not keep
+        name = f"{prefix}{key}"
+        old = stored.get(key)
+        new = wanted.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            differing += differences(old, new, f"{name}.")
+        elif old != new:
+            differing.append(Difference(name, old, new))
+    return differing
+
+
+def without_times(differing: list[Difference]) -> list[Difference]:
+    """Return the differences but those of the time of a file, whose content may be the same."""
+    return [difference for difference in differing if not difference.name.endswith(".time")]
+
+
+def in_one_line(differing: list[Difference]) -> str:
+    """Name the first three differences."""
+    return "; ".join(map(str, differing[:3]))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    if len(text) > 80:
+        return f"{text[:77]}..."
+    return text
+
 
 _PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
 

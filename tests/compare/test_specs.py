@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.compare.overrides import key_of, key_value, without_method
 from fusion_bench_nufilt.compare.paper import (
     SENSITIVITY,
     panel_specs,
@@ -16,6 +15,7 @@ from fusion_bench_nufilt.compare.paper import (
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.utils.files import file_name
+from fusion_bench_nufilt.utils.overrides import key_of, key_value, without_method
 
 
 def test_methods_are_separated_by_commas_outside_brackets():

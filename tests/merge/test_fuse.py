@@ -16,7 +16,7 @@ from fusion_bench_nufilt.methods import nufilt
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
 from fusion_bench_nufilt.nufilt.step import fuse_stack
-from fusion_bench_nufilt.utils import failures
+from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import every_device
 from tests.nufilt.matrices import matrix_with_spectrum, random_layer
 
@@ -335,7 +335,7 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
             raise error
         return solve(*args, float64=float64, **kwargs)
 
-    failures.warn_once.cache_clear()
+    warn_once.cache_clear()
     shapes = {"a": (20, 12), "b": (20, 12)}
     expected, _ = fuse_layers(*models(shapes=shapes), CONFIG)
     monkeypatch.setattr(nufilt, "fuse_stack", failing)

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.methods.sums import Isotropic, Sum, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.methods.tsv import TsvStream
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.utils import failures
+from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import every_device
 from tests.methods.helpers import add, start, weight
 from tests.methods.test_spectral import distance, spectrum, task_vectors
@@ -307,7 +307,7 @@ def test_where_a_solver_fails_in_float32_float64_takes_over_and_says_so(kind, mo
     expected = merged()
     monkeypatch.setattr(kind, "accumulate", failing(kind.accumulate))
     monkeypatch.setattr(kind, "merged_update", failing(kind.merged_update))
-    failures.warn_once.cache_clear()
+    warn_once.cache_clear()
     found = merged()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype

@@ -1,6 +1,6 @@
 """What differs from the inputs of before is named, and nothing else."""
 
-from fusion_bench_nufilt.utils.differences import differences, in_one_line
+from fusion_bench_nufilt.utils.manifest import differences, in_one_line
 
 
 def test_the_same_description_has_no_differences():

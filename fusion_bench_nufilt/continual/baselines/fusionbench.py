@@ -19,6 +19,7 @@ from torch import nn
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
+from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import load_state
 from fusion_bench_nufilt.utils.options import (
     check_choices,
@@ -28,7 +29,6 @@ from fusion_bench_nufilt.utils.options import (
     split_options,
     takes_options,
 )
-from fusion_bench_nufilt.utils.schemas import Manifest
 from fusion_bench_nufilt.utils.tensors import compute_dtype
 
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]

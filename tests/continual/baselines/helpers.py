@@ -14,7 +14,7 @@ from lightning import Fabric
 from omegaconf import OmegaConf
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.compare.overrides import key_value
+from fusion_bench_nufilt.utils.overrides import key_value
 
 
 class GLUE(FlanT5GLUETextGenerationTaskPool):
