@@ -28,9 +28,14 @@ from fusion_bench_nufilt.merge.state_file import has_state, mean_key, state_tens
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.models import Heads, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
-from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.module import MemorySource, module_source
-from fusion_bench_nufilt.models.ties import carry_over, earlier_params, tie_weights, untie_model
+from fusion_bench_nufilt.models.model import (
+    ModelWeights,
+    carry_over,
+    earlier_params,
+    tie_weights,
+    untie_model,
+)
+from fusion_bench_nufilt.models.source import MemorySource, module_source
 from fusion_bench_nufilt.models.views import MatrixView
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.pages.write import read_table

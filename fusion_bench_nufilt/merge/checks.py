@@ -14,13 +14,11 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.models import TargetConfig
-from fusion_bench_nufilt.models.adapter_config import COPY_HEAD
+from fusion_bench_nufilt.models.adapters import COPY_HEAD
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.coverage import coverage
-from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.module import module_source
-from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.models.ties import differing
+from fusion_bench_nufilt.models.model import ModelWeights, differing
+from fusion_bench_nufilt.models.source import format_names, module_source
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
 from fusion_bench_nufilt.utils.manifest import (

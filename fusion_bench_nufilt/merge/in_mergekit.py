@@ -18,8 +18,7 @@ from fusion_bench_nufilt.methods import METHODS, LayerMethod
 from fusion_bench_nufilt.models import Heads, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.ties import tie_weights
+from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
-from fusion_bench_nufilt.models.encoded import Encoded
+from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import split_rows
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, read_header
 

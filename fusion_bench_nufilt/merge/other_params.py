@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.digests import ReadDigests
-from fusion_bench_nufilt.models.encoded import Encoded
-from fusion_bench_nufilt.models.source import check_belongs
+from fusion_bench_nufilt.models.quantised import Encoded
+from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,

@@ -9,8 +9,8 @@ from fusion_bench_nufilt.models import TargetConfig
 from fusion_bench_nufilt.models.adapters import open_task
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
-from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.ties import (
+from fusion_bench_nufilt.models.model import (
+    ModelWeights,
     carry_over,
     complete_base,
     earlier_params,

@@ -11,8 +11,8 @@ import torch
 
 from fusion_bench_nufilt.methods.strength import Spectrum, rounding_energy, spectrum, task_strength
 from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.models.encoded import relative_spacing
 from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype

@@ -1,17 +1,32 @@
 """Where a merge reads a model's tensors: what the files of a checkpoint and a model in memory have
-in common.
+in common, the model in memory, and what stands between a source and its reader.
 """
 
+import hashlib
+import json
 import math
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, FLOATS, TensorFile, TensorInfo
+from fusion_bench_nufilt.utils.tensors import (
+    CHUNK_BYTES,
+    FLOATS,
+    TensorFile,
+    TensorInfo,
+    describe,
+    is_finite,
+    raw_bytes,
+)
+
+_T = TypeVar("_T")
 
 # What training wraps a model or its layers in, by the name that this adds to those of tensors.
 # That of DistributedDataParallel and of DeepSpeed is "module", at the start of a name.
@@ -162,3 +177,182 @@ def format_names(names: Iterable[str | Path]) -> str:
     if len(all_names) > 4:
         text += f" and {len(all_names) - 4} more"
     return text
+
+
+class MemorySource(Source):
+    """Tensors in memory, which are read where they are, and which a merge may write.
+
+    Args:
+        name: the user's name for the model.
+        tensors: by key; neither they nor the mapping are copied, so that one can be replaced once
+            it was read.
+        config: the content that the model's config.json has.
+    """
+
+    in_memory = True
+
+    def __init__(
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.name = self.label = name
+        self.config = config or {}
+        self.whole = self.tensors = {key: describe(value) for key, value in tensors.items()}
+        self._whole = self._values = tensors
+
+    def split(self, parts: Mapping[str, Parts]) -> None:
+        super().split(parts)
+        if not parts:
+            return
+        values: dict[str, Tensor] = {}
+        for key, value in self._whole.items():
+            for rows in parts.get(key, ()):
+                # A view, so that what is written to a part is written to the model.
+                values[part(key, rows)] = value[slice(*rows)]
+            if not parts.get(key):
+                values[key] = value
+        self._values = values
+
+    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        """Return a tensor, which shares the model's memory on its own device, and no digest."""
+        value = self._values[key]
+        if not is_finite(value):
+            raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
+        return value.to(device), ""
+
+    def elements(self, key: str, start: int, stop: int) -> Tensor:
+        return self._values[key].flatten()[start:stop]
+
+    def same(self, key: str, other: str) -> bool:
+        """Tell whether two tensors hold the same values, at once where they share their memory."""
+        value = self._values[key]
+        other_value = self._values[other]
+        # A transpose begins at the same address and has other values in its places.
+        is_same_memory = (
+            value.data_ptr() == other_value.data_ptr()
+            and value.stride() == other_value.stride()
+            and value.shape == other_value.shape
+        )
+        return is_same_memory or super().same(key, other)
+
+    def write(self, key: str, value: Tensor) -> None:
+        self._values[key].copy_(value)
+
+    def check_floats(self, keys: Iterable[str]) -> None:
+        """Check the values as well, which are at hand: they must be finite."""
+        all_keys = list(keys)
+        super().check_floats(all_keys)
+        for key in all_keys:
+            self.read(key, self._values[key].device)
+
+
+def module_source(name: str, model: nn.Module, without: Collection[str] = ()) -> MemorySource:
+    """Return the source of a model's parameters and buffers, but those that were drawn at random
+    for lack of others.
+    """
+    tensors = {}
+    for key, value in model.state_dict().items():
+        if isinstance(value, Tensor) and key not in without:
+            tensors[key] = value
+    return MemorySource(name, tensors, config_of(model))
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return the labels and class of a transformers or timm model, in the form of its
+    config.json.
+    """
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    # A loaded config still names the class that was saved, which may be another than this one.
+    if callable(to_json):
+        return {**json.loads(to_json()), "architectures": [type(model).__name__]}
+    of_timm = getattr(model, "pretrained_cfg", None) or {}
+    if "architecture" not in of_timm:
+        return {}
+    return {
+        "architecture": of_timm["architecture"],
+        "num_classes": getattr(model, "num_classes", 0),
+        "pretrained_cfg": {"classifier": of_timm.get("classifier")},
+    }
+
+
+class LastRead(Generic[_T]):
+    """Keeps the values that were read last, one for each thread that may be reading.
+
+    Factors of fused experts hold those of all experts of a parameter, which are merged one after
+    another, and an update outside the merged layers is added piece by piece. A value is read by one
+    thread, and the others wait for it. A copy in another process begins empty.
+    """
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Hashable, _T] = OrderedDict()
+        self._reading = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def get(self, key: Hashable, read: Callable[[], _T]) -> _T:
+        """Return the value of a key, which is read if it is not there."""
+        with self._reading:
+            if key not in self._values:
+                self._values[key] = read()
+                while len(self._values) > max(4, torch.get_num_threads()):
+                    self._values.popitem(last=False)
+            self._values.move_to_end(key)
+            return self._values[key]
+
+
+class ReadDigests:
+    """The digest of all that is read of each model for a tensor, by the model's role in the
+    merge.
+    """
+
+    def __init__(self) -> None:
+        self._shas: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+
+    def add(self, source: str, value: Tensor) -> None:
+        self._shas[source].update(raw_bytes(value))
+
+    def by_source(self) -> dict[str, str]:
+        return {source: sha.hexdigest() for source, sha in self._shas.items()}
+
+
+@dataclass(frozen=True)
+class MatchedRows:
+    """A tensor with the base's rows, given where a source stores each of them."""
+
+    source: Source
+    key: str
+    width: int  # of a row, in elements
+    stored: list[int]  # for each row of the base, the row in the source, or -1 to take the base's
+
+    def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return some elements of the flattened tensor, given those of the base's."""
+        # Each reading opens the file: rows that follow each other in both models are read at once.
+        pieces = []
+        end = start
+        while end < stop:
+            first = end
+            row = first // self.width
+            end = min(stop, self._end_of_run(row, -(-stop // self.width)) * self.width)
+            if self.stored[row] < 0:
+                pieces.append(theta_0[first - start : end - start])
+            else:
+                shift = (self.stored[row] - row) * self.width
+                piece = self.source.elements(self.key, first + shift, end + shift)
+                pieces.append(piece.to(theta_0.device))
+        return torch.cat(pieces)
+
+    def _end_of_run(self, row: int, limit: int) -> int:
+        """Return the row after the last one, below a limit, that is read together with a row."""
+        first = self.stored[row]
+        end = row + 1
+        while end < limit:
+            follows = self.stored[end] == first + end - row
+            if first < 0:
+                follows = self.stored[end] < 0
+            if not follows:
+                break
+            end += 1
+        return end

@@ -21,9 +21,8 @@ from torch import Tensor
 from fusion_bench_nufilt.utils.files import parse_json
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
-from .digests import ReadDigests
 from .model import ModelWeights
-from .source import check_belongs, format_names
+from .source import ReadDigests, check_belongs, format_names
 
 _TOKENIZER = (
     r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"

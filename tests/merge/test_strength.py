@@ -14,7 +14,7 @@ from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import strengths as strengths_of_layers
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.encoded import relative_spacing
+from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
 from tests.merge.helpers import STATE, hashes, interrupt, merge, plan, same, tensors

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import memory
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.mxfp4 import decode
+from fusion_bench_nufilt.models.quantised import decode
 from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.models.module import MemorySource
-from fusion_bench_nufilt.models.rows import MatchedRows
+from fusion_bench_nufilt.models.source import MatchedRows, MemorySource
 
 
 @pytest.mark.parametrize(

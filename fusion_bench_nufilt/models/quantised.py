@@ -1,6 +1,15 @@
-"""Weights stored in FP8 with a scale for every block, read as float32."""
+"""Quantised weights: tensors that a file holds otherwise than as their values.
+
+FP8 has a scale for every block and is read as float32. MXFP4, in which gpt-oss stores its experts,
+is read as bfloat16, which holds its values exactly or overflows: a value is a code of four bits
+times a power of two, which 32 codes share. ``NAME_blocks`` are two codes a byte, the lower half
+first, ``(experts, outputs, blocks, 16)``; ``NAME_scales`` are exponents plus 127, ``(experts,
+outputs, blocks)``. The tensor ``NAME`` is ``(experts, inputs, outputs)``. See the OCP Microscaling
+formats specification.
+"""
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
@@ -8,15 +17,46 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorFile, TensorInfo
 
-from .encoded import Encoded
+
+@dataclass(frozen=True)
+class Encoded(TensorInfo):
+    """A tensor in a file that is decoded when it is read; ``shape`` and ``dtype`` are those in
+    which it is read.
+    """
+
+    spacing: ClassVar[float]  # of the stored values, relative to the power of two below
+
+    @abstractmethod
+    def read(self, files: Mapping[str, TensorFile]) -> Tensor:
+        """Return the values."""
+
+    @abstractmethod
+    def around(self, start: int, stop: int) -> tuple["Encoded", int]:
+        """Return the part that holds elements ``start`` to ``stop`` and can be decoded by itself,
+        and the number of its first element.
+        """
+
+    def elements(self, files: Mapping[str, TensorFile], start: int, stop: int) -> Tensor:
+        """Return some elements of the flattened tensor."""
+        part, first = self.around(start, stop)
+        return part.read(files).flatten()[start - first : stop - first]
+
+
+def relative_spacing(stored: TensorInfo) -> float:
+    """Return the spacing of the values of a stored tensor, relative to the power of two below."""
+    if isinstance(stored, Encoded):
+        return stored.spacing
+    return torch.finfo(FLOATS[stored.dtype]).eps
+
 
 _FP8 = "F8_E4M3"
-_SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's key; the weight is multiplied by either
+# Suffixes of a weight's key; the weight is multiplied by either.
+_FP8_SCALES = ("_scale_inv", "_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _SIDES = (128, 128)  # of the blocks, where config.json does not give them
 
@@ -137,7 +177,7 @@ def join_scales(
     """
     joined = dict(tensors)
     for key, info in tensors.items():
-        scale_keys = [key + suffix for suffix in _SCALES if key + suffix in tensors]
+        scale_keys = [key + suffix for suffix in _FP8_SCALES if key + suffix in tensors]
         if info.dtype != _FP8 or not scale_keys:
             continue
         scale_key = scale_keys[0]
@@ -213,3 +253,91 @@ def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None
             if name.endswith(suffix):
                 return quantisation
     return None
+
+
+_MXFP4_BLOCKS = "_blocks"
+_MXFP4_SCALES = "_scales"
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_CODES = torch.tensor(
+    [*_POSITIVE, *(-value for value in _POSITIVE)], dtype=torch.bfloat16, device="cpu"
+)
+# Both values of each byte.
+_PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1)
+
+
+@dataclass(frozen=True)
+class Packed(Encoded):
+    """An MXFP4 tensor, whose place is that of the blocks."""
+
+    spacing: ClassVar[float] = 0.5  # one bit after the point
+
+    blocks: TensorInfo
+    scales: TensorInfo
+
+    def rows(self, first: int, last: int) -> "Packed":
+        """Return these experts as a tensor of its own."""
+        blocks = self.blocks.rows(first, last)
+        scales = self.scales.rows(first, last)
+        return replace(super().rows(first, last), blocks=blocks, scales=scales)
+
+    @property
+    def unit(self) -> int:
+        """The number of elements of an expert, whose values are stored transposed."""
+        _, inputs, outputs = self.shape
+        return inputs * outputs
+
+    def around(self, start: int, stop: int) -> tuple["Packed", int]:
+        size = self.unit
+        first = start // size
+        return self.rows(first, -(-stop // size)), first * size
+
+    def read(self, files: Mapping[str, TensorFile]) -> Tensor:
+        blocks = files[self.blocks.file].read(self.blocks)
+        scales = files[self.scales.file].read(self.scales)
+        return decode(blocks, scales)
+
+
+def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the bfloat16 values ``(experts, inputs, outputs)`` of blocks and scales."""
+    values = embedding(blocks.int(), _PAIRS).flatten(-2)
+    values.ldexp_(scales.int().sub_(127).unsqueeze(-1))
+    return values.flatten(-2).transpose(1, 2).contiguous()
+
+
+def join_blocks(
+    model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
+) -> dict[str, TensorInfo]:
+    """Return a model's tensors, with blocks and scales of MXFP4 joined.
+
+    Tensors of such names that are stored otherwise are tensors like others, unless config.json says
+    that the model is in MXFP4.
+
+    Raises:
+        ValueError: blocks of a model in MXFP4 lack their scales, or these have another shape.
+    """
+    joined = dict(tensors)
+    for key, blocks in tensors.items():
+        if not key.endswith(_MXFP4_BLOCKS) or blocks.dtype != "U8":
+            continue
+        name = key.removesuffix(_MXFP4_BLOCKS)
+        scales = tensors.get(name + _MXFP4_SCALES)
+        if scales is None or not _fits(blocks, scales):
+            if config.get("quant_method") != "mxfp4":
+                continue
+            given = f"no '{name + _MXFP4_SCALES}'"
+            if scales is not None:
+                given = f"'{name + _MXFP4_SCALES}' {scales.dtype} {scales.shape}"
+            raise ValueError(
+                f"model '{model}', tensor '{key}' {blocks.dtype} {blocks.shape} with {given}: "
+                "MXFP4 has U8 blocks (experts, outputs, blocks, 16) and their scales"
+            )
+        del joined[key], joined[name + _MXFP4_SCALES]
+        experts, outputs, count, _ = blocks.shape
+        shape = (experts, 32 * count, outputs)
+        joined[name] = Packed(blocks.file, "BF16", shape, blocks.start, blocks.stop, blocks, scales)
+    return joined
+
+
+def _fits(blocks: TensorInfo, scales: TensorInfo) -> bool:
+    """Tell whether two tensors of bytes are blocks of MXFP4 and their scales."""
+    return scales.dtype == "U8" and len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
