@@ -13,12 +13,16 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-from fusion_bench_nufilt.continual import ProtocolConfig
 from fusion_bench_nufilt.continual.baselines.fusionbench import RuleConfig
-from fusion_bench_nufilt.continual.protocol import DeviceConfig
-from fusion_bench_nufilt.merge import Settings
-from fusion_bench_nufilt.methods.options import SpectralConfig, TsvConfig, WudiConfig
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import (
+    DeviceConfig,
+    ProtocolConfig,
+    Settings,
+    SpectralConfig,
+    TargetConfig,
+    TsvConfig,
+    WudiConfig,
+)
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.utils.options import choices
 

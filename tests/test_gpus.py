@@ -409,7 +409,7 @@ def test_batches_that_overlap_have_the_bits_of_batches_one_after_another(gpus, m
     options = {"tasks": TASKS, "settings": {"device": "cuda:0"}}
     expected = None
     for count in (1, 3):
-        monkeypatch.setattr("fusion_bench_nufilt.merge.settings.BATCHES_PER_GPU", count)
+        monkeypatch.setattr("fusion_bench_nufilt.methods.options.BATCHES_PER_GPU", count)
         monkeypatch.setattr("fusion_bench_nufilt.merge.engine.BATCHES_PER_GPU", count)
         found = tensors(merge(stream, out=f"out{count}", **options))
         expected = expected or found

@@ -18,8 +18,8 @@ DISTRIBUTIONS = packages_distributions()
 READS = {
     "utils": set(),
     "nufilt": {"utils"},
-    "models": {"nufilt", "utils"},
-    "methods": {"models", "nufilt", "utils"},
+    "methods": {"nufilt", "utils"},
+    "models": {"methods", "nufilt", "utils"},
     "merge": {"methods", "models", "nufilt", "utils"},
     "pages": {"utils"},
     "continual": {"merge", "methods", "models", "nufilt", "pages", "utils"},

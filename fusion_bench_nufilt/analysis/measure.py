@@ -12,7 +12,7 @@ from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.run import ONE_RUN
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.continual.protocol import task_order
+from fusion_bench_nufilt.continual.algorithm import task_order
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
 from fusion_bench_nufilt.pages.metrics import or_none

@@ -130,8 +130,8 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
 def _plan(
     console: Console, base: str, tasks: list[str], merged: str | None, targets: str | list[str]
 ) -> Plan:
-    from fusion_bench_nufilt.merge import Settings, plan_merge
-    from fusion_bench_nufilt.models import TargetConfig
+    from fusion_bench_nufilt.merge import plan_merge
+    from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 
     settings = Settings(step=2 if merged else None)  # the number matters only in a merge
     target_config = TargetConfig(target_modules=targets)

@@ -5,9 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_bench_nufilt.merge.settings import Settings
-from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS
-from fusion_bench_nufilt.models.targets import TargetConfig
+from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS, Settings, TargetConfig
 
 from .options import takes_options, typed_values
 from .terminal import AsJson, Quiet, terminal

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.methods import find_method
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.files import Input, Manifest
 from fusion_bench_nufilt.utils.manifest import read_manifest

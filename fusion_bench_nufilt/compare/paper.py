@@ -17,7 +17,7 @@ import yaml
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual.models import PRETRAINED
-from fusion_bench_nufilt.continual.protocol import DeviceConfig, ProtocolConfig
+from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig
 from fusion_bench_nufilt.pages.content import SINGLE_MODELS, Published
 from fusion_bench_nufilt.pages.results import select
 from fusion_bench_nufilt.utils.options import with_scope

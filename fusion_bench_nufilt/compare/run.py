@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 
 from tqdm.auto import tqdm
 
+from fusion_bench_nufilt.continual.algorithm import task_order
 from fusion_bench_nufilt.continual.models import reason
-from fusion_bench_nufilt.continual.protocol import Evaluate, task_order
+from fusion_bench_nufilt.methods.options import Evaluate
 from fusion_bench_nufilt.pages.content import Json, References, SeedRun
 from fusion_bench_nufilt.utils.cluster import (
     Results,
@@ -68,7 +69,8 @@ def compare(
         seeds: each determines the task order and all random draws.
         out: the folder of the results.
         overrides: of `fusion_bench`, for all methods; a method's own settings win over them.
-        evaluate: what to score, see :func:`fusion_bench_nufilt.continual.protocol.tasks_to_score`.
+        evaluate: what to score, as
+            :func:`fusion_bench_nufilt.continual.evaluation.tasks_to_score` says.
         overwrite: delete what ``out`` holds and start again.
         keep_going: if a method cannot be built, report the reason and run the others.
         preset: the preset that the methods come from, if any; the pictures depend on it.

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -18,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.merge.checks import check_module
+from fusion_bench_nufilt.methods.options import DeviceConfig, Evaluate, ProtocolConfig
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
 from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
@@ -44,7 +46,6 @@ from .models import (
     source_of,
 )
 from .program import ReportedTaskPool, finish_trackers, log_picture, use_bundled_taskpool
-from .protocol import DeviceConfig, Evaluate, ProtocolConfig, task_order
 from .run_folder import RunFolder, open_run_folder
 
 log = logging.getLogger(__name__)
@@ -467,3 +468,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
         lines.append(f"time   {sum(seconds.values()):.1f} s: {parts}")
         return lines
+
+
+def task_order(names: Sequence[str], *, shuffle: bool, seed: int) -> list[str]:
+    """Return the names in the order of the run, the same as that of FusionBench's continual methods
+    for the seed.
+    """
+    order = list(names)
+    if shuffle:
+        random.Random(seed).shuffle(order)
+    return order

@@ -23,11 +23,11 @@ from fusion_bench.utils.parameters import count_parameters
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
+from fusion_bench_nufilt.methods.options import Evaluate
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, Mean, or_none
 from fusion_bench_nufilt.pages.page import PAGE
 
 from .data_sets import check_test_sets
-from .protocol import Evaluate, tasks_to_score
 from .run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -415,3 +415,19 @@ class RunScores:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
             metrics["page"] = str(self.folder.path / PAGE)
         return {**self.last_report, "continual": metrics}
+
+
+def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[str]:
+    """Return the tasks to score once ``step`` tasks are merged, see
+    :attr:`ProtocolConfig.evaluate`.
+
+    Of T tasks, ``diagonal`` takes 2T-1 scores in all, ``every_step`` T(T+1)/2 and
+    ``every_step_all`` T^2.
+    """
+    if evaluate == "every_step_all":
+        return list(order)
+    if step == len(order) or evaluate == "every_step":
+        return list(order[:step])
+    if evaluate == "diagonal":
+        return [order[step - 1]]
+    return []  # evaluate == "last"

@@ -23,10 +23,10 @@ from fusion_bench_nufilt.merge.other_params import average_others
 from fusion_bench_nufilt.merge.plan import Plan, Selection, select
 from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.merge.same_base import check_same_base
-from fusion_bench_nufilt.merge.settings import Settings
 from fusion_bench_nufilt.merge.state_file import has_state, mean_key, state_tensors, stored_keys
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
-from fusion_bench_nufilt.models import Heads, TargetConfig
+from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
+from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
@@ -45,7 +45,6 @@ from fusion_bench_nufilt.utils.options import options_of, split_options, takes_o
 
 from .algorithm import ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, refuse_missing_keys
-from .protocol import DeviceConfig, ProtocolConfig
 
 log = logging.getLogger(__name__)
 _warn_once = cache(log.warning)  # once for all runs of a comparison

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING
 from fusion_bench_nufilt.utils import lazy_exports
 
 if TYPE_CHECKING:
+    from fusion_bench_nufilt.methods.options import Settings
+
     from .folders import merge_folders
     from .plan import Plan
     from .planning import plan_merge
-    from .settings import Settings
 
 __all__ = ["Plan", "Settings", "merge_folders", "plan_merge"]
 
 __getattr__ = lazy_exports(
     __name__,
-    {"Plan": "plan", "Settings": "settings", "merge_folders": "folders", "plan_merge": "planning"},
+    {"Plan": "plan", "Settings": "plan", "merge_folders": "folders", "plan_merge": "planning"},
 )

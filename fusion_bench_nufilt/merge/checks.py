@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.adapters import COPY_HEAD
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.coverage import coverage
@@ -33,7 +33,6 @@ from fusion_bench_nufilt.utils.tensors import FLOATS, describe
 
 from .layout import is_rounded
 from .plan import Plan, Selection
-from .settings import Settings
 from .state_file import mean_key, means_to_keep, state_tensors
 
 log = logging.getLogger(__name__)

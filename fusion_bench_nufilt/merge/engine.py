@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import LayerMethod, State
+from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
 from fusion_bench_nufilt.utils.devices import (
@@ -36,8 +37,6 @@ from fusion_bench_nufilt.utils.tensors import (
     stack,
     to_compute_dtype,
 )
-
-from .settings import BATCHES_PER_GPU
 
 CPU = torch.device("cpu")
 

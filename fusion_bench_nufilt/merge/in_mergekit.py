@@ -15,7 +15,8 @@ from pydantic import AfterValidator, FiniteFloat
 from torch import Tensor
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod
-from fusion_bench_nufilt.models import Heads, TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
@@ -24,7 +25,6 @@ from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .fuse import MatrixLayers, check_layers, merge_matrices
 from .other_params import running_mean
-from .settings import Settings
 from .strength import strength_of
 
 

@@ -14,9 +14,10 @@ from fusion_bench_nufilt.utils.tensors import FLOATS
 
 from .engine import batch_size
 from .plan import Plan
-from .settings import BATCH_BYTES
 from .state_file import state_layout, state_tensors
 
+#: On an accelerator, layers of equal shape are solved together within about this much memory.
+BATCH_BYTES = 4 * 2**30
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
 _WORKER_BYTES = 64 * 2**20
 # The number by which glibc's malloc.h knows this parameter.

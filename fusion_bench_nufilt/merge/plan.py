@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fusion_bench_nufilt.methods import LayerMethod
-from fusion_bench_nufilt.models import Coverage, Heads, TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+from fusion_bench_nufilt.models import Coverage, Heads
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.coverage import coverage
@@ -24,7 +25,6 @@ from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
 from .layout import Files, arrange, as_written, find_places, is_rounded, make_headers
-from .settings import Settings
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.adapters import open_task
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
@@ -36,7 +36,6 @@ from .layout import small_files_of
 from .memory import layer_memory, process_memory
 from .plan import Plan, arrange_files, models_by_role, select
 from .same_base import check_same_base
-from .settings import Settings
 from .state_file import mean_key
 
 

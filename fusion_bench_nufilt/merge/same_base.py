@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.names import block_of
-from fusion_bench_nufilt.models.targets import exclude_hint
+from fusion_bench_nufilt.models.names import exclude_hint
 from fusion_bench_nufilt.utils.manifest import read_manifest
 
 from .plan import Plan

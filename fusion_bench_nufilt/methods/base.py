@@ -3,15 +3,18 @@ in the same way.
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fusion_bench_nufilt.models.names import last_block_numbers
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.utils.options import EntryPoint
+
+# Lazy, so that the outermost number is the block's: experts inside it have numbers, too.
+_BLOCK = re.compile(r"(.*?\.)??(\d+)\.(.+)")
 
 State = dict[str, Tensor]
 """What a method keeps of n layers between two tasks: tensors ``(n, ...)`` by name."""
@@ -47,7 +50,7 @@ class LayerMethod(ABC):
     """
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of this method that differ from those of :attr:`Options` and of
-    :class:`fusion_bench_nufilt.models.TargetConfig`."""
+    :class:`fusion_bench_nufilt.methods.options.TargetConfig`."""
     is_stateless: ClassVar[bool] = False
     """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept
     beside the model.
@@ -132,3 +135,32 @@ class LayerMethod(ABC):
 def variant(method: type[LayerMethod], name: str, **defaults: Any) -> type[LayerMethod]:
     """Return a method under a name of its own, with other defaults."""
     return type(name, (method,), {"name": name, "defaults": {**method.defaults, **defaults}})
+
+
+class Block(NamedTuple):
+    """The outermost numbered block around a layer."""
+
+    # The name of what holds the blocks, with a dot, which tells stacks apart; None at the top.
+    stack: str | None
+    number: int
+    inside: str  # the rest of the layer's name
+
+
+def block_of(name: str) -> Block | None:
+    """Return the block of a layer, or None for a layer outside all blocks."""
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return None
+    return Block(match[1], int(match[2]), match[3])
+
+
+def last_block_numbers(names: Iterable[str]) -> dict[str | None, int]:
+    """Return the number of the last block of each stack that holds one of these layers or
+    tensors.
+    """
+    last: dict[str | None, int] = {}
+    for name in names:
+        block = block_of(name)
+        if block is not None:
+            last[block.stack] = max(last.get(block.stack, 0), block.number)
+    return last

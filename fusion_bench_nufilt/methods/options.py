@@ -1,17 +1,37 @@
-"""The options of every method, and its defaults, without torch: help is there at once."""
+"""All options but NUFILT's own, which are in ``nufilt/config.py``: those of the other methods, of
+the layers that are merged, of a merge of folders and of a run; and the defaults of every method.
 
-from collections.abc import Mapping
+Nothing here imports torch before it is used: help is there at once.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from fusion_bench_nufilt.nufilt.config import FusionConfig
-from fusion_bench_nufilt.utils import options
-from fusion_bench_nufilt.utils.options import check_positive, is_number
+from fusion_bench_nufilt.utils.options import (
+    check_choices,
+    check_positive,
+    check_seed,
+    check_whole,
+    is_number,
+    option,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 RTOL = 1e-6  # a direction weaker than this share of the strongest is rounding error
 
-option = partial(options.option, panel="Order-free methods")
+_warn_once = cache(logging.getLogger(__name__).warning)
+
+_method_option = partial(option, panel="Order-free methods")
+_layer_option = partial(option, panel="Layers")
+_machine_option = partial(option, panel="Machine")
+_protocol_option = partial(option, panel="Protocol")
 
 
 @dataclass(frozen=True)
@@ -22,7 +42,7 @@ class RampConfig:
         ValueError: a value is out of its range; the message names the key.
     """
 
-    ramp: float = option(
+    ramp: float = _method_option(
         0.0,
         "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the "
         "last.",
@@ -40,21 +60,21 @@ class RampConfig:
 class ScaleConfig(RampConfig):
     """The settings of an order-free method whose update has a strength."""
 
-    scale: float = option(1.0, "Strength of the merged update.", symbol="λ")
+    scale: float = _method_option(1.0, "Strength of the merged update.", symbol="λ")
 
 
 @dataclass(frozen=True)
 class SumConfig(ScaleConfig):
     """The settings of task arithmetic on the running sum."""
 
-    scale: float = option(0.3, "Strength of the merged update.", symbol="λ")
+    scale: float = _method_option(0.3, "Strength of the merged update.", symbol="λ")
 
 
 @dataclass(frozen=True)
 class WudiConfig(ScaleConfig):
     """The settings of WUDI in closed form."""
 
-    eps: float = option(
+    eps: float = _method_option(
         0.1,
         "Ridge of the least-squares problem, over the mean eigenvalue of its matrix.",
         symbol="ε",
@@ -65,12 +85,12 @@ class WudiConfig(ScaleConfig):
 class TsvConfig(ScaleConfig):
     """The settings of TSV-M."""
 
-    keep: float = option(
+    keep: float = _method_option(
         1.0,
         "A task keeps at most this share of a layer's directions; below 1, they are found by two "
         "rounds of subspace iteration.",
     )
-    faintest: float = option(
+    faintest: float = _method_option(
         RTOL, "Directions below this share of a task's strongest are left out."
     )
 
@@ -84,11 +104,11 @@ class TsvConfig(ScaleConfig):
 class SpectralConfig(RampConfig):
     """The settings of spectral voting."""
 
-    kappa: float = option(
+    kappa: float = _method_option(
         0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ"
     )
-    damp: float = option(0.5, "Directions that n tasks share are held down by n^-damp.")
-    faintest: float = option(
+    damp: float = _method_option(0.5, "Directions that n tasks share are held down by n^-damp.")
+    faintest: float = _method_option(
         RTOL,
         "Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in "
         "float32, of the leading eighth of the directions where no others count.",
@@ -134,3 +154,304 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
     "best": {**ORDER_FREE_DEFAULTS, "ramp": 0.4},
     **VARIANTS,
 }
+
+
+OtherParams = Literal["pretrained", "first", "mean"]
+OnShapeMismatch = Literal["error", "keep-base"]
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Which layers are merged, and what happens to all other parameters; a ValueError names a bad
+    key.
+    """
+
+    target_modules: str | Sequence[str] = _layer_option(
+        "auto",
+        "What is merged. auto: the authors' layers of CLIP (attention and fc1) and T5 (attention "
+        "and feed-forward), "
+        "and all projections in the blocks of other models. all-linear: every linear layer but the "
+        "output head. A list "
+        "has names of modules, whole or from a dot on; a string is a regular expression for the "
+        "whole name.",
+    )
+    exclude_modules: str | Sequence[str] | None = _layer_option(
+        None, "What is left out, named in the same way."
+    )
+    other_params: OtherParams = _layer_option(
+        "pretrained",
+        "Every other parameter: the pretrained model's (the authors' way), the first task's, or "
+        "the tasks' mean.",
+    )
+    on_shape_mismatch: OnShapeMismatch = _layer_option(
+        "error",
+        "What to do if a tensor outside the merged layers, such as embeddings, has another shape "
+        "than the pretrained "
+        "model's: refuse the model, or keep the pretrained tensor.",
+    )
+    heads: str = _layer_option(
+        "auto",
+        "Classifiers' heads, kept for each task. auto: those with other labels, or that the "
+        "pretrained model lacks; "
+        "none: no heads; anything else is a regular expression for the modules' names.",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        _check_patterns("target_modules", self.target_modules)
+        _check_patterns("heads", self.heads)
+        if self.exclude_modules is not None:
+            _check_patterns("exclude_modules", self.exclude_modules)
+
+    def changes_others(self, step: int) -> bool:
+        """Return whether the task of a step (from 1) changes the parameters outside the merged
+        layers.
+        """
+        return self.other_params == "mean" or (self.other_params == "first" and step == 1)
+
+
+def _check_patterns(key: str, value: object) -> None:
+    """Raise a ValueError unless a pattern is one regular expression or a list of words, none of
+    them empty.
+    """
+    items = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(items, Sequence)
+        or not items
+        or not all(isinstance(i, str) and i for i in items)
+    ):
+        raise ValueError(f"{key} must be a string or a list of strings, none empty, got {value!r}")
+    if isinstance(value, str):
+        matches(value, "", of=key)  # raises if it is not a regular expression
+
+
+def matches(pattern: str, name: str, *, of: str) -> bool:
+    """Tell whether an expression matches the whole of a name.
+
+    Raises:
+        ValueError: the pattern is no regular expression; the message names ``of``, its option.
+    """
+    try:
+        return re.fullmatch(pattern, name) is not None
+    # Deep nesting and huge counts of repeats raise other errors than re's own.
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{of}: {pattern!r} is no regular expression: {error}") from error
+
+
+#: One batch of layers is read, one is solved and one is written at a time.
+BATCHES_PER_GPU = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How folders are merged, apart from the method's options; a ValueError for a value out of its
+    range.
+    """
+
+    seed: int = _machine_option(42, "Seed of the adapters' initialisation.", panel="Method")
+    weights: Sequence[float] | None = _machine_option(
+        None,
+        "Strength of each task's update, in the order of the tasks; 1 by default.",
+        panel="Method",
+        scope="tasks",
+    )
+    tokenizer: str | None = _machine_option(
+        None,
+        "Whose tokens the result has where models brought new ones: base, union or the name of a "
+        "task. The default is "
+        "union, or base if on_shape_mismatch is keep-base.",
+        panel="Layers",
+        scope="merge",
+    )
+    step: int | None = _machine_option(
+        None,
+        "Number of the first task in the stream, from 1; by default, as the manifest of what is "
+        "merged says.",
+        scope="run",
+    )
+    state: bool | None = _machine_option(
+        None,
+        "Keep what the next merge needs beside the model: the sums of order-free methods, and in "
+        "float32 what the model rounds, which are NUFILT's layers and the means of other_params. "
+        "By default, methods with sums do.",
+        panel="Files",
+        scope="merge",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _machine_option(
+        "auto",
+        "Type of the result: auto is the base's, with FP8 as bfloat16.",
+        panel="Files",
+    )
+    max_shard_size: int | None = _machine_option(
+        None,
+        "The largest size of a weight file, such as 5GB; by default, the base's files.",
+        panel="Files",
+    )
+    device: str = _machine_option(
+        "cpu",
+        "Where to compute: cpu, or cuda, or several such as cuda:0,cuda:1.",
+        scope="run",
+    )
+    verify: bool = _machine_option(
+        True,
+        "Check that earlier results and the models named in a manifest are unchanged.",
+        scope="run",
+    )
+    max_memory: int | None = _machine_option(
+        None, "The most memory to use, such as 4GB, with fewer layers at a time.", scope="run"
+    )
+    engine: Literal["local", "ray"] = _machine_option(
+        "local",
+        "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, "
+        "on every GPU).",
+        scope="run",
+    )
+    address: str | None = _machine_option(
+        None,
+        "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's, or a new "
+        "one on it.",
+        scope="run",
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_seed(self.seed)
+        if self.weights is not None:
+            is_list = isinstance(self.weights, list | tuple) and len(self.weights) > 0
+            if not is_list or not all(map(is_number, self.weights)):
+                raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
+        if self.step is not None:
+            check_whole(self, "step", least=1, most=10**6)
+        if self.state is not None and not isinstance(self.state, bool):
+            raise ValueError(f"state must be true or false, got {self.state!r}")
+        for size in ("max_memory", "max_shard_size"):
+            if getattr(self, size) is not None:
+                check_whole(self, size, least=1, most=2**62)
+        if self.engine == "local":  # a cluster's workers choose their own devices
+            from fusion_bench_nufilt.utils.devices import check_devices
+
+            check_devices(self.device)
+            if self.address is not None:
+                raise ValueError(f"address '{self.address}' is for engine=ray")
+        elif self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device '{self.device}': engine=ray gives every worker a GPU by itself; say cuda, "
+                "or cpu"
+            )
+
+    @property
+    def devices(self) -> list["torch.device"]:
+        import torch
+
+        return [torch.device(name) for name in self.device.split(",")]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.devices[0].type == "cpu"
+
+    @property
+    def workers(self) -> int:
+        """The number of batches of layers that this process works on at a time."""
+        import torch
+
+        if self.on_cpu:
+            return torch.get_num_threads()
+        return BATCHES_PER_GPU * len(self.devices)
+
+
+Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]
+
+
+@dataclass(frozen=True)
+class ProtocolConfig:
+    """How a stream of models is merged, scored and saved by any method; a ValueError names a bad
+    key.
+    """
+
+    shuffle_order: bool = _protocol_option(
+        True,
+        "Shuffle the pool's order by random.Random(seed).shuffle(names); seeds 42 to 51 give the "
+        "paper's orders.",
+    )
+    seed: int = _protocol_option(42, "Seed of the order and of everything drawn.")
+    evaluate: Evaluate = _protocol_option(
+        "diagonal",
+        "What is scored. last: the final model. diagonal: also each task right after its step, "
+        "which BWT needs. "
+        "every_step: all tasks so far at every step. every_step_all: also those to come, which FWT "
+        "needs.",
+    )
+    save_on_every_step: bool = _protocol_option(
+        True,
+        "Keep the model after each step; checkpoints/merged_model_0 is that after step 1.",
+        scope="run",
+    )
+    check_models: bool = _protocol_option(
+        True, "Load every model before the first step.", scope="run"
+    )
+    check_taskpool: bool = _protocol_option(
+        True, "Score one item of each task before the first step.", scope="run"
+    )
+    resume: bool = _protocol_option(
+        False, "Go on after the last complete step in the same log directory.", scope="run"
+    )
+    num_merged: int | None = _protocol_option(
+        None, "Number of models in the pool's _merged_ model; null: as its manifest says."
+    )
+    verify: bool = _protocol_option(
+        True, "Check by digests that the pool's _merged_ model is what was saved.", scope="run"
+    )
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        check_choices(self)
+        if self.num_merged is not None:
+            check_whole(self, "num_merged", least=1)
+        if self.resume and not self.save_on_every_step:
+            raise ValueError(
+                "resume=true needs the checkpoints that save_on_every_step=false does not keep"
+            )
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """Where layers are computed; a ValueError unless it is null, all or a list of numbers."""
+
+    devices: Literal["all"] | Sequence[int] | None = _machine_option(
+        None,
+        "GPUs that share the layers: all, or a list of their numbers; null: the one that the run "
+        "is on.",
+        scope="run",
+    )
+
+    def __post_init__(self) -> None:
+        numbers = self.devices
+        if numbers is None or numbers == "all":
+            return
+        is_list = isinstance(numbers, list | tuple) and len(numbers) > 0
+        # The type is compared, since True is an int.
+        if not is_list or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(
+                f"devices must be all, or a list of numbers of GPUs such as [0,1], got {numbers!r}"
+            )
+
+    def choose(self, otherwise: "torch.device") -> list["torch.device"]:
+        """Return the devices, by default ``otherwise``, or the CPU in place of a Mac's GPU; no GPUs
+        is a ValueError.
+        """
+        import torch
+
+        if self.devices is None:
+            if otherwise.type in ("cpu", "cuda"):
+                return [otherwise]
+            _warn_once(
+                "layers are computed on the CPU: PyTorch has no eigenvalue solver for %s",
+                otherwise.type,
+            )
+            return [torch.device("cpu")]
+        numbers = self.devices
+        if numbers == "all":
+            numbers = range(torch.cuda.device_count())
+        if not numbers:
+            raise ValueError("devices=all: PyTorch sees no GPU; leave devices out")
+        return [torch.device("cuda", int(number)) for number in numbers]

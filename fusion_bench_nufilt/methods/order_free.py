@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.models.names import block_of
+from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype

@@ -10,16 +10,10 @@ if TYPE_CHECKING:
     from .coverage import Coverage
     from .heads import Heads
     from .selection import select_layers
-    from .targets import TargetConfig
 
-__all__ = ["Coverage", "Heads", "TargetConfig", "select_layers"]
+__all__ = ["Coverage", "Heads", "select_layers"]
 
 __getattr__ = lazy_exports(
     __name__,
-    {
-        "Coverage": "coverage",
-        "Heads": "heads",
-        "TargetConfig": "targets",
-        "select_layers": "selection",
-    },
+    {"Coverage": "coverage", "Heads": "heads", "select_layers": "selection"},
 )

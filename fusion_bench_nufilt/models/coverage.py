@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.names import in_module_of_block, without_numbers
-from fusion_bench_nufilt.models.targets import TargetConfig
 from fusion_bench_nufilt.models.views import MatrixView, looks_like_matrix
 
 _REST = {

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
+from fusion_bench_nufilt.methods.options import matches
 from fusion_bench_nufilt.models.names import in_module_of_block
-from fusion_bench_nufilt.models.targets import matches
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer, shared_names, untie
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.names import with_same_ending
+from fusion_bench_nufilt.models.names import exclude_hint, with_same_ending
 from fusion_bench_nufilt.models.source import MatchedRows, Source
-from fusion_bench_nufilt.models.targets import exclude_hint
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 

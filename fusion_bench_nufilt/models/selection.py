@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from fusion_bench_nufilt.methods.options import matches
 from fusion_bench_nufilt.models.names import layer_name
-from fusion_bench_nufilt.models.targets import matches
 from fusion_bench_nufilt.models.views import MatrixView, unsupported_modules, views
 
 log = logging.getLogger(__name__)

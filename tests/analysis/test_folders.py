@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from fusion_bench_nufilt.analysis.folders import analyze_folders
 from fusion_bench_nufilt.analysis.summary import reading, summarise
 from fusion_bench_nufilt.merge import plan_merge
-from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.methods.options import TargetConfig
+from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 from tests.families import FAMILIES
 from tests.tiny_models import finetuned, llama

@@ -8,7 +8,7 @@ from fusion_bench import BaseModelPool
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import TargetConfig
 from tests.merge.helpers import tensors
 from tests.tiny_models import SMALL, build, finetuned
 

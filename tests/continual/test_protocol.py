@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from fusion_bench_nufilt.continual.protocol import DeviceConfig, task_order
+from fusion_bench_nufilt.continual.algorithm import task_order
+from fusion_bench_nufilt.methods.options import DeviceConfig
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.utils.options import split_options
 from tests.tiny_models import finetuned
 

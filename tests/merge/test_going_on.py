@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods.options import Settings
 from tests.merge.helpers import (
     STATE,
     change,

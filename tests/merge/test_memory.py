@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from fusion_bench_nufilt.merge import Settings, plan_merge
+from fusion_bench_nufilt.merge import plan_merge
 from fusion_bench_nufilt.merge.engine import Budget
+from fusion_bench_nufilt.methods.options import Settings
 from tests.conftest import REPO
 
 WIDTH = 1536
@@ -24,7 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from fusion_bench_nufilt import FusionConfig
-from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
+from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.merge.memory import layer_budget, peak_memory, process_memory
 
 torch.set_num_threads(2)

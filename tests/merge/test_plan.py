@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fusion_bench_nufilt.merge import Settings, memory, merge_folders
+from fusion_bench_nufilt.merge import memory, merge_folders
 from fusion_bench_nufilt.merge.checks import (
     check_merged,
     check_modules,
@@ -17,6 +17,7 @@ from fusion_bench_nufilt.merge.checks import (
 )
 from fusion_bench_nufilt.merge.memory import batches, layer_budget, layer_memory, peak_memory
 from fusion_bench_nufilt.merge.same_base import check_same_base
+from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.architecture import Architecture
 from tests.merge.helpers import merge, plan, save_stream
 from tests.tiny_models import llama

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fusion_bench_nufilt.merge import Settings
 from fusion_bench_nufilt.merge.output import Output, work_folder
+from fusion_bench_nufilt.methods.options import Settings
 from tests.conftest import REPO
 from tests.merge.helpers import hashes, merge
 from tests.models.test_adapters import save_all

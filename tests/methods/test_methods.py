@@ -12,10 +12,9 @@ from hydra.utils import get_class
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, plain
-from fusion_bench_nufilt.continual import ProtocolConfig
-from fusion_bench_nufilt.continual.protocol import DeviceConfig
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
-from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, TargetConfig
+from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.options import option, split_options
 from tests.continual.helpers import (

@@ -10,11 +10,11 @@ from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.order_free import RTOL, strengths
 from fusion_bench_nufilt.methods.spectral import Spectral, flatten
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.models.names import last_block_numbers
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool

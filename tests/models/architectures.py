@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.methods.options import TargetConfig
+from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.coverage import coverage
 from fusion_bench_nufilt.models.names import without_numbers
 from tests.families import FAMILIES

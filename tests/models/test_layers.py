@@ -8,7 +8,8 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
-from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.methods.options import TargetConfig
+from fusion_bench_nufilt.models import select_layers
 from tests.released import released
 from tests.tiny_models import TOWER, Shared, clip, llama, llava, t5, tower
 

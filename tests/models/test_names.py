@@ -2,7 +2,8 @@
 
 import pytest
 
-from fusion_bench_nufilt.models.names import block_of, in_module_of_block, without_numbers
+from fusion_bench_nufilt.methods.base import block_of
+from fusion_bench_nufilt.models.names import in_module_of_block, without_numbers
 
 BLOCKS = {
     "model.layers.3.mlp.up_proj": ("model.layers.", 3, "mlp.up_proj"),

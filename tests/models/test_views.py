@@ -12,7 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.continual import layerwise
-from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.methods.options import TargetConfig
+from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.coverage import coverage
 from fusion_bench_nufilt.models.views import unsupported_modules, views
 from tests.families import CONVERTED, FAMILIES, OpenClipBlock, openclip

@@ -9,10 +9,7 @@ from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.continual import ProtocolConfig
-from fusion_bench_nufilt.continual.protocol import DeviceConfig
-from fusion_bench_nufilt.merge import Settings
-from fusion_bench_nufilt.models import TargetConfig
+from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.adapter import SOLVERS
 from fusion_bench_nufilt.utils.options import choices

@@ -19,7 +19,8 @@ from fusion_bench_nufilt import (
     NufiltContinualMergingAlgorithm,
     fuse_layers,
 )
-from fusion_bench_nufilt.models import TargetConfig, select_layers
+from fusion_bench_nufilt.methods.options import TargetConfig
+from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.coverage import coverage
 from tests.conftest import REPO
 from tests.families import FAMILIES, openclip

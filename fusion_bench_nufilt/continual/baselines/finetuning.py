@@ -13,8 +13,9 @@ from fusion_bench.method.classification import ContinualImageClassificationFineT
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
+from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.options import option, options_of, split_options, takes_options
 
 from .task_data import classifier, clip_pool

@@ -16,9 +16,10 @@ from fusion_bench.utils import import_object, instantiate
 from omegaconf import DictConfig
 from torch import nn
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
+from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import load_state
 from fusion_bench_nufilt.utils.options import (

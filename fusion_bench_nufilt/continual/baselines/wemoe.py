@@ -14,9 +14,10 @@ from fusion_bench.models.we_moe import WeightEnsemblingMoE, construct_weight_ens
 from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, ProtocolConfig
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED
+from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
 from fusion_bench_nufilt.utils.options import (
     check_choices,
