@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         NufiltContinualMergingAlgorithm,
     )
     from fusion_bench_nufilt.merge.fuse import fuse_layers
-    from fusion_bench_nufilt.merge.heads import load_task
+    from fusion_bench_nufilt.merge.load_task import load_task
     from fusion_bench_nufilt.nufilt import FusionConfig
 
     __version__: str
@@ -43,7 +43,7 @@ _HOMES = {
     "LayerwiseMergingAlgorithm": "continual.layerwise",
     "NufiltContinualMergingAlgorithm": "continual.layerwise",
     "fuse_layers": "merge.fuse",
-    "load_task": "merge.heads",
+    "load_task": "merge.load_task",
 }
 
 

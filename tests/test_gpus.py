@@ -21,9 +21,8 @@ from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
-from fusion_bench_nufilt.merge.memory import solving_memory
 from fusion_bench_nufilt.merge.output import Output, work_folder
-from fusion_bench_nufilt.merge.planned import PlannedLayers
+from fusion_bench_nufilt.merge.planned import PlannedLayers, solving_memory
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.sums import Sum
@@ -351,7 +350,7 @@ def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
 @pytest.fixture
 def single(monkeypatch, stream):
     """The folder of models, whose seven layers are batches of their own."""
-    monkeypatch.setattr("fusion_bench_nufilt.merge.memory.BATCH_BYTES", 0)
+    monkeypatch.setattr("fusion_bench_nufilt.merge.planned.BATCH_BYTES", 0)
     return stream
 
 
@@ -492,7 +491,7 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
     """As if every solution took as long: a GPU's n-th one ends when the other's has begun, or never
     will.
     """
-    monkeypatch.setattr("fusion_bench_nufilt.merge.memory.BATCH_BYTES", 0)
+    monkeypatch.setattr("fusion_bench_nufilt.merge.planned.BATCH_BYTES", 0)
     config = hf.LlamaConfig(**{**ONE_BLOCK, "num_hidden_layers": 3}, vocab_size=50)
     save_stream(tmp_path, build(hf.LlamaForCausalLM, config, 0), 1)
     taken, solved, changed = Counter(), Counter(), threading.Condition()

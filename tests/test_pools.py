@@ -18,7 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.models.coverage import coverage
+from fusion_bench_nufilt.models.layers import coverage
 from tests.families import FAMILIES
 from tests.merge.helpers import RANKS
 from tests.tiny_models import finetuned

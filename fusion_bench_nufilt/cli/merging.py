@@ -20,8 +20,8 @@ from fusion_bench_nufilt.merge import Plan, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.checks import check_inputs, kept_from_base
 from fusion_bench_nufilt.merge.distributed import cluster_nodes
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
-from fusion_bench_nufilt.merge.memory import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.merge.planned import disk_bytes, peak_memory
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.source import format_names

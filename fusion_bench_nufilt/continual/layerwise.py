@@ -15,19 +15,35 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.merge.checks import check_made_from, check_shapes, check_state, check_task
-from fusion_bench_nufilt.merge.encode import state_to_keep
+from fusion_bench_nufilt.merge.checks import (
+    check_made_from,
+    check_same_base,
+    check_shapes,
+    check_state,
+    check_task,
+)
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
-from fusion_bench_nufilt.merge.heads import describe_heads, find_head, new_heads, take_head
-from fusion_bench_nufilt.merge.other_params import average_others
+from fusion_bench_nufilt.merge.other_params import (
+    average_others,
+    describe_heads,
+    find_head,
+    new_heads,
+    take_head,
+)
 from fusion_bench_nufilt.merge.plan import Plan, Selection, select
-from fusion_bench_nufilt.merge.planned import PlannedLayers
-from fusion_bench_nufilt.merge.same_base import check_same_base
-from fusion_bench_nufilt.merge.state_file import has_state, mean_key, state_tensors, stored_keys
+from fusion_bench_nufilt.merge.planned import (
+    PlannedLayers,
+    has_state,
+    mean_key,
+    state_tensors,
+    state_to_keep,
+    stored_keys,
+)
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
@@ -36,7 +52,6 @@ from fusion_bench_nufilt.models.model import (
     untie_model,
 )
 from fusion_bench_nufilt.models.source import MemorySource, module_source
-from fusion_bench_nufilt.models.views import MatrixView
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text

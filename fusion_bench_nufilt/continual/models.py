@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.models.names import exclude_hint
+from fusion_bench_nufilt.models.layers import exclude_hint
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
 

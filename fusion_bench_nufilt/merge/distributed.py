@@ -15,13 +15,10 @@ from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
 
-from .encode import serialize_layer
 from .engine import LayerMerger, MergedLayer
-from .memory import batches, give_back_freed_memory
 from .output import Record
 from .plan import Plan
-from .planned import PlannedLayers
-from .state_file import state_layout
+from .planned import PlannedLayers, batches, give_back_freed_memory, serialize_layer, state_layout
 
 _Merged = list[
     tuple[Record, list[numpy.ndarray]]

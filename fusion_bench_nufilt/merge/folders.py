@@ -29,19 +29,19 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
-from .card import model_card
-from .checks import verify_merged
+from .checks import check_same_base, verify_merged
 from .distributed import merge_on_cluster
-from .encode import serialize_layer
 from .engine import Budget, MergedLayer, merge_layers
-from .heads import head_files
-from .memory import disk_bytes, give_back_freed_memory
-from .other_params import NOT_FINITE, write_other
-from .output import Output, Record, clear_work_folder, work_folder
+from .other_params import NOT_FINITE, head_files, write_other
+from .output import Output, Record, clear_work_folder, model_card, work_folder
 from .plan import Plan
-from .planned import PlannedLayers
-from .same_base import check_same_base
-from .state_file import state_layout
+from .planned import (
+    PlannedLayers,
+    disk_bytes,
+    give_back_freed_memory,
+    serialize_layer,
+    state_layout,
+)
 
 log = logging.getLogger(__name__)
 

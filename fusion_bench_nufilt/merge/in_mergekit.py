@@ -25,7 +25,7 @@ from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .fuse import MatrixLayers, check_layers, merge_matrices
 from .other_params import running_mean
-from .strength import strength_of
+from .planned import strength_of
 
 
 # mergekit refuses a name that is registered twice in a process.

@@ -1,18 +1,27 @@
 """The tensors outside the merged layers: kept, the first task's or a mean, a bounded part at a
-time.
+time; and those of heads, which are found in the tasks and kept beside the merged model.
 """
 
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
+from fusion_bench_nufilt.merge.output import Output, Record
+from fusion_bench_nufilt.merge.plan import Plan
+from fusion_bench_nufilt.merge.planned import mean_key, means_to_keep
+from fusion_bench_nufilt.models import Heads
+from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
+from fusion_bench_nufilt.utils.files import Head, Manifest
+from fusion_bench_nufilt.utils.manifest import add_head, read_heads
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
@@ -21,10 +30,6 @@ from fusion_bench_nufilt.utils.tensors import (
     is_finite,
     raw_bytes,
 )
-
-from .output import Output, Record
-from .plan import Plan
-from .state_file import mean_key, means_to_keep
 
 log = logging.getLogger(__name__)
 
@@ -283,3 +288,79 @@ def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
         return new
     wide = compute_dtype(mean)
     return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
+
+
+def take_heads(
+    rule: str,
+    base: ModelWeights,
+    tasks: Sequence[ModelWeights],
+    architecture: Architecture,
+    before: Manifest,
+) -> Heads:
+    """Find the heads of the tasks, and take them out of the merge."""
+    heads = Heads(
+        rule,
+        base.params,
+        base.source.config,
+        architecture.backbone,
+        architecture.embeddings(base.params),
+    )
+    # Without the heads of earlier tasks, this merge would choose other layers than theirs.
+    heads.keep(before.get("heads", {}).values())
+    for task in tasks:
+        find_head(heads, task)
+    for task in tasks:
+        # All have been found: one task's head is no layer of another either.
+        take_head(heads, task)
+    return heads
+
+
+def find_head(heads: Heads, task: ModelWeights) -> None:
+    """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
+    shapes = {param: task.params[param] for param in _float_params(task)}
+    heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
+
+
+def take_head(heads: Heads, task: ModelWeights) -> None:
+    """Take a task's head out of the merge."""
+    task.take_head(heads.of(_float_params(task)))
+
+
+def _float_params(task: ModelWeights) -> list[str]:
+    params = []
+    for param, key in task.keys.items():
+        if task.source.tensors[key].dtype in FLOATS:
+            params.append(param)
+    return params
+
+
+def describe_heads(
+    heads: Heads, base: ModelWeights, tasks: Sequence[ModelWeights], before: Manifest
+) -> dict[str, Head]:
+    """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
+    described = dict(before.get("heads", {}))
+    for task in tasks:
+        if task.head:
+            modules = heads.modules_of(task.head)
+            config = task.head_config(base.source.config)
+            add_head(described, task.source.label, modules, config)
+    return described
+
+
+def head_files(plan: Plan) -> dict[str, bytes]:
+    """Return the files of all heads by path in the result; those of earlier tasks come from the
+    merged model.
+    """
+    files: dict[str, bytes] = {}
+    if plan.merged is not None and plan.before.get("heads"):
+        folder = plan.merged.checkpoint.folder_with("heads/*")
+        files |= read_heads(folder, plan.before)
+    return files | new_heads(plan)
+
+
+def new_heads(plan: Plan) -> dict[str, bytes]:
+    """Return the files of the heads of a merge's own tasks by path in the result."""
+    earlier_heads = plan.before.get("heads", {})
+    names = [head["file"] for task, head in plan.heads.items() if task not in earlier_heads]
+    tasks = [task for task in plan.tasks if task.head]
+    return {name: save(task.head_tensors()) for name, task in zip(names, tasks, strict=True)}

@@ -1,23 +1,48 @@
-"""The layers of a plan, as they are read from its models."""
+"""The layers of a plan: how they are read from its models, in how much memory, at which strength of
+their tasks, and how they are written with what the next merge needs.
 
-from collections.abc import Sequence
-from functools import cached_property
+That is the state, in float32 at least: what the method keeps of each layer (for NUFILT, the layer
+itself), and the running means of tensors outside the layers, where the model rounds them.
 
+The strength of a task is found from its whole model before any layer is merged. It follows from the
+base and the task alone, so that it is the same in memory, from folders, in mergekit, on a cluster,
+in a run that goes on, and for tasks that are merged one at a time.
+"""
+
+import ctypes
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+
+import psutil
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.merge.engine import LayerSource, MergedLayer, batch_size
+from fusion_bench_nufilt.merge.output import Record
+from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.methods.base import State
+from fusion_bench_nufilt.methods.strength import Spectrum, rounding_energy, spectrum, task_strength
 from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.models.source import check_belongs
+from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.quantised import relative_spacing
+from fusion_bench_nufilt.models.source import Source, check_belongs
+from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.step import LowRank
-from fusion_bench_nufilt.utils.tensors import FLOATS
-
-from .engine import LayerSource, MergedLayer
-from .memory import batches, layer_budget, layer_memory, solving_memory
-from .output import Record
-from .plan import Plan
-from .state_file import state_tensors
-from .strength import measure_strengths
+from fusion_bench_nufilt.utils.manifest import STATE_FILE
+from fusion_bench_nufilt.utils.tensors import (
+    FLOATS,
+    TensorInfo,
+    describe,
+    digest,
+    is_finite,
+    make_header,
+    raw_bytes,
+    read_header,
+    to_compute_dtype,
+)
 
 
 class PlannedLayers(LayerSource[Layer]):
@@ -141,3 +166,295 @@ class PlannedLayers(LayerSource[Layer]):
             if layer.param in task.params:
                 _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
         return digests
+
+
+#: On an accelerator, layers of equal shape are solved together within about this much memory.
+BATCH_BYTES = 4 * 2**30
+# Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
+_WORKER_BYTES = 64 * 2**20
+# The number by which glibc's malloc.h knows this parameter.
+_M_MMAP_THRESHOLD = -3
+
+
+def process_memory(workers: int) -> int:
+    """Return the bytes that the process takes besides the layers: its present size, and its
+    workers' overhead.
+    """
+    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
+
+
+def give_back_freed_memory() -> None:
+    """Have glibc give blocks above 4 MB back to the system when they are freed.
+
+    By default, every thread keeps freed blocks of up to 32 MB, and a process of many threads takes
+    twice what it uses.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
+
+
+def layer_memory(plan: Plan, layer: Layer) -> int:
+    """Return the bytes of main memory held while a layer is merged; on a GPU, it only passes
+    through there.
+    """
+    if plan.settings.on_cpu:
+        return solving_memory(plan, layer)
+    return _stored_memory(plan, layer)
+
+
+def solving_memory(plan: Plan, layer: Layer) -> int:
+    """Return the bytes held where a layer is merged: its weights and state as read, and working
+    memory.
+    """
+    wide = max(plan.method.itemsize, plan.dtype(layer.keys[0]).itemsize)
+    return _stored_memory(plan, layer) + plan.method.working_bytes(layer.view.shape, wide)
+
+
+def _stored_memory(plan: Plan, layer: Layer) -> int:
+    numel = math.prod(layer.view.shape)
+    base_itemsize = plan.dtype(layer.keys[0]).itemsize
+    # One task's weight is held at a time. The factors of a LoRA are too thin to count.
+    task_itemsize = 0
+    for task in plan.tasks:
+        if layer.param in task.keys:
+            info = task.source.tensors[task.keys[layer.param]]
+            task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
+    weights = (base_itemsize + task_itemsize) * numel
+    # Nothing is kept in float32, so that the weight so far has the base's digits.
+    if plan.method.is_stateless and plan.state is None and not plan.keeps_state:
+        return weights + base_itemsize * numel
+    return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
+
+
+def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are
+    solved together.
+    """
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
+    for (shape, dtype), group in groups.items():
+        itemsize = max(4, dtype.itemsize)
+        device = plan.settings.devices[0]
+        size = batch_size(plan.method, shape, itemsize, device, BATCH_BYTES)
+        # A batch passes through main memory as a whole on its way to an accelerator and back.
+        if plan.settings.max_memory is not None:
+            free = plan.settings.max_memory - process_memory(plan.settings.workers)
+            size = max(1, min(size, free // layer_memory(plan, group[0])))
+        yield from (group[i : i + size] for i in range(0, len(group), size))
+
+
+def layer_budget(plan: Plan, workers: int | None = None) -> int:
+    """Return the bytes that all layers in progress may take together, by default with this
+    process's workers.
+    """
+    workers = workers or plan.settings.workers
+    batch_bytes = []
+    for batch in batches(plan, plan.layers):
+        batch_bytes.append(sum(layer_memory(plan, layer) for layer in batch))
+    # The worst case, in which the largest batches of all are in progress at a time.
+    largest = sum(sorted(batch_bytes)[-workers:])
+    bound = plan.settings.max_memory
+    if bound is None:
+        return largest
+    return min(largest, bound - process_memory(workers))
+
+
+def peak_memory(plan: Plan, workers: int | None = None) -> int:
+    """Predict the peak resident memory of a process in bytes, by default with this process's
+    workers.
+    """
+    count = workers or plan.settings.workers
+    return process_memory(count) + layer_budget(plan, workers)
+
+
+def disk_bytes(plan: Plan) -> int:
+    """Return the bytes of all weight files while the result is made."""
+    total = 0
+    for task in plan.tasks:
+        for key in task.head.values():
+            total += task.source.tensors[key].nbytes
+    _, state_file = state_layout(plan)
+    for tensors in (*plan.files.values(), state_file):
+        for info in tensors.values():
+            total += info.nbytes
+    return total
+
+
+def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
+    """Return for each tensor of a layer's state, by name, its key and param in the file, and a meta
+    tensor like it.
+    """
+    if plan.method.is_stateless:
+        key = layer.keys[0]
+        return {"weight": (key, layer.param, _wide_like(plan, key))}
+    shape = (1, *layer.view.shape)
+    # On meta, a method tells the shapes of its state and takes no memory for it.
+    base = torch.empty(shape, dtype=plan.dtype(layer.keys[0]), device="meta")
+    tensors = {}
+    for name, value in plan.method.init_state([layer.name], base).items():
+        key = f"{layer.name}.{name}"
+        tensors[name] = (key, key, value[0])
+    return tensors
+
+
+def has_state(plan: Plan, layer: Layer) -> bool:
+    """Tell whether a layer has a state that the result's weight does not tell by itself."""
+    return not plan.method.is_stateless or plan.rounds(layer.keys[0])
+
+
+def mean_key(param: str) -> str:
+    """Return the key of the running mean of a tensor outside the layers."""
+    return f"{param}.mean"
+
+
+def means_to_keep(plan: Plan) -> dict[str, Tensor]:
+    """Return a meta tensor for each running mean that the model alone would round, by param."""
+    if plan.targets.other_params != "mean":
+        return {}
+    kept = {}
+    for param, keys in plan.others.items():
+        if param in plan.averaged and plan.rounds(keys[0]):
+            kept[param] = _wide_like(plan, keys[0])
+    return kept
+
+
+def new_rows_to_keep(plan: Plan) -> dict[str, Tensor]:
+    """Return a meta tensor for the rows of new tokens that the model alone would round, by param
+    of the tensor that has them.
+    """
+    if plan.targets.other_params == "first" or not plan.vocabulary.tokens:
+        return {}
+    kept = {}
+    for param in plan.vocabulary.params:
+        if plan.rounds(plan.pretrained.keys[param]):
+            shape = (len(plan.vocabulary.tokens), *plan.pretrained.params[param][1:])
+            kept[param] = torch.empty(shape, dtype=torch.float32, device="meta")
+    return kept
+
+
+def _wide_like(plan: Plan, key: str) -> Tensor:
+    dtype = torch.promote_types(plan.dtype(key), torch.float32)
+    return torch.empty(plan.base.tensors[key].shape, dtype=dtype, device="meta")
+
+
+def stored_keys(plan: Plan) -> dict[str, str]:
+    """Return the keys of what is kept beside the merged model, by the keys that this merge has for
+    the same tensors.
+    """
+    stored = plan.state.keys if plan.state else {}
+    params = {}
+    if plan.targets.other_params == "mean":
+        params = {mean_key(param): mean_key(param) for param in plan.others}
+    for layer in plan.layers:
+        for key, param, _ in state_tensors(plan, layer).values():
+            params[key] = param
+    return {key: stored[param] for key, param in params.items() if param in stored}
+
+
+def state_layout(plan: Plan) -> tuple[bytes, dict[str, TensorInfo]]:
+    """Return the header and the tensors of the state's file, which are empty if there is none."""
+    kept: dict[str, TensorInfo] = {}
+    if plan.keeps_state:
+        for layer in plan.layers:
+            if has_state(plan, layer):
+                for key, _, like in state_tensors(plan, layer).values():
+                    kept[key] = describe(like)
+        for param, like in means_to_keep(plan).items():
+            kept[mean_key(param)] = describe(like)
+        for param, like in new_rows_to_keep(plan).items():
+            kept[new_rows_key(param)] = describe(like)
+    if not kept:
+        return b"", {}
+    header = make_header(kept)
+    return header, read_header(STATE_FILE, header)
+
+
+def serialize_layer(
+    plan: Plan,
+    state_places: Mapping[str, TensorInfo],
+    merged: MergedLayer[Layer],
+    weigh: Callable[[], Tensor],
+) -> list[memoryview]:
+    """Return the bytes of a layer's state, if it is kept, and of its weight; note their places in
+    its record.
+
+    ``state_places`` has the places in the file of the state, by key; none if there is no such file.
+    """
+    layer = merged.layer
+    record = merged.record
+    weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
+    stored: list[tuple[TensorInfo, Tensor]] = []
+    if state_places:
+        for key, value in state_to_keep(plan, layer, merged.state).items():
+            if key in state_places:
+                stored.append((state_places[key], value.cpu()))
+    rows_place = state_places.get(new_rows_key(layer.param))
+    if rows_place is not None:
+        stored.append((rows_place, plan.vocabulary.new_rows(layer.param)))
+    for key in layer.keys:
+        place = plan.places[key]
+        value = weight.to(FLOATS[place.dtype])
+        # A weight that is finite in float32 may be infinite in float16, which the engine can't see.
+        if not is_finite(value):
+            raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
+        stored.append((place, value.cpu()))
+    written = []
+    pieces = []
+    for place, value in stored:
+        # Of what is to be written: a run that goes on compares it with what is on the disk.
+        written.append((place.file, place.start, place.stop, digest(value)))
+        pieces.append(raw_bytes(value))
+    record["written"] = written
+    return pieces
+
+
+def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
+    """Return the tensors of a layer's state by their keys in the file, whose shapes and dtypes they
+    must have.
+    """
+    tensors = {}
+    for name, (key, _, like) in state_tensors(plan, layer).items():
+        value = state[name]
+        if plan.method.is_stateless:
+            value = layer.view.part(value).to(like.dtype)
+        # The header of the file is made from the state that a method starts with: no other fits.
+        if value.shape != like.shape or value.dtype != like.dtype:
+            raise ValueError(
+                f"method {plan.method.name}, layer '{layer.name}': '{name}' of its state is "
+                f"{value.dtype} {tuple(value.shape)} after the last task and was "
+                f"{like.dtype} {tuple(like.shape)} before the first"
+            )
+        tensors[key] = value
+    return tensors
+
+
+def measure_strengths(plan: Plan) -> list[float]:
+    """Return the strengths of a plan's tasks, whose weights must be on this machine."""
+    return [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
+
+
+@torch.no_grad()
+def strength_of(base: Source, layers: Sequence[Layer], task: ModelWeights) -> float:
+    """Return the strength of a task, given all layers to merge, between a half and 1."""
+    shapes = [layer.view.shape for layer in layers]
+    return task_strength(layers, shapes, partial(_spectrum_of, base, task))
+
+
+def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | None:
+    """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
+    if layer.param not in task.params:
+        return None
+    theta_0, _ = base.read(layer.keys[0])
+    new, _ = task.weight(layer.param, theta_0)
+    if isinstance(new, LowRank):
+        # Factors have not been rounded to the digits of a whole weight.
+        return spectrum(new, rounding=0.0)
+    rounding = 0.0
+    if layer.param in task.keys:
+        spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
+        rounding = rounding_energy(new, spacing)
+    return spectrum(layer.view.matrix(to_compute_dtype(new) - to_compute_dtype(theta_0)), rounding)

@@ -26,17 +26,15 @@ from .checks import (
     CHANGED,
     check_merged,
     check_modules,
+    check_same_base,
     check_shapes,
     check_state,
     check_task,
     verify_merged,
 )
-from .heads import describe_heads, take_heads
-from .layout import small_files_of
-from .memory import layer_memory, process_memory
-from .plan import Plan, arrange_files, models_by_role, select
-from .same_base import check_same_base
-from .state_file import mean_key
+from .other_params import describe_heads, take_heads
+from .plan import Plan, arrange_files, models_by_role, select, small_files_of
+from .planned import layer_memory, mean_key, process_memory
 
 
 def plan_merge(

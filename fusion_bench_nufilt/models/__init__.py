@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from fusion_bench_nufilt.utils import lazy_exports
 
 if TYPE_CHECKING:
-    from .coverage import Coverage
     from .heads import Heads
-    from .selection import select_layers
+    from .layers import Coverage, select_layers
 
 __all__ = ["Coverage", "Heads", "select_layers"]
 
 __getattr__ = lazy_exports(
     __name__,
-    {"Coverage": "coverage", "Heads": "heads", "select_layers": "selection"},
+    {"Coverage": "layers", "Heads": "heads", "select_layers": "layers"},
 )

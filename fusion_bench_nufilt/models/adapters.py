@@ -15,8 +15,8 @@ from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.experts import Expert, ExpertRows, find_experts, find_saved_experts
 from fusion_bench_nufilt.models.heads import labels
+from fusion_bench_nufilt.models.layers import with_same_ending
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.names import with_same_ending
 from fusion_bench_nufilt.models.source import LastRead, Source, format_names
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.files import printable

@@ -22,9 +22,14 @@ from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models import Heads, select_layers
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.names import exclude_hint, layer_name, without_numbers
+from fusion_bench_nufilt.models.layers import (
+    MatrixView,
+    exclude_hint,
+    layer_name,
+    views,
+    without_numbers,
+)
 from fusion_bench_nufilt.models.source import Parts, Source, part
-from fusion_bench_nufilt.models.views import MatrixView, views
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 

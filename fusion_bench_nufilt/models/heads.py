@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from fusion_bench_nufilt.methods.options import matches
-from fusion_bench_nufilt.models.names import in_module_of_block
+from fusion_bench_nufilt.models.layers import in_module_of_block
 
 Shapes = Mapping[str, tuple[int, ...]]
 

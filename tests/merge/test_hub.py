@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import FusionConfig, load_task
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
-from fusion_bench_nufilt.merge.memory import disk_bytes
+from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.merge.helpers import RANKS, STATE, manifest, merge, same, save_stream, tensors

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_nufilt.merge.memory import disk_bytes
+from fusion_bench_nufilt.merge.planned import disk_bytes
 from tests.cli.helpers import nufilt
 from tests.merge.helpers import RANKS, change, hashes, merge, plan, same, save_stream, tensors
 from tests.tiny_models import llama

@@ -6,17 +6,23 @@ import math
 import pytest
 import torch
 
-from fusion_bench_nufilt.merge import memory, merge_folders
+from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import (
     check_merged,
     check_modules,
+    check_same_base,
     check_shapes,
     check_state,
     check_task,
     verify_merged,
 )
-from fusion_bench_nufilt.merge.memory import batches, layer_budget, layer_memory, peak_memory
-from fusion_bench_nufilt.merge.same_base import check_same_base
+from fusion_bench_nufilt.merge.planned import (
+    batches,
+    disk_bytes,
+    layer_budget,
+    layer_memory,
+    peak_memory,
+)
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.architecture import Architecture
 from tests.merge.helpers import merge, plan, save_stream
@@ -33,7 +39,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     assert (
         layer_memory(sums, layer) - layer_memory(weights, layer) == working + 24
     )  # three numbers beside the votes
-    more = memory.disk_bytes(sums) - memory.disk_bytes(weights)
+    more = disk_bytes(sums) - disk_bytes(weights)
     assert more == sum(4 * math.prod(each.view.shape) + 24 for each in sums.layers)
     assert layer_memory(weights, layer) == 3 * 4 * elements + weights.method.working_bytes(
         layer.view.shape, 4
@@ -45,7 +51,7 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
         "fusion_bench_nufilt.utils.devices.check_devices", torch.device
     )  # as if there was one
     # What this process takes by itself grows while tests run.
-    monkeypatch.setattr(memory, "process_memory", lambda workers: 10**9)
+    monkeypatch.setattr("fusion_bench_nufilt.merge.planned.process_memory", lambda workers: 10**9)
     monkeypatch.setattr("fusion_bench_nufilt.merge.planning.process_memory", lambda workers: 10**9)
     free = plan(stream, settings={"device": "cuda"})
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fusion_bench_nufilt.merge.memory import disk_bytes
 from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from tests.conftest import REPO
 from tests.merge.helpers import (

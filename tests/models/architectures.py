@@ -22,8 +22,7 @@ import torch
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.models.coverage import coverage
-from fusion_bench_nufilt.models.names import without_numbers
+from fusion_bench_nufilt.models.layers import coverage, without_numbers
 from tests.families import FAMILIES
 from tests.merge.helpers import RANKS, manifest, merge, save_stream, transpose_experts
 from tests.released import RELEASED, released

@@ -3,7 +3,7 @@
 import pytest
 
 from fusion_bench_nufilt.methods.base import block_of
-from fusion_bench_nufilt.models.names import in_module_of_block, without_numbers
+from fusion_bench_nufilt.models.layers import in_module_of_block, without_numbers
 
 BLOCKS = {
     "model.layers.3.mlp.up_proj": ("model.layers.", 3, "mlp.up_proj"),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_nufilt.merge.memory import disk_bytes
+from fusion_bench_nufilt.merge.planned import disk_bytes
 from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,

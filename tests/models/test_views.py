@@ -14,8 +14,7 @@ from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, f
 from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.models.coverage import coverage
-from fusion_bench_nufilt.models.views import unsupported_modules, views
+from fusion_bench_nufilt.models.layers import coverage, unsupported_modules, views
 from tests.families import CONVERTED, FAMILIES, OpenClipBlock, openclip
 from tests.tiny_models import clip, finetuned, full_clip, tower
 

@@ -21,7 +21,7 @@ from fusion_bench_nufilt import (
 )
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.models.coverage import coverage
+from fusion_bench_nufilt.models.layers import coverage
 from tests.conftest import REPO
 from tests.families import FAMILIES, openclip
 from tests.released import released

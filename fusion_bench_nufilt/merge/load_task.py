@@ -1,101 +1,17 @@
-"""The heads of classifiers: find them in the tasks, keep them beside the merged model, put them
-back on it.
-"""
+"""Load a merged model with the head of one of its tasks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load, load_file
 from torch import nn
 
-from fusion_bench_nufilt.models import Heads
-from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import labels
-from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.utils.files import Head, Manifest
-from fusion_bench_nufilt.utils.manifest import add_head, read_heads, read_manifest
-from fusion_bench_nufilt.utils.tensors import FLOATS
-
-from .plan import Plan
-
-
-def take_heads(
-    rule: str,
-    base: ModelWeights,
-    tasks: Sequence[ModelWeights],
-    architecture: Architecture,
-    before: Manifest,
-) -> Heads:
-    """Find the heads of the tasks, and take them out of the merge."""
-    heads = Heads(
-        rule,
-        base.params,
-        base.source.config,
-        architecture.backbone,
-        architecture.embeddings(base.params),
-    )
-    # Without the heads of earlier tasks, this merge would choose other layers than theirs.
-    heads.keep(before.get("heads", {}).values())
-    for task in tasks:
-        find_head(heads, task)
-    for task in tasks:
-        # All have been found: one task's head is no layer of another either.
-        take_head(heads, task)
-    return heads
-
-
-def find_head(heads: Heads, task: ModelWeights) -> None:
-    """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
-    shapes = {param: task.params[param] for param in _float_params(task)}
-    heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
-
-
-def take_head(heads: Heads, task: ModelWeights) -> None:
-    """Take a task's head out of the merge."""
-    task.take_head(heads.of(_float_params(task)))
-
-
-def _float_params(task: ModelWeights) -> list[str]:
-    params = []
-    for param, key in task.keys.items():
-        if task.source.tensors[key].dtype in FLOATS:
-            params.append(param)
-    return params
-
-
-def describe_heads(
-    heads: Heads, base: ModelWeights, tasks: Sequence[ModelWeights], before: Manifest
-) -> dict[str, Head]:
-    """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
-    described = dict(before.get("heads", {}))
-    for task in tasks:
-        if task.head:
-            modules = heads.modules_of(task.head)
-            config = task.head_config(base.source.config)
-            add_head(described, task.source.label, modules, config)
-    return described
-
-
-def head_files(plan: Plan) -> dict[str, bytes]:
-    """Return the files of all heads by path in the result; those of earlier tasks come from the
-    merged model.
-    """
-    files: dict[str, bytes] = {}
-    if plan.merged is not None and plan.before.get("heads"):
-        folder = plan.merged.checkpoint.folder_with("heads/*")
-        files |= read_heads(folder, plan.before)
-    return files | new_heads(plan)
-
-
-def new_heads(plan: Plan) -> dict[str, bytes]:
-    """Return the files of the heads of a merge's own tasks by path in the result."""
-    earlier_heads = plan.before.get("heads", {})
-    names = [head["file"] for task, head in plan.heads.items() if task not in earlier_heads]
-    tasks = [task for task in plan.tasks if task.head]
-    return {name: save(task.head_tensors()) for name, task in zip(names, tasks, strict=True)}
+from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.manifest import read_heads, read_manifest
 
 
 def load_task(folder: str | Path, task: str) -> nn.Module:
