@@ -25,7 +25,7 @@ from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.planned import PlannedLayers, solving_memory
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
-from fusion_bench_nufilt.methods.sums import Sum
+from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt import LowRank, adapter
 from fusion_bench_nufilt.nufilt.step import working_bytes

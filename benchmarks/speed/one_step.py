@@ -37,8 +37,8 @@ from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.compare.experiment import read_peak, reset_peak
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods.options import SpectralConfig
+from fusion_bench_nufilt.methods.order_free import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.spectral import Spectral
-from fusion_bench_nufilt.methods.sums import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.adapter import Objective, fit_adapter, loop_gram

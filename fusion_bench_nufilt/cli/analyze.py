@@ -16,16 +16,19 @@ from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import lock_folder, printable, read_json, refuse_foreign
 from fusion_bench_nufilt.utils.overrides import with_config_dir, without_method
 
-from .options import ConfigDir, patterns, takes_options, was_typed
 from .terminal import (
     AsJson,
+    ConfigDir,
     Quiet,
     bars_on,
     name_files,
     only_log_of,
+    patterns,
     raise_failures,
+    takes_options,
     terminal,
     warn,
+    was_typed,
 )
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")

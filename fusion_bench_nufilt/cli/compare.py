@@ -9,9 +9,9 @@ import typer
 from fusion_bench_nufilt.utils.files import refuse_foreign
 from fusion_bench_nufilt.utils.overrides import with_config_dir
 
-from .options import ConfigDir
 from .terminal import (
     AsJson,
+    ConfigDir,
     Quiet,
     bars_on,
     interruptible,

@@ -7,8 +7,7 @@ import typer
 
 from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS, Settings, TargetConfig
 
-from .options import takes_options, typed_values
-from .terminal import AsJson, Quiet, terminal
+from .terminal import AsJson, Quiet, takes_options, terminal, typed_values
 
 KINDS = (*dict.fromkeys(OPTIONS.values()), TargetConfig, Settings)
 #: The options that most merges need, which stand first, with those in the signature.

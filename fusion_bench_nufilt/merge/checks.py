@@ -18,11 +18,10 @@ from fusion_bench_nufilt.merge.plan import Plan, Selection, is_rounded
 from fusion_bench_nufilt.merge.planned import mean_key, means_to_keep, state_tensors
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
-from fusion_bench_nufilt.models.adapters import COPY_HEAD
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import coverage, exclude_hint
-from fusion_bench_nufilt.models.model import ModelWeights, differing
+from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, differing
 from fusion_bench_nufilt.models.source import format_names, module_source
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input

@@ -30,7 +30,6 @@ from fusion_bench_nufilt.utils.manifest import (
 from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
 from .checks import check_same_base, verify_merged
-from .distributed import merge_on_cluster
 from .engine import Budget, MergedLayer, merge_layers
 from .other_params import NOT_FINITE, head_files, write_other
 from .output import Output, Record, clear_work_folder, model_card, work_folder
@@ -212,6 +211,8 @@ def _merge(
         write_other(plan, param, state_places, output)
 
     if plan.settings.engine == "ray":
+        from .distributed import merge_on_cluster
+
         merged_layers = merge_on_cluster(plan, layers, output.add)
     else:
         # Workers of a cluster do this in processes of their own.

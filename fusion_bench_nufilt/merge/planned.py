@@ -24,7 +24,12 @@ from fusion_bench_nufilt.merge.engine import LayerSource, MergedLayer, batch_siz
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.methods.base import State
-from fusion_bench_nufilt.methods.strength import Spectrum, rounding_energy, spectrum, task_strength
+from fusion_bench_nufilt.methods.task_vector import (
+    Spectrum,
+    rounding_energy,
+    spectrum,
+    task_strength,
+)
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import relative_spacing

@@ -6,7 +6,6 @@ from typing import Any
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
-from fusion_bench_nufilt.models.adapters import open_task
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.model import (
@@ -189,8 +188,21 @@ def _open_tasks(
         raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
     models = []
     for name, weight in zip(names, weights, strict=True):
-        models.append(open_task(name, architecture, weight))
+        models.append(_open_task(name, architecture, weight))
     return models
+
+
+def _open_task(name: str, architecture: Architecture, strength: float) -> ModelWeights:
+    checkpoint = Checkpoint.open(name)
+    task: ModelWeights
+    if is_adapter(checkpoint.folder):
+        from fusion_bench_nufilt.models.adapters import LoraAdapter
+
+        task = LoraAdapter(checkpoint, architecture)
+    else:
+        task = ModelWeights(checkpoint, architecture)
+    task.strength = strength
+    return task
 
 
 def _join_vocabularies(

@@ -107,7 +107,7 @@ class LayerMethod(ABC):
             base: their pretrained weights.
             task: the task's weights, or the factors of its update.
             step: the number of the task in the stream, from 1.
-            strength: that of the whole task, see :mod:`.strength`.
+            strength: that of the whole task, see :func:`.task_vector.task_strength`.
             float64: decompose in float64, since a solver failed in less.
         """
 

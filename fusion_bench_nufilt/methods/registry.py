@@ -3,12 +3,10 @@
 from fusion_bench_nufilt.utils.options import unknown
 
 from .base import LayerMethod, variant
-from .best import Best
 from .nufilt import Nufilt
 from .options import VARIANTS
-from .spectral import Spectral
-from .sums import Isotropic, Sum, WudiSums
-from .tsv import TsvStream
+from .order_free import Isotropic, Sum, WudiSums
+from .spectral import Best, Spectral, TsvStream
 
 ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Best)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""

@@ -1,36 +1,46 @@
-r"""Spectral voting: the directions that tasks change most, at nearly equal strength. It is not from
-the paper.
-
-The tasks of a layer vote, and the merged update is the sum of their votes with its spectrum made
-nearly flat:
-
-.. math::
-    A_t = U (s / s_1)^3 V^\top = \tau_t \tau_t^\top \tau_t / s_1^3 \quad (\tau_t = U s V^\top),
-    \qquad S = \sum_t A_t = U_S\, \sigma\, V_S^\top, \qquad X = \kappa\, m\; U_S\, q(\sigma)\,
-    V_S^\top
-
-with m the mean of the tasks' :math:`s_1`. Because of the cube, a task votes with its leading
-directions only. A sum does not depend on the order in which the tasks arrive, so neither does X. q
-lifts votes of :math:`10^{-6}` to full strength, so that S is decomposed in float64.
-
-It would lift as much what little is left of votes that cancel. So where the sum of the votes is
-less than half as long as that of unrelated ones, :math:`\lVert S \rVert < \tfrac12 \sqrt{\sum_t
-\lVert A_t \rVert^2}`, X is multiplied by the ratio of the two lengths.
+"""Methods on the singular directions of task vectors: spectral voting, TSV-M, and their mean,
+`best`.
 """
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from .base import State
-from .options import SpectralConfig
-from .order_free import RTOL_OF_FLOAT32, FirstWhole, map_spectrum
-from .task_vector import TaskVector
+from fusion_bench_nufilt.methods.base import State
+from fusion_bench_nufilt.methods.options import DEFAULTS, ScaleConfig, SpectralConfig, TsvConfig
+from fusion_bench_nufilt.methods.order_free import (
+    RTOL_OF_FLOAT32,
+    FirstWhole,
+    OrderFree,
+    map_spectrum,
+    polar_factor,
+)
+from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
 
 SLOPE = 0.03  # the fall of q between no vote and one vote
 
 
 class Spectral(FirstWhole):
-    """Spectral voting.
+    r"""Spectral voting: the directions that tasks change most, at nearly equal strength. It is not
+    from the paper.
+
+    The tasks of a layer vote, and the merged update is the sum of their votes with its spectrum
+    made nearly flat:
+
+    .. math::
+        A_t = U (s / s_1)^3 V^\top = \tau_t \tau_t^\top \tau_t / s_1^3 \quad (\tau_t = U s V^\top),
+        \qquad S = \sum_t A_t = U_S\, \sigma\, V_S^\top, \qquad X = \kappa\, m\; U_S\, q(\sigma)\,
+        V_S^\top
+
+    with m the mean of the tasks' :math:`s_1`. Because of the cube, a task votes with its leading
+    directions only. A sum does not depend on the order in which the tasks arrive, so neither does
+    X. q lifts votes of :math:`10^{-6}` to full strength, so that S is decomposed in float64.
+
+    It would lift as much what little is left of votes that cancel. So where the sum of the votes is
+    less than half as long as that of unrelated ones, :math:`\lVert S \rVert < \tfrac12 \sqrt{\sum_t
+    \lVert A_t \rVert^2}`, X is multiplied by the ratio of the two lengths.
 
     The state of a layer is the sum of the ``votes`` ``(d_o, d_i)`` of its tasks, that of their
     squared norms, the ``vote_energy``, and the ``mean`` of the tasks' largest singular values.
@@ -81,3 +91,159 @@ def flatten(sigma: Tensor, damp: float) -> Tensor:
     SLOPE as they grow.
     """
     return torch.where(sigma <= 1, 1 + SLOPE * (1 - sigma), sigma.clamp_min(1) ** -damp)
+
+
+class TsvStream(OrderFree):
+    r"""TSV-M, task singular vectors (Gargiulo et al., CVPR 2025), of the tasks that have arrived.
+
+    With ``k = min(d_o, d_i)``, each of T tasks keeps its k // T leading directions, and
+    :math:`X = \lambda\, \mathrm{polar}([U_1 \dots U_T])\, \mathrm{diag}(s)\, \mathrm{polar}([V_1
+    \dots V_T])^\top`. A new task shortens the lists of all earlier ones, so that the state,
+    ``left`` ``(d_o, k)``, ``values`` ``(k,)`` and ``right`` ``(d_i, k)``, has at most the size of
+    two models; its columns beyond T (k // T) are zero, and so are those that a task of lower rank
+    lacks. Of more than k tasks, each has its strongest direction to offer, and the k strongest of
+    these are kept. Directions are rounded to float16 once, as they arrive. ``columns`` is how
+    many of them each task has.
+    """
+
+    name = "tsv_stream"
+    label = "TSV-M (stream)"
+    citation = (
+        "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after "
+        "another"
+    )
+    Options = TsvConfig
+    directions = ("left", "right")
+
+    options: TsvConfig
+
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+        k = min(d_o, d_i)
+        return {"left": (d_o, k), "values": (k,), "right": (d_i, k), "columns": ()}
+
+    def num_directions(self, k: int, tasks: int) -> int:
+        """Return how many of k directions each of the tasks keeps."""
+        return max(1, min(k // max(1, tasks), int(k * self.options.keep)))
+
+    def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
+        """Return those directions of a new task, the last of several, that it keeps."""
+        count = self.num_directions(k, tasks)
+        if self.options.keep < 1:
+            # As many as a first task keeps, so that all methods share one iteration.
+            U, s, V = task.leading(self.num_directions(k, 1))
+            U = U[:, :count]
+            s = s[:count]
+            V = V[:, :count]
+        else:
+            U, s, V = task.directions(count)
+        is_kept = s > self.options.faintest * s[:1]
+        return Directions(U * is_kept, s * is_kept, V * is_kept)
+
+    def accumulate(self, state: State, task: TaskVector) -> State:
+        tasks = int(state["count"])
+        k = len(state["values"])
+        count = self.num_directions(k, tasks)
+        # Not what the options say now: an earlier merge may have had another ``keep``.
+        count_before = max(1, int(state["columns"]))
+        starts = range(0, min(k, (tasks - 1) * count_before), count_before)
+        columns: dict[str, Tensor] = {}
+        for name, new in self.directions_of(task, k, tasks)._asdict().items():
+            kept_columns = []
+            for start in starts:
+                earlier = state[name][..., start : start + min(count, count_before)]
+                kept_columns.append(pad(earlier, (0, count - earlier.shape[-1])))
+            kept_columns.append(new.to(state[name].dtype))
+            columns[name] = torch.cat(kept_columns, dim=-1)
+        if columns["values"].shape[-1] > k:
+            # The strongest, in the order of their tasks; of equal ones the earlier.
+            by_strength = columns["values"].argsort(descending=True, stable=True)
+            strongest = by_strength[:k].sort().values
+            columns = {name: each[..., strongest] for name, each in columns.items()}
+        kept = {**state, "columns": torch.full_like(state["columns"], count)}
+        for name, each in columns.items():
+            kept[name] = pad(each, (0, k - each.shape[-1]))
+        return kept
+
+    def merged_update(self, state: State, scale: float) -> Tensor:
+        s = state["values"]
+        is_used = s > 0
+        if not is_used.any():
+            return s.new_zeros(len(state["left"]), len(state["right"]))
+        # Orthogonalised, so that the directions of one task are no others'.
+        left = polar_factor(state["left"][:, is_used].to(s.dtype))
+        right = polar_factor(state["right"][:, is_used].to(s.dtype))
+        return scale * left * s[is_used] @ right.mT
+
+
+class Best(FirstWhole):
+    r"""The mean of the updates of TSV-M and of spectral voting, whose states are both kept.
+
+    The state also has the sum of the tasks' ``strength``, and that of their ``energy``, the squared
+    norms of the layer's task vectors.
+
+    TSV-M merges the few directions that matter most to a task, spectral voting what many directions
+    have in common. Three of their options make both of them cheap: TSV-M keeps at most an eighth of
+    a layer's directions of each task, and none below a fiftieth of the task's strongest; votes
+    below a ten-thousandth of the strongest are left out.
+
+    The strength follows from the tasks:
+
+    - Neither member's update is shorter than :math:`\sqrt{\sum_t \lVert \tau_t \rVert^2}`, the
+      length of the sum of tasks that have nothing in common, as it would be where task vectors are
+      flat, such as Muon's. Where tasks cancel, this length fades with what is left of their votes,
+      and both updates with it.
+    - A task of low rank, such as a LoRA adapter, has half of the strength in all of the model's
+      layers (:func:`.task_vector.task_strength`), and a layer the mean of its tasks.
+
+    docs/notes/best.md has the reasons.
+    """
+
+    name = "best"
+    label = "TSV-M with spectral voting"
+    citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
+    defaults = DEFAULTS[name]
+    directions = TsvStream.directions
+    weighs_tasks = True
+
+    def __init__(
+        self,
+        options: ScaleConfig,
+        layers: Sequence[str],
+        seed: int = 42,
+        last_blocks: Mapping[str | None, int] | None = None,
+    ) -> None:
+        super().__init__(options, layers, seed, last_blocks)
+        # Without a ramp: the strength of best has one, which multiplies both updates.
+        self.tsv = TsvStream(TsvConfig(scale=1.5, keep=1 / 8, faintest=1 / 50), layers)
+        self.votes = Spectral(SpectralConfig(damp=1.0, faintest=1e-4), layers)
+
+    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
+        members = {**self.tsv.state_shapes(d_o, d_i), **self.votes.state_shapes(d_o, d_i)}
+        return {"strength": (), "energy": (), **members}
+
+    def accumulate(self, state: State, task: TaskVector) -> State:
+        # Here, since accumulate_next gets the first task late, and without its strength.
+        return super().accumulate({**state, "strength": state["strength"] + task.strength}, task)
+
+    def accumulate_next(self, state: State, task: TaskVector) -> State:
+        state = self.votes.accumulate_next(self.tsv.accumulate(state, task), task)
+        return {**state, "energy": state["energy"] + task.energy}
+
+    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
+        left_over = self.votes.left_over(state)
+        least = left_over * state["energy"].sqrt().item()
+        # The update by votes fades with them by itself; TSV-M does not know that tasks cancel.
+        X_tsv = left_over * self.tsv.merged_update(state, self.tsv.scale)
+        X_tsv = rescale_to_min_norm(X_tsv, least)
+        X_votes = self.votes.merged_update_of_several(state, self.votes.scale)
+        X_votes = rescale_to_min_norm(X_votes, least)
+        strength = state["strength"].item() / state["count"].item()
+        return scale * strength * (X_tsv + X_votes) / 2
+
+
+def rescale_to_min_norm(X: Tensor, least: float) -> Tensor:
+    """Return a matrix whose Frobenius norm is below ``least``, but not zero, at that length, and
+    others as they are.
+    """
+    norm = torch.linalg.vector_norm(X).item()
+    return X * (least / norm) if 0 < norm < least else X

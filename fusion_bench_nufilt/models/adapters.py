@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
-from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.experts import Expert, ExpertRows, find_experts, find_saved_experts
 from fusion_bench_nufilt.models.heads import labels
 from fusion_bench_nufilt.models.layers import with_same_ending
-from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights
 from fusion_bench_nufilt.models.source import LastRead, Source, format_names
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.files import printable
@@ -49,9 +49,6 @@ _WITHOUT_WEIGHTS = (
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"
 SAVE_AGAIN = "save it again from the model that was trained"
-COPY_HEAD = (
-    "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
-)
 
 
 def check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
@@ -609,14 +606,3 @@ def _last_name(model: str) -> str:
     path = re.sub(r"models--([^/]+)/snapshots/[^/]+$", r"\1", model.replace("\\", "/").rstrip("/"))
     name = path.rpartition("/")[2].rpartition("--")[2].partition("@")[0].lower()
     return re.sub(r"(-unsloth)?-bnb-[48]bit$", "", name)
-
-
-def open_task(name: str, architecture: Architecture, strength: float) -> ModelWeights:
-    checkpoint = Checkpoint.open(name)
-    task: ModelWeights
-    if is_adapter(checkpoint.folder):
-        task = LoraAdapter(checkpoint, architecture)
-    else:
-        task = ModelWeights(checkpoint, architecture)
-    task.strength = strength
-    return task

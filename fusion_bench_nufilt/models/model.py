@@ -23,6 +23,11 @@ from fusion_bench_nufilt.models.source import MatchedRows, Source
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 
+# What to do with an embedding that is one weight with the head, where a model has two.
+COPY_HEAD = (
+    "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
+)
+
 
 class ModelWeights:
     """A model with all its weights, in files or in memory.

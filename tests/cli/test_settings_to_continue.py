@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.cli.settings_to_continue import settings_to_continue
+from fusion_bench_nufilt.cli.merging import settings_to_continue
 from tests.cli.helpers import nufilt
 from tests.continual.helpers import logging_to
 from tests.merge.helpers import (

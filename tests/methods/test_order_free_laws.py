@@ -12,13 +12,16 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
 from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods import ORDER_FREE
-from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig, WudiConfig
-from fusion_bench_nufilt.methods.order_free import map_spectrum, polar_factor
-from fusion_bench_nufilt.methods.spectral import Spectral
-from fusion_bench_nufilt.methods.sums import Isotropic, Sum, WudiSums
+from fusion_bench_nufilt.methods.order_free import (
+    Isotropic,
+    Sum,
+    WudiSums,
+    map_spectrum,
+    polar_factor,
+)
+from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream
 from fusion_bench_nufilt.methods.task_vector import TaskVector
-from fusion_bench_nufilt.methods.tsv import TsvStream
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import every_device

@@ -6,17 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fusion_bench_nufilt.methods.best import Best
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
-from fusion_bench_nufilt.methods.spectral import Spectral
-from fusion_bench_nufilt.methods.strength import (
+from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream
+from fusion_bench_nufilt.methods.task_vector import (
     SAMPLED_LAYERS,
     rounding_energy,
     spectrum,
     tail,
     task_strength,
 )
-from fusion_bench_nufilt.methods.tsv import TsvStream
 from fusion_bench_nufilt.nufilt import LowRank
 from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance, task_vectors

@@ -1,1 +1,0 @@
-"""The models of a merge: checkpoints as they are stored, and adapters."""
