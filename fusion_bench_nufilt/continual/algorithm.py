@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
+from fusion_bench.taskpool import DummyTaskPool
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -35,7 +36,7 @@ from fusion_bench_nufilt.utils.options import (
 )
 
 from . import models as pools
-from .evaluation import RunScores, find_evaluator
+from .evaluation import Evaluator, RunScores
 from .models import (
     MERGED,
     PRETRAINED,
@@ -76,7 +77,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     # These describe the last run.
     folder: RunFolder | None  # the log directory
     modelpool: BaseModelPool
-    matrix: AccuracyMatrix
     scores: RunScores | None  # None without a task pool
     merge_seconds: list[float]  # by step, without loading, saving and scoring
     before: Manifest  # of `_merged_`, as far as it is known
@@ -170,6 +170,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """
 
     @property
+    def matrix(self) -> AccuracyMatrix:
+        """The scores of the run; without a task pool, none is filled in."""
+        if self.scores is None:
+            return AccuracyMatrix(self.names)
+        return self.scores.matrix
+
+    @property
     def taskpool(self) -> Any:
         """The task pool that scores the run, if there is one."""
         if self.scores is None:
@@ -221,7 +228,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.names = names
-        self.matrix = AccuracyMatrix(names)
         self.merge_seconds = []
         self.on_step = on_step
         self._inputs: dict[str, Input] = {}
@@ -239,7 +245,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.check_model(pretrained, pretrained, PRETRAINED, self.missing_in_pretrained)
         # One item of each, so that half an hour of merging is not lost to a task that is missing.
         if self.scores is not None and self.check_taskpool:
-            self.scores.evaluator.check(pretrained, self.matrix.tasks)
+            self.scores.evaluator.check(pretrained, self.scores.matrix.tasks)
         # A resumed run must know all weights, to tell whether they are those of before.
         self._checked_first = self.check_models or self.resume
         if self._checked_first:
@@ -262,18 +268,19 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
 
     def _scores(self, taskpool: Any) -> RunScores | None:
         """Return the scorer of this run, or None without a task pool."""
-        evaluator = find_evaluator(taskpool, self._program)
-        if evaluator is None:
+        if taskpool is None and self._program is not None:
+            taskpool = self._program.taskpool
+        if taskpool is None or isinstance(taskpool, DummyTaskPool):
             return None
+        evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool)
         # The tasks of `_merged_` that the pool can score stand before those of the stream.
         earlier_tasks = []
         for task in self.before.get("tasks", []):
             if task not in self.names and evaluator.has(task):
                 earlier_tasks.append(task)
-        self.matrix = AccuracyMatrix([*earlier_tasks, *self.names])
         return RunScores(
             evaluator=evaluator,
-            matrix=self.matrix,
+            matrix=AccuracyMatrix([*earlier_tasks, *self.names]),
             earlier=len(earlier_tasks),
             evaluate=self.evaluate,
             first_step=self.first_step,
@@ -427,7 +434,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             # FusionBench prints this report last, so that a run ends with its metrics and the page.
             report = scores.final_report()
             self._program.taskpool = ReportedTaskPool(self.taskpool, merged, report)
-        print_matrix(self.matrix, title=f"{self.name}: score (%) of each task after each step")
+        print_matrix(scores.matrix, title=f"{self.name}: score (%) of each task after each step")
         if self.folder is None:
             return
         about = {
@@ -437,7 +444,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "merge_seconds": self.merge_seconds,
             "versions": package_versions(),
         }
-        self.matrix.save(self.folder.path, about)
+        scores.matrix.save(self.folder.path, about)
         try_write_report(self.folder.path)
         picture = self.folder.path / "accuracy_matrix.png"
         log_picture(self.fabric.loggers, "accuracy_matrix", picture, self._last_step)
@@ -445,8 +452,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     def _summary(self, merged: nn.Module) -> list[str]:
         """Return the last lines of a run: its scores, its files and how to load its model."""
         lines = []
-        metrics = self.matrix.metrics()
         if self.scores is not None:
+            metrics = self.scores.matrix.metrics()
             acc = percent(metrics["ACC"])
             bwt = percent(metrics["BWT"], sign=True)
             lines.append(f"ACC    {acc}, the mean score of the final model in per cent")

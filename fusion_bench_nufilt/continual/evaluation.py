@@ -17,7 +17,7 @@ from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
     FlanT5GLUETextGenerationTaskPool,
 )
 from fusion_bench.models.hf_clip import HFCLIPClassifier
-from fusion_bench.taskpool import CLIPVisionModelTaskPool, DummyTaskPool
+from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils.parameters import count_parameters
 from torch import nn
@@ -158,19 +158,6 @@ class Evaluator:
             if not any(alias in tasks for alias in task_aliases(name)):
                 further.append(name)
         return [*tasks, *further]
-
-
-def find_evaluator(taskpool: Any, program: Any) -> Evaluator | None:
-    """Return the evaluator of a task pool, by default the program's, or None if nothing is to be
-    scored.
-    """
-    if taskpool is None and program is not None:
-        taskpool = program.taskpool
-    if taskpool is None or isinstance(taskpool, DummyTaskPool):
-        return None
-    if isinstance(taskpool, Evaluator):
-        return taskpool
-    return Evaluator(taskpool)
 
 
 def score(result: dict[str, float | None]) -> float:
