@@ -70,6 +70,29 @@ def test_a_package_reads_only_what_it_may(name):
             assert not foreign, f"{module} imports from {foreign}"
 
 
+#: Which packages may import a library.
+USES = {
+    "fusion_bench": {"continual", "compare"},
+    "typer": {"cli"},
+    "peft": {"models"},
+    "huggingface_hub": {"models", "merge"},
+    "mergekit": {"cli", "merge"},
+    "ray": {"utils"},
+    "safetensors": {"analysis", "continual", "merge", "utils"},
+}
+
+
+@pytest.mark.parametrize("library", USES)
+def test_a_library_is_imported_only_where_it_is_needed(library):
+    for module, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            if library in {name.partition(".")[0] for name in names}:
+                assert package_of(module) in USES[library], f"{module} imports {library}"
+
+
 @pytest.mark.parametrize("name", ["config", "subspace", "adapter", "step"])
 def test_the_mathematics_of_nufilt_imports_torch_alone(name):
     """These files are read, and can be copied, without the package around them."""

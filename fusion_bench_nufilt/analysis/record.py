@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from pydantic import NonNegativeInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.continual.evaluation import task_aliases
+from fusion_bench_nufilt.continual.evaluation import test_loader
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.files import atomic_file, read_json, write_text
 from fusion_bench_nufilt.utils.manifest import differences, in_one_line
@@ -39,44 +38,11 @@ def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
     The pool is one of FusionBench's for CLIP vision or Flan-T5 (0.1 pools), or any with
     ``get_test_dataloader(task)``.
     """
-    loader = _test_loader(taskpool, task)
+    loader = test_loader(taskpool, task)
     dataset = loader.dataset
     if samples < len(dataset):
         dataset = Subset(dataset, sorted(random.Random(seed).sample(range(len(dataset)), samples)))
     return DataLoader(dataset, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
-
-
-def _test_loader(taskpool: Any, task: str) -> Any:
-    pool = type(taskpool).__name__
-    is_v01 = isinstance(taskpool, V01TaskPool)
-    names = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
-    name = _name_in_pool(task, names)
-    if name is None:
-        raise ValueError(
-            f"the task pool {pool} has no data of task '{task}', only of {', '.join(names)}"
-        )
-    if hasattr(taskpool, "get_test_dataloader"):
-        return taskpool.get_test_dataloader(name)
-    if hasattr(taskpool, "_test_datasets"):
-        if not taskpool._is_setup:
-            taskpool.setup()
-        return taskpool.test_dataloaders[name]
-    if is_v01:
-        return taskpool.load_task(name).test_loader
-    raise ValueError(
-        f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
-        "get_test_dataloader or load_task); `nufilt analyze --base … --task …` needs no data"
-    )
-
-
-def _name_in_pool(task: str, names: Iterable[str]) -> str | None:
-    """Return the name of a task among those of a task pool, which may have an alias for it."""
-    if task in names:
-        return task
-    for name in names:
-        if task in task_aliases(name):
-            return name
-    return None
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -175,6 +175,40 @@ def task_aliases(task: str) -> tuple[str, str]:
     cola.
     """
     return task, f"glue-{task}"
+
+
+def name_in_pool(task: str, names: Iterable[str]) -> str | None:
+    """Return the name of a task among those of a task pool, which may have an alias for it."""
+    if task in names:
+        return task
+    for name in names:
+        if task in task_aliases(name):
+            return name
+    return None
+
+
+def test_loader(taskpool: Any, task: str) -> Any:
+    """Return the loader of a task's test set; a ValueError names a pool that has none."""
+    pool = type(taskpool).__name__
+    is_v01 = isinstance(taskpool, V01TaskPool)
+    names = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
+    name = name_in_pool(task, names)
+    if name is None:
+        raise ValueError(
+            f"the task pool {pool} has no data of task '{task}', only of {', '.join(names)}"
+        )
+    if hasattr(taskpool, "get_test_dataloader"):
+        return taskpool.get_test_dataloader(name)
+    if hasattr(taskpool, "_test_datasets"):
+        if not taskpool._is_setup:
+            taskpool.setup()
+        return taskpool.test_dataloaders[name]
+    if is_v01:
+        return taskpool.load_task(name).test_loader
+    raise ValueError(
+        f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
+        "get_test_dataloader or load_task); `nufilt analyze --base … --task …` needs no data"
+    )
 
 
 def _is_clip(pool: Any) -> bool:

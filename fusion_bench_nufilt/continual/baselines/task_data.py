@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
-from fusion_bench_nufilt.continual.evaluation import task_aliases
+from fusion_bench_nufilt.continual.evaluation import name_in_pool
 from fusion_bench_nufilt.utils.options import option
 
 
@@ -140,9 +140,9 @@ def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> Ta
     """
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task, modelpool)
-    for name in pool.task_names:
-        if task in task_aliases(name):
-            return Texts(pool, name)
+    name = name_in_pool(task, pool.task_names)
+    if name is not None:
+        return Texts(pool, name)
     raise ValueError(
         f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}"
     )
