@@ -4,7 +4,7 @@ can't be merged.
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -547,22 +547,23 @@ class LoraAdapter(ModelWeights):
             )
         raise ValueError(f"{adapter} is for another base: {lacks}")
 
-    def check_base(self, base: Source) -> Iterator[str]:
+    def check_base(self, base: Source) -> list[str]:
         trained_on = self.checkpoint.adapter_config.get("base_model_name_or_path")
         if not trained_on:
-            return
+            return []
         # A local folder may be called anything, and its config.json may still have the hub's name.
         given = [base.name, base.label, base.config.get("_name_or_path")]
         names = {_last_name(name) for name in given if isinstance(name, str)}
-        if _last_name(trained_on) not in names:
-            yield (
-                f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the "
-                f"base given is '{base.name}': make sure that these are the same model"
-            )
+        if _last_name(trained_on) in names:
+            return []
+        return [
+            f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the base "
+            f"given is '{base.name}': make sure that these are the same model"
+        ]
 
     def check_outside(
         self, layers: Collection[str], base: ModelWeights, rule: str, architecture: Architecture
-    ) -> Iterator[str]:
+    ) -> list[str]:
         outside = [param for param in self.updates if param not in layers]
         dora = [param for param in outside if param in self.magnitudes]
         if dora and rule != "pretrained":
@@ -574,28 +575,28 @@ class LoraAdapter(ModelWeights):
                 f"{format_names(dora)} by DoRA outside the merged "
                 f"layers: {could_be_layers}{with_peft(self.checkpoint, architecture)}"
             )
-        if rule == "pretrained":
-            ignored = [name for name in self.params if name in base.params and name not in layers]
-            ignored += [name for name in self.left_out if name not in ignored]
-            if ignored:
-                yield f"adapter '{self.source.name}' also changes {format_names(ignored)}: ignored"
+        if rule != "pretrained":
+            return []
+        ignored = [name for name in self.params if name in base.params and name not in layers]
+        ignored += [name for name in self.left_out if name not in ignored]
+        if not ignored:
+            return []
+        return [f"adapter '{self.source.name}' also changes {format_names(ignored)}: ignored"]
 
-    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> Iterator[str]:
-        if self.magnitudes or not self.keys.keys().isdisjoint(changed):
-            return
+    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> list[str]:
+        if not layers or self.magnitudes or not self.keys.keys().isdisjoint(changed):
+            return []
         for param in layers:
             update, _ = self._update(param, torch.device("cpu"))
             if update.left.any() and update.right.any():
-                return
-        if not layers:
-            return
+                return []
         reason = "its factors are zero, as before any training"
         if all(self.updates[param].scaling == 0 for param in layers):
             reason = "the lora_alpha in its adapter_config.json is 0"
-        yield (
+        return [
             f"adapter '{self.source.name}' changes nothing in the {len(layers)} layers looked at: "
             f"{reason}"
-        )
+        ]
 
 
 def _last_name(model: str) -> str:

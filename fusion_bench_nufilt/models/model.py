@@ -8,7 +8,7 @@ two weights in one of the models is merged as two.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -259,23 +259,23 @@ class ModelWeights:
     def check_base_has(self, param: str, base: "ModelWeights", architecture: Architecture) -> None:
         """Raise a ValueError if the model updates a tensor, which the base lacks."""
 
-    def check_base(self, base: Source) -> Iterator[str]:
-        """Warn if the model says that it was trained on another base than the one that is given."""
-        yield from ()
+    def check_base(self, base: Source) -> list[str]:
+        """Return a warning if the model says that it was trained on another base than the given."""
+        return []
 
     def check_outside(
         self, layers: Collection[str], base: "ModelWeights", rule: str, architecture: Architecture
-    ) -> Iterator[str]:
-        """Check what the model changes outside the layers to merge, given by param, where ``rule``
-        applies.
+    ) -> list[str]:
+        """Return warnings of what the model changes outside the layers to merge, given by param,
+        where ``rule`` applies.
         """
-        yield from ()
+        return []
 
-    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> Iterator[str]:
-        """Warn if the model adds nothing to some layers and brings no tensor of those that the
-        merge changes.
+    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> list[str]:
+        """Return a warning if the model adds nothing to some layers and brings no tensor of those
+        that the merge changes.
         """
-        yield from ()
+        return []
 
 
 def tie_weights(
