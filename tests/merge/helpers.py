@@ -35,9 +35,8 @@ def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
 
 def algorithm(models, **options):
     """The model that the algorithm makes of loaded models."""
-    return NufiltContinualMergingAlgorithm(**{**RANKS, "shuffle_order": False, **options}).run(
-        models
-    )
+    options = {**RANKS, "shuffle_order": False, **options}
+    return NufiltContinualMergingAlgorithm(**options).run(models)
 
 
 def plan(
@@ -53,13 +52,17 @@ def plan(
     targets.
     """
     kind = METHODS[method]
-    options = {**kind.defaults, **(RANKS if method == "nufilt" else {}), **options}
-    (config, targets), left = split_options([kind.Options, TargetConfig], options)
+    defaults = dict(kind.defaults)
+    if method == "nufilt":
+        defaults |= RANKS
+    (config, targets), left = split_options([kind.Options, TargetConfig], {**defaults, **options})
     assert not left, left
-    base, *tasks = (str(folder / name) for name in (base, *tasks))
-    merged = None if merged is None else str(folder / merged)
+    task_folders = [str(folder / name) for name in tasks]
+    if merged is not None:
+        merged = str(folder / merged)
+    settings = Settings(**(settings or {}))
     return plan_merge(
-        base, tasks, merged, config, targets, Settings(**(settings or {})), method=method
+        str(folder / base), task_folders, merged, config, targets, settings, method=method
     )
 
 
@@ -83,11 +86,10 @@ def merge(folder, tasks=("task1", "task2", "task3"), out="out", merged=None, **o
 
 def tensors(folder):
     """All tensors of a folder's weight files."""
-    return {
-        key: value
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, value in load_file(path).items()
-    }
+    state = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state |= load_file(path)
+    return state
 
 
 def manifest(folder):
@@ -101,26 +103,39 @@ def change_json(path, **fields):
 
 def same(state, other):
     """Same keys, dtypes and bits."""
-    return state.keys() == other.keys() and all(
-        value.dtype == other[key].dtype and torch.equal(value, other[key])
-        for key, value in state.items()
-    )
+    if state.keys() != other.keys():
+        return False
+    for key, value in state.items():
+        if value.dtype != other[key].dtype or not torch.equal(value, other[key]):
+            return False
+    return True
+
+
+def without_seconds(content):
+    """A manifest without the times that its layers took, which no two runs share."""
+    for reports in content["layers"].values():
+        for report in reports:
+            report.pop("seconds", None)
+            report.pop("solving_seconds", None)
+    return content
 
 
 def hashes(folder):
-    """Digest of every file; of the manifest without the seconds, which no two runs share."""
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    """Digest of every file; of the manifest without the seconds."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
         data = path.read_bytes()
         if path.name == "nufilt.json":
-            content = json.loads(data)
-            for reports in content["layers"].values():
-                for report in reports:
-                    for key in {"seconds", "solving_seconds"} & report.keys():
-                        del report[key]
-            data = json.dumps(content).encode()
-        found[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
-    return found
+            data = json.dumps(without_seconds(json.loads(data))).encode()
+        digests[str(path.relative_to(folder))] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def never(*args, **options):
+    """Stands in for a function that a test says is not called."""
+    raise AssertionError("this is not to be called")
 
 
 def change(folder, key, function):
@@ -142,5 +157,7 @@ def transpose_experts(folder):
     """
     (path,) = folder.glob("*.safetensors")
     stored = load_file(path)
-    turned = {key: value.mT.contiguous() for key, value in stored.items() if ".experts." in key}
-    save_file(stored | turned, path, metadata={"format": "pt"})
+    for key, value in stored.items():
+        if ".experts." in key:
+            stored[key] = value.mT.contiguous()
+    save_file(stored, path, metadata={"format": "pt"})

@@ -22,7 +22,7 @@ from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.utils.tensors import TensorFile
-from tests.merge.helpers import RANKS, STATE, manifest, merge, same, save_stream, tensors
+from tests.merge.helpers import RANKS, STATE, manifest, merge, never, same, save_stream, tensors
 from tests.merge.test_heads import save as save_classifiers
 from tests.models.test_quantised import quantise
 from tests.tiny_models import llama
@@ -38,16 +38,12 @@ def hub(tmp_path, monkeypatch):
     downloaded = []
 
     def snapshot_download(name, revision=None, allow_patterns=(), ignore_patterns=()):
-        source, target = (
-            tmp_path / "remote" / name.split("/")[1],
-            tmp_path / "cache" / name.replace("/", "--") / COMMIT,
-        )
+        source = tmp_path / "remote" / name.split("/")[1]
+        target = tmp_path / "cache" / name.replace("/", "--") / COMMIT
         target.mkdir(parents=True, exist_ok=True)
-        files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
-        wanted = filter_repo_objects(
-            map(str, files), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-        )
-        for file in wanted:
+        files = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        for file in filter_repo_objects(files, **patterns):
             (target / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / file, target / file)
             downloaded.append(f"{name}/{file}")
@@ -55,67 +51,66 @@ def hub(tmp_path, monkeypatch):
 
     def parse_safetensors_file_metadata(name, file, revision=None):
         path = tmp_path / "remote" / name.split("/")[1] / file
-        found = {
-            key: TensorInfo(dtype=info.dtype, shape=list(info.shape), data_offsets=(0, info.nbytes))
-            for key, info in TensorFile(path).tensors.items()
-        }
-        return SafetensorsFileMetadata(metadata={}, tensors=found)
+        infos = {}
+        for key, info in TensorFile(path).tensors.items():
+            offsets = (0, info.nbytes)
+            infos[key] = TensorInfo(info.dtype, list(info.shape), data_offsets=offsets)
+        return SafetensorsFileMetadata(metadata={}, tensors=infos)
 
     def get_safetensors_metadata(name, revision=None):
         folder = tmp_path / "remote" / name.split("/")[1]
-        files = {
-            path.name: parse_safetensors_file_metadata(name, path.name)
-            for path in folder.glob("*.safetensors")
-        }
+        files = {}
+        for path in folder.glob("*.safetensors"):
+            files[path.name] = parse_safetensors_file_metadata(name, path.name)
         if not files:
             raise NotASafetensorsRepoError("no safetensors")
         return SafetensorsRepoMetadata(
             metadata=None, sharded=True, weight_map={}, files_metadata=files
         )
 
-    monkeypatch.setattr(
-        huggingface_hub, "parse_safetensors_file_metadata", parse_safetensors_file_metadata
-    )
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata)
+    for stand_in in (snapshot_download, parse_safetensors_file_metadata, get_safetensors_metadata):
+        monkeypatch.setattr(huggingface_hub, stand_in.__name__, stand_in)
     return downloaded
 
 
 def plan(*tasks):
-    return plan_merge(
-        "owner/base", [f"owner/{task}" for task in tasks], None, FusionConfig(**RANKS)
-    )
+    names = [f"owner/{task}" for task in tasks]
+    return plan_merge("owner/base", names, None, FusionConfig(**RANKS))
+
+
+def weights(files):
+    """The names of files that hold weights."""
+    return [name for name in files if name.endswith(".safetensors")]
 
 
 def test_a_plan_downloads_no_weights_and_a_merge_gives_the_bits_of_the_folders(tmp_path, hub):
     planned = plan("task1", "task2")
     assert hub
-    assert not [name for name in hub if name.endswith(".safetensors")]
+    assert not weights(hub)
     out = merge_folders(planned, tmp_path / "out")
     assert same(tensors(out), tensors(merge(tmp_path / "remote", ["task1", "task2"])))
     card = metadata_load(out / "README.md")
     assert card["base_model"] == ["owner/base", "owner/task1", "owner/task2"]
-    assert (card["base_model_relation"], card["license"]) == ("merge", "mit")
+    assert card["base_model_relation"] == "merge"
+    assert card["license"] == "mit"
 
 
 def test_a_base_in_fp8_is_planned_by_headers_alone(tmp_path, hub):
     quantise(tmp_path / "remote" / "base")
     planned = plan("task1")
     assert planned.base.remote
-    held = disk_bytes(planned)
-    found = tensors(merge_folders(planned, tmp_path / "out"))
-    assert same(found, tensors(merge(tmp_path / "remote", ["task1"])))
-    assert held == sum(value.nbytes for value in found.values())
+    predicted = disk_bytes(planned)
+    result = tensors(merge_folders(planned, tmp_path / "out"))
+    assert same(result, tensors(merge(tmp_path / "remote", ["task1"])))
+    assert predicted == sum(value.nbytes for value in result.values())
 
 
 def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hub, monkeypatch):
     planned = plan("task1", "task2")
     expected = tensors(merge_folders(planned, tmp_path / "out"))
-    assert manifest(tmp_path / "out")["inputs"]["task 0"] == {
-        "name": "owner/task1",
-        "revision": COMMIT,
-    }
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *args, **kwargs: 1 / 0)
+    task = manifest(tmp_path / "out")["inputs"]["task 0"]
+    assert task == {"name": "owner/task1", "revision": COMMIT}
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", never)
     again = plan("task1", "task2")
     assert merge_folders(again, tmp_path / "out") == tmp_path / "out"  # known as the finished run
     assert same(tensors(merge_folders(again, tmp_path / "out2")), expected)
@@ -126,7 +121,7 @@ def test_a_finished_result_is_known_again_without_a_download(tmp_path, hub):
     shutil.rmtree(tmp_path / "cache")
     hub.clear()
     merge_folders(plan("task1", "task2"), tmp_path / "out")
-    assert not [name for name in hub if name.endswith(".safetensors")]
+    assert not weights(hub)
 
 
 def test_a_whole_model_with_an_adapters_config_beside_it_is_a_whole_model(tmp_path, hub):
@@ -158,14 +153,14 @@ def test_an_output_that_exists_is_refused_before_any_download(tmp_path, hub):
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="out' exists: remove it or name another folder"):
         merge_folders(planned, tmp_path / "out")
-    assert not [name for name in hub if name.endswith(".safetensors")]
+    assert not weights(hub)
 
 
 def test_a_plan_refuses_what_does_not_fit_before_any_download(tmp_path, hub):
     next((tmp_path / "remote" / "task2").glob("*.safetensors")).unlink()
     with pytest.raises(ValueError, match=r"'owner/task2' on the hub holds no safetensors.*refused"):
         plan("task1", "task2")
-    assert not [name for name in hub if name.endswith(".safetensors")]
+    assert not weights(hub)
 
 
 def test_without_a_network_the_cause_is_told(monkeypatch):
@@ -173,9 +168,8 @@ def test_without_a_network_the_cause_is_told(monkeypatch):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(
-        ValueError, match="'owner/base' is no folder, and the hub can't give it: Network is unreach"
-    ):
+    message = "'owner/base' is no folder, and the hub can't give it: Network is unreach"
+    with pytest.raises(ValueError, match=message):
         plan("task1")
 
 
@@ -191,7 +185,7 @@ def test_without_a_network_the_cause_is_told(monkeypatch):
     ],
 )
 def test_a_mistyped_folder_is_named_without_asking_the_hub(tmp_path, monkeypatch, name, says):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
     monkeypatch.chdir(tmp_path)
     save_stream(tmp_path, llama(), tasks=0)
     (tmp_path / "math").mkdir()
@@ -228,13 +222,15 @@ def test_a_plan_to_go_on_from_the_hub_downloads_no_state_and_the_merge_has_its_b
             narrow = {key: value.bfloat16() for key, value in load_file(path).items()}
             save_file(narrow, path, {"format": "pt"})
     merge(remote, ["task1"], "one", method=method, settings={"state": True})
-    options = FusionConfig(**RANKS) if method == "nufilt" else None
+    options = None
+    if method == "nufilt":
+        options = FusionConfig(**RANKS)
     settings = Settings(state=True)
     planned = plan_merge(
         "owner/base", ["owner/task2"], "owner/one", options, None, settings, method=method
     )
     assert planned.state.source.remote
-    assert not [name for name in hub if name.endswith(".safetensors")]
+    assert not weights(hub)
     out = merge_folders(planned, tmp_path / "out")
     expected = merge(remote, ["task2"], merged="one", method=method, settings={"state": True})
     assert same(tensors(out), tensors(expected))
@@ -248,6 +244,5 @@ def test_a_head_is_loaded_without_the_state(tmp_path, hub):
     model = load_task("owner/one", "few")
     expected = load_task(tmp_path / "remote" / "one", "few")
     assert same(model.state_dict(), expected.state_dict())
-    downloaded = [name for name in hub if name.endswith(".safetensors")]
-    assert "owner/one/heads/few.safetensors" in downloaded
-    assert f"owner/one/{STATE}" not in downloaded
+    assert "owner/one/heads/few.safetensors" in hub
+    assert f"owner/one/{STATE}" not in hub

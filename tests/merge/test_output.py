@@ -10,22 +10,23 @@ from contextlib import closing
 import pytest
 
 from fusion_bench_nufilt.merge.output import Output, clear_work_folder, work_folder
+from tests.merge.helpers import never
 
+TENSOR = b"12345678"
+DIGEST = hashlib.sha256(TENSOR).hexdigest()
 HEADERS = {"model.safetensors": (b"header", 14)}
 
 
-def begin(folder, seed=1, time=0, unchanged=None):
+def begin(folder, seed=1, time=0, unchanged=never):
     files = {"model.safetensors": {"size": 14, "time": time, "header": "0" * 64}}
     run = {"settings": {"seed": seed}, "inputs": {"base": {"files": files}}}
-    return Output(folder / "out", run, HEADERS, unchanged or (lambda records: 1 / 0))
+    return Output(folder / "out", run, HEADERS, unchanged)
 
 
 def write_tensor(output):
-    output.write("model.safetensors", memoryview(b"12345678"), 6)
-    digest = "ef797c8118f02dfb649607dd5d3f8c7623048c9c063d532cc95c5ed7a898a64f"
-    output.record(
-        {"param": "w", "written": [("model.safetensors", 6, 14, digest)], "read": {}, "reports": []}
-    )
+    output.write("model.safetensors", memoryview(TENSOR), 6)
+    written = [("model.safetensors", 6, 14, DIGEST)]
+    output.record({"param": "w", "written": written, "read": {}, "reports": []})
 
 
 def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
@@ -39,19 +40,19 @@ def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.parametrize("place", ["notes.txt", "journal.jsonl", "model/model.safetensors"])
-def test_a_folder_without_our_lock_is_not_ours_and_stays_as_it_is(tmp_path, place):
-    path = work_folder(tmp_path / "out") / place
+@pytest.mark.parametrize("file", ["notes.txt", "journal.jsonl", "model/model.safetensors"])
+def test_a_folder_without_our_lock_is_not_ours_and_stays_as_it_is(tmp_path, file):
+    work = work_folder(tmp_path / "out")
+    path = work / file
     path.parent.mkdir(parents=True)
     path.write_text("precious")
-    before = work_folder(tmp_path / "out").stat().st_mode
+    before = work.stat().st_mode
     with pytest.raises(ValueError, match=r"was not made by nufilt: move it away"):
         begin(tmp_path)
     clear_work_folder(tmp_path / "out")
     assert path.read_text() == "precious"
-    work = work_folder(tmp_path / "out")
     assert work.stat().st_mode == before
-    assert [found for found in work.rglob("*") if found.is_file()] == [path]
+    assert [each for each in work.rglob("*") if each.is_file()] == [path]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "nufilt_state", ""])
@@ -65,7 +66,10 @@ def test_a_link_in_the_work_folder_is_removed_and_not_followed(tmp_path, name):
     if name == "":
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
-    path.symlink_to(victim / name if name == "model.safetensors" else victim)
+    target = victim
+    if name == "model.safetensors":
+        target = victim / name
+    path.symlink_to(target)
     with closing(begin(tmp_path)) as output:
         assert not path.is_symlink()
         write_tensor(output)
@@ -196,9 +200,16 @@ def test_where_the_time_of_an_input_alone_differs_what_is_done_is_compared_once(
 ):
     with closing(begin(tmp_path, time=1)) as output:
         write_tensor(output)
-    done = ["w"] if is_unchanged else []
-    compared = lambda records: records if is_unchanged else []  # noqa: E731
-    with closing(begin(tmp_path, time=2, unchanged=compared)) as output:
+    done = []
+    if is_unchanged:
+        done = ["w"]
+
+    def unchanged(records):
+        if is_unchanged:
+            return records
+        return []
+
+    with closing(begin(tmp_path, time=2, unchanged=unchanged)) as output:
         assert list(output.done) == done
     with closing(begin(tmp_path, time=2)) as output:
         assert list(output.done) == done
@@ -206,10 +217,9 @@ def test_where_the_time_of_an_input_alone_differs_what_is_done_is_compared_once(
 
 def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done(tmp_path):
     with closing(begin(tmp_path)) as output:
-        digest = hashlib.sha256(b"12345678").hexdigest()
-        output.write("model.safetensors", memoryview(b"12345678"), 6)
+        output.write("model.safetensors", memoryview(TENSOR), 6)
+        written = [("model.safetensors", 6, 14, DIGEST)]
         for number in range(3000):
-            written = [("model.safetensors", 6, 14, digest)]
             output.record({"param": f"w{number}", "written": written, "read": {}, "reports": []})
     start = time.process_time()
     with closing(begin(tmp_path)) as output:
