@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -64,23 +65,22 @@ def test_a_result_far_from_its_base_is_not_suspected_to_be_of_another(stream, ro
         warnings = plan(stream, ["far"], **options).warnings
     else:
         warnings = plan(stream, ["task3"], merged="far", **options).warnings
-    assert not [text for text in warnings if "far' looks as if it was made from another" in text]
+    assert not any("far' looks as if it was made from another" in text for text in warnings)
     shutil.copytree(stream / "far", stream / "unknown")
     (stream / "unknown" / "nufilt.json").unlink()
     warnings = plan(stream, ["unknown"], **options).warnings
-    assert [text for text in warnings if "unknown' looks as if it was made from another" in text]
+    assert any("unknown' looks as if it was made from another" in text for text in warnings)
 
 
 # --- names that a wrapper for training left ---
 
+#: Each makes a plain name into the one that a wrapper leaves.
 WRAPPERS = {
-    "module.": lambda key: f"module.{key}",
-    "_orig_mod.": lambda key: f"_orig_mod.{key}",
-    "_orig_mod. of every block": lambda key: re.sub(r"(layers\.\d+\.)", r"\1_orig_mod.", key),
-    "_fsdp_wrapped_module.": lambda key: key.replace("layers.", "layers._fsdp_wrapped_module."),
-    "_checkpoint_wrapped_module.": lambda key: key.replace(
-        "mlp.", "_checkpoint_wrapped_module.mlp."
-    ),
+    "module.": partial(re.sub, r"^", "module."),
+    "_orig_mod.": partial(re.sub, r"^", "_orig_mod."),
+    "_orig_mod. of every block": partial(re.sub, r"(layers\.\d+\.)", r"\1_orig_mod."),
+    "_fsdp_wrapped_module.": partial(re.sub, r"layers\.", "layers._fsdp_wrapped_module."),
+    "_checkpoint_wrapped_module.": partial(re.sub, r"mlp\.", "_checkpoint_wrapped_module.mlp."),
 }
 
 
@@ -102,17 +102,18 @@ def test_the_wrapper_that_a_model_was_saved_from_is_named_with_what_takes_it_out
 ):
     models = save_stream(tmp_path, llama(), tasks=1)
     save_adapter(tmp_path, models["_pretrained_"])
-    tasks = ["adapter" if model == "adapter" else "task1"]
+    tasks = ["task1"]
+    if model == "adapter":
+        tasks = ["adapter"]
     expected = tensors(merge(tmp_path, tasks, "expected"))
-    function = WRAPPERS[wrapper]
+    wrap = WRAPPERS[wrapper]
     if model == "adapter" and wrapper.startswith("_orig_mod."):  # compiled before peft
-        rename(tmp_path / model, lambda key: PREFIX + function(key.removeprefix(PREFIX)))
+        rename(tmp_path / model, lambda key: PREFIX + wrap(key.removeprefix(PREFIX)))
     else:
-        rename(tmp_path / model, function)
+        rename(tmp_path / model, wrap)
     name = wrapper.partition(".")[0]
-    with pytest.raises(
-        ValueError, match=f"{model}' was saved from the wrapper of .*'{name}"
-    ) as error:
+    message = f"{model}' was saved from the wrapper of .*'{name}"
+    with pytest.raises(ValueError, match=message) as error:
         plan(tmp_path, tasks)
     program, option, code = shlex.split(str(error.value).rpartition("in place with: ")[2])
     assert (program, option) == ("python", "-c")
@@ -128,19 +129,21 @@ OTHER_NAMES = {
 
 @pytest.mark.parametrize("names", OTHER_NAMES)
 def test_layers_under_other_names_are_to_be_renamed_and_not_to_be_left_out(tmp_path, names):
-    prefix = "language." if names == "a prefix less" else ""
+    prefix = ""
+    if names == "a prefix less":
+        prefix = "language."
     save_stream(tmp_path, llama(), tasks=1)
     for name in ("base", "task1"):
         rename(tmp_path / name, lambda key: prefix + key)
         (tmp_path / name / "config.json").unlink()
     expected = tensors(merge(tmp_path, ["task1"], "expected"))
-    rename(tmp_path / "task1", lambda key: OTHER_NAMES[names](key.removeprefix(prefix)))
-    with pytest.raises(
-        ValueError, match=r"lacks layer '.*' .* and has '.*', .* rename them as the base's are$"
-    ):
+    other_names = {key: OTHER_NAMES[names](key.removeprefix(prefix)) for key in expected}
+    rename(tmp_path / "task1", other_names.get)
+    message = r"lacks layer '.*' .* and has '.*', .* rename them as the base's are$"
+    with pytest.raises(ValueError, match=message):
         plan(tmp_path, ["task1"])
-    back = {OTHER_NAMES[names](key.removeprefix(prefix)): key for key in expected}
-    rename(tmp_path / "task1", back.get)
+    base_names = {other: key for key, other in other_names.items()}
+    rename(tmp_path / "task1", base_names.get)
     assert same(tensors(merge(tmp_path, ["task1"])), expected)
 
 
@@ -167,8 +170,8 @@ def test_a_base_and_tasks_that_are_all_named_alike_are_merged_as_they_are(stream
     for model in ("base", "task1", "task2", "task3"):
         rename(stream / model, WRAPPERS["module."])
         (stream / model / "config.json").unlink()
-    found = tensors(merge(stream))
-    assert found.keys() == {f"module.{key}" for key in expected}
+    result = tensors(merge(stream))
+    assert result.keys() == {f"module.{key}" for key in expected}
 
 
 def test_a_model_in_memory_is_to_be_given_without_its_wrapper():
@@ -205,7 +208,8 @@ def test_buffers_are_neither_left_out_nor_lost_nor_averaged(tmp_path, models, ot
     out = tensors(merge_folders(planned, tmp_path / "out"))
     base = tensors(tmp_path / "base")
     assert out.keys() == base.keys()
-    assert [key for key in buffers if key in base and not torch.equal(out[key], base[key])] == []
+    for key in buffers.keys() & base.keys():
+        assert torch.equal(out[key], base[key])
 
 
 def test_a_result_without_the_buffers_of_its_base_is_gone_on_from(tmp_path):

@@ -20,9 +20,9 @@ OURS = {"nufilt.json", "nufilt_state", "README.md"}
 NEW = ("<fim>", "indent", "<eot>")
 
 
-def save(folder, model, words, **options):
+def save(folder, model, tokenizer, **options):
     model.save_pretrained(folder, **options)
-    words.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module", params=["sharded", "tied", "FP8", "grown"])
@@ -30,15 +30,23 @@ def merged(request, tmp_path_factory):
     """A folder with a merged model, `out`, its base, and `plain`, the base as a model of the
     result's form.
     """
-    kind, folder = request.param, tmp_path_factory.mktemp("merged")
-    base, words = llama(tie_word_embeddings=kind == "tied").bfloat16(), tokenizer()
-    plain, more = (deepcopy(base), tokenizer(*NEW)) if kind == "grown" else (base, words)
+    kind = request.param
+    folder = tmp_path_factory.mktemp("merged")
+    base = llama(tie_word_embeddings=kind == "tied").bfloat16()
+    base_tokenizer = tokenizer()
+    plain = base
+    plain_tokenizer = base_tokenizer
     if kind == "grown":
-        plain.resize_token_embeddings(len(more), mean_resizing=False)
-    save(folder / "base", base, words, max_shard_size="1GB" if kind == "tied" else SHARDED)
-    save(folder / "plain", plain, more)
-    save(folder / "task1", finetuned(base, seed=1), words)
-    save(folder / "task2", finetuned(plain, seed=2), more)
+        plain = deepcopy(base)
+        plain_tokenizer = tokenizer(*NEW)
+        plain.resize_token_embeddings(len(plain_tokenizer), mean_resizing=False)
+    shards = SHARDED
+    if kind == "tied":
+        shards = "1GB"
+    save(folder / "base", base, base_tokenizer, max_shard_size=shards)
+    save(folder / "plain", plain, plain_tokenizer)
+    save(folder / "task1", finetuned(base, seed=1), base_tokenizer)
+    save(folder / "task2", finetuned(plain, seed=2), plain_tokenizer)
     if kind == "FP8":
         quantise(folder / "base")
     merge(folder, ["task1", "task2"], method="best")
@@ -50,45 +58,46 @@ def read(path):
 
 
 def headers(folder):
-    """Dtype and shape of every tensor in the folder's files, and the file that holds it."""
-    found = {}
+    """Dtype and shape of every tensor in the folder's files; and the name of the file with it."""
+    forms = {}
+    files = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata() == {"format": "pt"}
             for key in file.keys():  # noqa: SIM118
-                assert key not in found
+                assert key not in forms
                 part = file.get_slice(key)
-                found[key] = part.get_dtype(), part.get_shape(), path.name
-    return found
+                forms[key] = (part.get_dtype(), part.get_shape())
+                files[key] = path.name
+    return forms, files
 
 
 def test_names_dtypes_and_shapes_are_those_of_the_plain_model(merged):
-    found, plain = headers(merged / "out"), headers(merged / "plain")
-    assert {key: value[:2] for key, value in found.items()} == {
-        key: value[:2] for key, value in plain.items()
-    }
+    forms, _ = headers(merged / "out")
+    plain_forms, _ = headers(merged / "plain")
+    assert forms == plain_forms
 
 
 def test_every_tensor_is_in_the_bases_file_and_the_index_says_so(merged):
-    places = {key: file for key, (_, _, file) in headers(merged / "out").items()}
-    assert places == {
-        key: file for key, (_, _, file) in headers(merged / "base").items() if key in places
-    }
-    assert (merged / "out" / INDEX).exists() == (len(set(places.values())) > 1)
-    if len(set(places.values())) > 1:
-        assert read(merged / "out" / INDEX)["weight_map"] == places
+    _, files = headers(merged / "out")
+    _, base_files = headers(merged / "base")
+    assert files == {key: file for key, file in base_files.items() if key in files}
+    is_sharded = len(set(files.values())) > 1
+    assert (merged / "out" / INDEX).exists() == is_sharded
+    if is_sharded:
+        assert read(merged / "out" / INDEX)["weight_map"] == files
 
 
 def test_config_and_tokenizer_are_those_of_the_plain_model(merged):
-    out, plain = merged / "out", merged / "plain"
+    out = merged / "out"
+    plain = merged / "plain"
     assert read(out / "config.json") == read(plain / "config.json")
     for path in plain.glob("*token*.json"):
         assert read(out / path.name) == read(path)
     text = "w2 <fim>w3 indent"
     assert AutoTokenizer.from_pretrained(out)(text) == AutoTokenizer.from_pretrained(plain)(text)
-    assert {path.name for path in out.iterdir()} - OURS == {
-        path.name for path in (merged / "base").iterdir()
-    }
+    base_names = {path.name for path in (merged / "base").iterdir()}
+    assert {path.name for path in out.iterdir()} - OURS == base_names
 
 
 @pytest.fixture
@@ -101,7 +110,8 @@ def write_gguf(gguf, folder, path):
     for it.
     """
     config = read(folder / "config.json")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    layers = config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     writer = gguf.GGUFWriter(path, "llama")
     gguf.Metadata.load(None, folder).set_gguf_meta_model(writer)  # of the model card
@@ -114,9 +124,8 @@ def write_gguf(gguf, folder, path):
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     for key, value in tensors(folder).items():
-        if key.endswith(
-            ("q_proj.weight", "k_proj.weight")
-        ):  # the halves of a rotated pair side by side
+        if key.endswith(("q_proj.weight", "k_proj.weight")):
+            # The halves of a rotated pair side by side.
             value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(value.shape)
         name = names.get_name(key, try_suffixes=(".weight",))
         assert name, f"llama.cpp has no name for {key}"

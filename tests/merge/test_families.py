@@ -32,9 +32,8 @@ def test_folders_give_the_algorithms_bits(tmp_path, family):
     if family in CONVERTED:
         pytest.skip("transformers 5 holds this family's layers in other ways than its checkpoints")
     models = save_stream(tmp_path, FAMILIES[family](), tasks=2)
-    loaded = type(models["_pretrained_"]).from_pretrained(
-        merge(tmp_path, ["task1", "task2"], other_params="mean")
-    )
+    out = merge(tmp_path, ["task1", "task2"], other_params="mean")
+    loaded = type(models["_pretrained_"]).from_pretrained(out)
     assert same(loaded.state_dict(), algorithm(models, other_params="mean").state_dict())
 
 
@@ -45,10 +44,8 @@ def change_outputs(model, layer, view, *, inputs, seed):
     generator = torch.Generator().manual_seed(seed)
     direction = torch.zeros(d_i)
     direction[inputs] = 1.0
-    view.write(
-        model,
-        view.read(model) + 0.1 * torch.outer(torch.randn(d_o, generator=generator), direction),
-    )
+    tau = 0.1 * torch.outer(torch.randn(d_o, generator=generator), direction)
+    view.write(model, view.read(model) + tau)
 
 
 @pytest.mark.parametrize("make", [*FAMILIES.values(), openclip], ids=[*FAMILIES, "openclip"])
@@ -57,7 +54,9 @@ def test_a_task_in_the_null_space_of_the_first_leaves_what_the_first_does_unchan
     both.
     """
     base = make()
-    one, two, both = deepcopy(base), deepcopy(base), deepcopy(base)
+    one = deepcopy(base)
+    two = deepcopy(base)
+    both = deepcopy(base)
     for layer, view in select_layers(base).items():
         for model in (one, both):
             change_outputs(model, layer, view, inputs=0, seed=1)
@@ -65,30 +64,23 @@ def test_a_task_in_the_null_space_of_the_first_leaves_what_the_first_does_unchan
             change_outputs(model, layer, view, inputs=1, seed=2)
     merged = algorithm({"_pretrained_": base, "one": one, "two": two}, lora_rank=0)
     expected = output(both)
-    torch.testing.assert_close(
-        output(merged), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
-    )
-    assert not torch.allclose(
-        output(one), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
-    )
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(output(merged), expected, rtol=1e-3, atol=1e-4 * largest)
+    assert not torch.allclose(output(one), expected, rtol=1e-3, atol=1e-3 * largest)
     for view in select_layers(base).values():
-        assert torch.allclose(
-            view.read(merged)[:, 0], view.read(one)[:, 0], atol=1e-5
-        )  # what task 1 reads
+        # The input that task 1 reads.
+        assert torch.allclose(view.read(merged)[:, 0], view.read(one)[:, 0], atol=1e-5)
 
 
 def save_openclip(folder, dtype=torch.float32):
     """A checkpoint without config.json, as of a model that transformers does not know."""
     base = openclip().to(dtype)
-    models = {
-        "_pretrained_": base,
-        "task1": finetuned(base, 1, 0.002),
-        "task2": finetuned(base, 2, 0.002),
-    }
-    for name, model in zip(("base", "task1", "task2"), models.values(), strict=True):
+    task1 = finetuned(base, 1, 0.002)
+    task2 = finetuned(base, 2, 0.002)
+    for name, model in {"base": base, "task1": task1, "task2": task2}.items():
         (folder / name).mkdir()
         save_file(model.state_dict(), folder / name / "model.safetensors")
-    return models
+    return {"_pretrained_": base, "task1": task1, "task2": task2}
 
 
 def test_packed_projections_are_merged_in_folders_without_a_config(tmp_path):
@@ -115,8 +107,10 @@ def test_a_part_of_a_parameter_is_merged_and_its_rest_is_an_other_parameter(tmp_
     result = tensors(merge(tmp_path, ["task1", "task2"], **options))
     assert same(result, algorithm(models, **options).state_dict())
     key = "visual.transformer.resblocks.0.attn.in_proj_weight"
-    rest = [model.get_parameter(key)[:64] for model in models.values()]
-    expected = rest[0] if other_params == "pretrained" else (rest[1] + rest[2]) / 2
+    base, task1, task2 = [model.get_parameter(key)[:64] for model in models.values()]
+    expected = base
+    if other_params == "mean":
+        expected = (task1 + task2) / 2
     torch.testing.assert_close(result[key][:64], expected)
     assert not torch.equal(result[key][64:], models["_pretrained_"].get_parameter(key)[64:])
 
@@ -140,13 +134,10 @@ def test_an_adapter_of_a_transposed_layer_is_the_model_with_the_adapter_merged_i
     adapted = get_peft_model(deepcopy(models["_pretrained_"]), config)
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
-    for options in (
-        {},
-        {"target_modules": ["c_attn"], "other_params": "mean"},
-    ):  # c_fc outside the merged layers
-        names = str(len(options))
-        result = tensors(merge(tmp_path, ["task1", "adapter"], "a" + names, **options))
-        expected = tensors(merge(tmp_path, ["task1", "whole"], "w" + names, **options))
+    outside = {"target_modules": ["c_attn"], "other_params": "mean"}  # c_fc is no merged layer
+    for number, options in enumerate([{}, outside]):
+        result = tensors(merge(tmp_path, ["task1", "adapter"], f"a{number}", **options))
+        expected = tensors(merge(tmp_path, ["task1", "whole"], f"w{number}", **options))
         for key, value in expected.items():
             torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
@@ -163,17 +154,11 @@ def test_another_number_of_experts(tmp_path):
     change(tmp_path / "task1", key, lambda value: value[:2])
     refuse(tmp_path, rf"task1', tensor '{key}': shape \(2, 64, 32\) differs from \(3, 64, 32\)")
     models["task1"].model.layers[1].mlp.experts.down_proj = nn.Parameter(torch.ones(2, 64, 32))
-    with pytest.raises(
-        ValueError, match=rf"'task1', tensor '{key}': shape \(2, 64, 32\) differs .* \(3, 64, 32\)"
-    ):
+    message = rf"'task1', tensor '{key}': shape \(2, 64, 32\) differs .* \(3, 64, 32\)"
+    with pytest.raises(ValueError, match=message):
         algorithm(models)
-    out = merge(
-        tmp_path,
-        ["task1"],
-        target_modules=["q_proj"],
-        on_shape_mismatch="keep-base",
-        other_params="mean",
-    )
+    outside = {"target_modules": ["q_proj"], "other_params": "mean"}  # the experts are no layers
+    out = merge(tmp_path, ["task1"], on_shape_mismatch="keep-base", **outside)
     assert torch.equal(tensors(out)[key], models["_pretrained_"].state_dict()[key])
 
 
@@ -190,12 +175,13 @@ def test_fused_experts_are_read_and_written_one_by_one(tmp_path, monkeypatch):
     save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=1)
     sizes = []
     read = TensorFile._bytes
-    monkeypatch.setattr(
-        TensorFile,
-        "_bytes",
-        lambda self, start, stop: sizes.append(stop - start) or read(self, start, stop),
-    )
-    expert = 4 * 32 * 2 * 64
+
+    def counted(self, start, stop):
+        sizes.append(stop - start)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(TensorFile, "_bytes", counted)
+    expert = 4 * 32 * 2 * 64  # the bytes of its gate and up projection, in float32
     for targets in ("auto", ["q_proj"]):  # merged, and copied
         sizes.clear()
         merge(tmp_path, ["task1"], f"out{len(targets)}", target_modules=targets)
@@ -208,18 +194,17 @@ NO_NAMES = (".", "..weight", "a..b.weight", "forward.weight", "training.a.weight
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_a_tensor_whose_name_no_module_can_have_is_kept_as_the_base_has_it(tmp_path, caplog, name):
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        key: torch.randn(8, 8, generator=generator) for key in ("a.weight", "a.b.weight", name)
-    }
+    weights = {}
+    for key in ("a.weight", "a.b.weight", name):
+        weights[key] = torch.randn(8, 8, generator=generator)
     for folder in ("base", "task1", "task2"):
         (tmp_path / folder).mkdir()
         save_file(weights, tmp_path / folder / "model.safetensors")
-        weights = {
-            key: weight + 0.01 * torch.randn(8, 8, generator=generator)
-            for key, weight in weights.items()
-        }
+        for key in weights:
+            weights[key] = weights[key] + 0.01 * torch.randn(8, 8, generator=generator)
     merge(tmp_path, tasks=("task1", "task2"), target_modules="all-linear")
-    result, base = tensors(tmp_path / "out"), tensors(tmp_path / "base")
+    result = tensors(tmp_path / "out")
+    base = tensors(tmp_path / "base")
     assert torch.equal(result[name], base[name])
     for layer in ("a.weight", "a.b.weight"):  # the first of which comes second in the file
         assert not torch.equal(result[layer], base[layer])

@@ -18,6 +18,7 @@ from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
 from fusion_bench_nufilt.nufilt.step import fuse_stack
 from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import every_device
+from tests.merge.helpers import same
 from tests.nufilt.matrices import matrix_with_spectrum, random_layer
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=12)
@@ -27,10 +28,12 @@ layers = st.builds(random_layer, st.integers(1, 20), st.integers(1, 20), st.inte
 
 
 def models(dtype=torch.float64, shapes=SHAPES):
-    drawn = {
-        name: random_layer(*shape, seed, dtype) for seed, (name, shape) in enumerate(shapes.items())
-    }
-    return [{name: layer[i] for name, layer in drawn.items()} for i in range(3)]
+    """The layers of a pretrained model, of a merged one and of a task's."""
+    streams = [{}, {}, {}]
+    for seed, (name, shape) in enumerate(shapes.items()):
+        for model, weight in zip(streams, random_layer(*shape, seed, dtype), strict=True):
+            model[name] = weight
+    return streams
 
 
 def fuse_one(theta_0, theta, theta_t, config=CONFIG, **kwargs):
@@ -56,36 +59,35 @@ def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
     torch's Adam.
     """
     theta_0, theta, theta_t = random_layer(*shape, seed=3)
-    tau, tau_merged = theta_t - theta_0, theta - theta_0
-    A = torch.linspace(-0.05, 0.05, 4 * shape[1], dtype=torch.float64).reshape(4, shape[1])
+    tau = theta_t - theta_0
+    tau_merged = theta - theta_0
+    d_i = shape[1]
+    A = torch.linspace(-0.05, 0.05, 4 * d_i, dtype=torch.float64).reshape(4, d_i)
 
-    V_p, V_t = (
-        torch.linalg.svd(m, full_matrices=False).Vh[:r].mT for m, r in ((tau_merged, 6), (tau, 3))
-    )
-    identity = torch.eye(shape[1], dtype=torch.float64)
+    V_p = torch.linalg.svd(tau_merged, full_matrices=False).Vh[:6].mT
+    V_t = torch.linalg.svd(tau, full_matrices=False).Vh[:3].mT
+    identity = torch.eye(d_i, dtype=torch.float64)
     P = {True: identity - V_p @ V_p.mT, False: identity, "zero": 0 * identity}[null_space]
-    a, b = (
-        A.clone().requires_grad_(),
-        torch.zeros(shape[1], 4, dtype=torch.float64, requires_grad=True),
-    )
+    a = A.clone().requires_grad_()
+    b = torch.zeros(d_i, 4, dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([a, b], lr=CONFIG.lr)
     for _ in range(CONFIG.max_steps):
         after = tau_merged + tau @ (P + b @ a)
-        loss = ((tau - after) @ V_t).square().sum() + ((tau_merged - after) @ V_p).square().sum()
+        task_loss = ((tau - after) @ V_t).square().sum()
+        merged_loss = ((tau_merged - after) @ V_p).square().sum()
+        loss = task_loss + merged_loss
         adam.zero_grad()
         loss.backward()
         adam.step()
     expected = theta + tau @ (P + b @ a).detach()
 
-    fused, report = fuse_one(
-        theta_0, theta, theta_t, replace(CONFIG, null_space=null_space), lora_A={"w": A}
-    )
+    config = replace(CONFIG, null_space=null_space)
+    fused, report = fuse_one(theta_0, theta, theta_t, config, lora_A={"w": A})
     close(fused, expected)
     assert report.task_norm == pytest.approx(tau.norm().item())
     assert report.merged_norm == pytest.approx(tau_merged.norm().item())
-    assert report.filtered_share == pytest.approx(
-        ((tau - tau @ P).norm() / tau.norm()).item() ** 2, abs=1e-9
-    )
+    filtered_share = ((tau - tau @ P).norm() / tau.norm()).item() ** 2
+    assert report.filtered_share == pytest.approx(filtered_share, abs=1e-9)
     assert report.overlap == pytest.approx((V_p.mT @ V_t).square().sum().item() / 3)
     assert report.protected_rank == min(6, *shape)
 
@@ -166,9 +168,9 @@ def test_the_released_first_task_is_filtered_by_coordinates_and_has_no_adapter()
     expected = theta_t.clone()
     expected[:, :6] = theta_0[:, :6]
     close(fused, expected)
-    close(
-        fuse_one(theta_0, theta, theta_t, config)[0], fuse_one(theta_0, theta, theta_t, CONFIG)[0]
-    )
+    second, _ = fuse_one(theta_0, theta, theta_t, config)
+    expected, _ = fuse_one(theta_0, theta, theta_t, CONFIG)
+    close(second, expected)
 
 
 # --- what the result does not depend on ---
@@ -176,7 +178,8 @@ def test_the_released_first_task_is_filtered_by_coordinates_and_has_no_adapter()
 
 @pytest.mark.parametrize("solver", ["adam", "closed_form"])
 def test_a_layer_does_not_depend_on_its_company_or_order(solver):
-    config, streams = replace(CONFIG, solver=solver), models()
+    config = replace(CONFIG, solver=solver)
+    streams = models()
     together, _ = fuse_layers(*streams, config, seed=1, step=2)
     backwards = [dict(reversed(model.items())) for model in streams]
     reordered, _ = fuse_layers(*backwards, config, seed=1, step=2)
@@ -205,9 +208,9 @@ def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
         alone, report = fuse_layers(*only(name, (pretrained, merged, task)), config, device="cpu")
         tau = task[name] - pretrained[name]
         assert (stacked[name] - alone[name]).norm() <= 1e-9 * tau.norm()
-        assert dataclasses.astuple(reports[name])[3:] == pytest.approx(
-            dataclasses.astuple(report[name])[3:], abs=1e-9
-        )
+        # All but the shape and the seconds.
+        measures = dataclasses.astuple(reports[name])[3:]
+        assert measures == pytest.approx(dataclasses.astuple(report[name])[3:], abs=1e-9)
 
 
 def test_a_stack_is_as_large_as_the_memory_bound_allows():
@@ -245,54 +248,52 @@ def test_the_number_of_threads_does_not_change_a_bit(torch_settings):
         torch.set_num_threads(threads)
         results.append(fuse_layers(*models(torch.float32), CONFIG)[0])
         assert torch.get_num_threads() == threads
-    assert all(
-        torch.equal(results[0][name], other[name]) for other in results[1:] for name in SHAPES
-    )
+    assert same(results[1], results[0])
+    assert same(results[2], results[0])
 
 
 def test_seed_step_and_name_each_draw_another_adapter():
     layer = random_layer(20, 12, seed=0)
-    base, same, seed, step = (
-        fuse_one(*layer, seed=s, step=t)[0] for s, t in ((1, 2), (1, 2), (2, 2), (1, 3))
-    )
-    name, _ = fuse_layers(*({"v": weight} for weight in layer), CONFIG, seed=1, step=2)
-    assert torch.equal(base, same)
-    assert not any(torch.equal(base, other) for other in (seed, step, name["v"]))
+    fused, _ = fuse_one(*layer, seed=1, step=2)
+    again, _ = fuse_one(*layer, seed=1, step=2)
+    other_seed, _ = fuse_one(*layer, seed=2, step=2)
+    other_step, _ = fuse_one(*layer, seed=1, step=3)
+    renamed = [{"v": weight} for weight in layer]
+    other_name, _ = fuse_layers(*renamed, CONFIG, seed=1, step=2)
+    assert torch.equal(again, fused)
+    for other in (other_seed, other_step, other_name["v"]):
+        assert not torch.equal(other, fused)
 
 
 def test_no_argument_is_changed():
-    streams, copies = models(), models()
+    streams = models()
     fuse_layers(*streams, CONFIG)
-    assert all(
-        torch.equal(a[name], b[name])
-        for a, b in zip(streams, copies, strict=True)
-        for name in SHAPES
-    )
+    for model, unchanged in zip(streams, models(), strict=True):
+        assert same(model, unchanged)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32_and_cast_back_once(dtype):
     narrow = models(dtype)
     fused, _ = fuse_layers(*narrow, CONFIG)
-    expected, _ = fuse_layers(
-        *({name: weight.float() for name, weight in model.items()} for model in narrow), CONFIG
-    )
-    assert all(
-        weight.dtype == dtype and torch.equal(weight, expected[name].to(dtype))
-        for name, weight in fused.items()
-    )
+    wide = []
+    for model in narrow:
+        wide.append({name: weight.float() for name, weight in model.items()})
+    expected, _ = fuse_layers(*wide, CONFIG)
+    assert same(fused, {name: weight.to(dtype) for name, weight in expected.items()})
 
 
 def test_progress_hears_of_every_layer_and_reports_come_in_order():
-    heard = []
-    _, reports = fuse_layers(*models(), CONFIG, progress=heard.append)
-    assert sorted(heard) == sorted(SHAPES)
+    finished = []
+    _, reports = fuse_layers(*models(), CONFIG, progress=finished.append)
+    assert sorted(finished) == sorted(SHAPES)
     assert list(reports) == list(SHAPES)
-    assert all(report.seconds > report.solving_seconds > 0 for report in reports.values())
-    assert all(report.loss_after <= report.loss_before for report in reports.values())
-    assert {tuple(dataclasses.asdict(report)["shape"]) for report in reports.values()} == set(
-        SHAPES.values()
-    )
+    shapes = set()
+    for report in reports.values():
+        assert report.seconds > report.solving_seconds > 0
+        assert report.loss_after <= report.loss_before
+        shapes.add(tuple(dataclasses.asdict(report)["shape"]))
+    assert shapes == set(SHAPES.values())
 
 
 # --- what goes wrong on a device ---
@@ -301,16 +302,14 @@ def test_progress_hears_of_every_layer_and_reports_come_in_order():
 def test_float64_computes_a_layer_of_low_rank_without_alarm(caplog):
     theta_0, _, theta_t = random_layer(40, 40, seed=0)
     spectrum = torch.logspace(0, -6, 40).double()  # on which float32 fails
-    layer = [
-        0 * theta_0.float(),
-        matrix_with_spectrum(40, 40, spectrum, seed=1).float(),
-        (theta_t - theta_0).float(),
-    ]
+    tau_merged = matrix_with_spectrum(40, 40, spectrum, seed=1).float()
+    tau = (theta_t - theta_0).float()
+    layer = [torch.zeros(40, 40), tau_merged, tau]
     config = replace(CONFIG, null_rank=20)
     for name in ("other", "steep"):
-        fused, _ = fuse_layers(*({name: weight} for weight in layer), config)
-    exact, _ = fuse_layers(*({"steep": weight.double()} for weight in layer), config)
-    assert (fused["steep"] - exact["steep"]).norm() / layer[2].norm() < 1e-5
+        fused, _ = fuse_layers(*[{name: weight} for weight in layer], config)
+    exact, _ = fuse_layers(*[{"steep": weight.double()} for weight in layer], config)
+    assert (fused["steep"] - exact["steep"]).norm() / tau.norm() < 1e-5
     assert caplog.records == []
 
 
@@ -327,7 +326,8 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
     error, monkeypatch, caplog
 ):
     """A solver on a device may fail on a whole stack."""
-    solve, attempts = nufilt.fuse_stack, []
+    solve = nufilt.fuse_stack
+    attempts = []
 
     def failing(*args, float64, **kwargs):
         attempts.append((len(args[0]), float64))
@@ -342,7 +342,8 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
     monkeypatch.setattr(fuse, "batch_size", lambda *_: 2)
     fused, _ = fuse_layers(*models(shapes=shapes), CONFIG)
     assert attempts == [(2, False), (1, False), (1, True), (1, False), (1, True)]
-    assert all((fused[name] - expected[name]).norm() < 1e-9 for name in shapes)
+    for name in shapes:
+        assert (fused[name] - expected[name]).norm() < 1e-9
     assert len(caplog.records) == 2
 
 
@@ -382,20 +383,19 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
     stack = [torch.empty(3, *shape, device="meta") for _ in range(3)]
     A = torch.empty(3, 4, shape[1], device="meta")
     config = replace(CONFIG, solver=solver, first_task="release", max_steps=2)
-    for task in (
-        stack[2],
-        LowRank(*(torch.empty(3, *s, device="meta") for s in ((shape[0], 2), (2, shape[1])))),
-    ):
+    left = torch.empty(3, shape[0], 2, device="meta")
+    right = torch.empty(3, 2, shape[1], device="meta")
+    for task in (stack[2], LowRank(left, right)):
         for is_first_task in (True, False):
             weights, measures = fuse_stack(
                 *stack[:2], task, A, config, is_first_task=is_first_task, float64=False
             )
             assert weights.shape == (3, *shape)
-            assert {measure.shape for measure in measures.values()} == {(3,)}
-            assert {
-                weights.device.type,
-                *(measure.device.type for measure in measures.values()),
-            } == {"meta"}
+            assert weights.device.type == "meta"
+            assert measures
+            for measure in measures.values():
+                assert measure.shape == (3,)
+                assert measure.device.type == "meta"
 
 
 # --- bad input ---
@@ -423,15 +423,17 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
 )
 def test_a_bad_layer_is_refused_by_model_name_and_shape(name, weight, message):
     pretrained, merged, task = models()
-    task = {key: value for key, value in {**task, name: weight}.items() if value is not None}
+    if weight is None:
+        del task[name]
+    else:
+        task[name] = weight
     with pytest.raises(ValueError, match=f"model 'task'{message}"):
         fuse_layers(pretrained, merged, task, CONFIG)
 
 
 def test_an_initial_a_of_another_shape_is_refused():
-    with pytest.raises(
-        ValueError, match=r"lora_A of layer 'w': expected shape \(4, 12\), got \(5, 12\)"
-    ):
+    message = r"lora_A of layer 'w': expected shape \(4, 12\), got \(5, 12\)"
+    with pytest.raises(ValueError, match=message):
         fuse_one(*random_layer(20, 12, seed=0), lora_A={"w": torch.zeros(5, 12)})
 
 
@@ -440,13 +442,13 @@ def test_the_models_are_free_as_soon_as_they_are_merged():
     work.
     """
     models = [{"layer": torch.randn(6, 5)} for _ in range(3)]
-    left = [weakref.ref(model["layer"]) for model in models]
+    weights = [weakref.ref(model["layer"]) for model in models]
     gc.collect()
     gc.disable()
     try:
         fused, _ = fuse_layers(*models, FusionConfig(null_rank=2, lora_rank=2, max_steps=2))
         del models
-        assert [ref() for ref in left] == [None] * 3
+        assert [weight() for weight in weights] == [None] * 3
     finally:
         gc.enable()
     assert fused["layer"].shape == (6, 5)

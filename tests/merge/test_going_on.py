@@ -34,26 +34,26 @@ def change_state(folder, **tensors):
     save_file(state, folder / STATE)
 
 
+def change_within_rounding(folder):
+    change(folder, f"{LAYER}.weight", lambda weight: weight * (1 + 1e-7))
+
+
 CHANGES = {
     "another configuration": lambda one: change_json(one / "config.json", rope_theta=1e6),
     "other files": lambda one: change_json(one / "nufilt.json", files={}),
     "negative votes": lambda one: change_state(one, votes=torch.neg),
     "a doubled count": lambda one: change_state(one, count=lambda count: 2 * count),
-    "a weight within rounding": lambda one: change(
-        one, f"{LAYER}.weight", lambda weight: weight * (1 + 1e-7)
-    ),
+    "a weight within rounding": change_within_rounding,
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_was_changed_since_it_was_saved_is_refused_unless_the_user_knows(stream, what):
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_changed_since_it_was_saved_is_refused_unless_the_user_knows(stream, name):
     one = merge(stream, ["task1"], "one", method="spectral")
     plan(stream, ["task2"], "one", method="spectral")
-    CHANGES[what](one)
-    with pytest.raises(
-        ValueError,
-        match=r"one.* is not what was saved \(its (size|sha256) differs\).*--no-verify",
-    ):
+    CHANGES[name](one)
+    message = r"one.* is not what was saved \(its (size|sha256) differs\).*--no-verify"
+    with pytest.raises(ValueError, match=message):
         plan(stream, ["task2"], "one", method="spectral")
     plan(stream, ["task2"], "one", method="spectral", settings={"verify": False})
 
@@ -77,9 +77,8 @@ def test_the_card_of_what_is_gone_on_from_may_be_edited(stream):
 def test_another_base_of_the_same_name_is_refused_before_any_work(stream):
     merge(stream, ["task1"], "one")
     change(stream / "base", f"{LAYER}.weight", torch.Tensor.double)
-    with pytest.raises(
-        ValueError, match=r"base' is not the base of '.*one': files\..*size is .*; .*--no-verify"
-    ):
+    message = r"base' is not the base of '.*one': files\..*size is .*; .*--no-verify"
+    with pytest.raises(ValueError, match=message):
         plan(stream, ["task2"], "one")
     plan(stream, ["task2"], "one", settings={"verify": False})
 
@@ -96,9 +95,9 @@ def test_a_base_that_was_written_to_or_copied_since_is_warned_about(stream):
 def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(stream, kind):
     kept = ("keep", "faintest")  # these say what is kept of a task as it arrives
     options = {}
-    for each in dataclasses.fields(kind.Options):
-        if isinstance(each.default, float) and each.name not in kept:
-            options[each.name] = each.default * 1.1 + 0.1
+    for field in dataclasses.fields(kind.Options):
+        if isinstance(field.default, float) and field.name not in kept:
+            options[field.name] = field.default * 1.1 + 0.1
     merge(stream, ["task1", "task2"], "two", method=kind.name)
     on = merge(stream, ["task3"], "on", merged="two", method=kind.name, **options)
     assert same(tensors(on), tensors(merge(stream, method=kind.name, **options)))
@@ -110,9 +109,8 @@ def test_without_a_state_the_model_is_the_same_and_ends_its_stream(stream):
     assert same(tensors(last), tensors(whole))
     assert not (last / STATE).exists()
     assert manifest(last)["settings"]["state"] is False
-    with pytest.raises(
-        ValueError, match=r"last. was merged with --no-state, .*: merge its tasks again without"
-    ):
+    message = r"last. was merged with --no-state, .*: merge its tasks again without"
+    with pytest.raises(ValueError, match=message):
         plan(stream, ["task3"], "last", method="best")
     end = merge(stream, ["task3"], "end", merged="whole", method="best", settings={"state": False})
     assert same(tensors(end), tensors(merge(stream, method="best")))
@@ -131,10 +129,10 @@ def test_a_state_in_float32_of_an_earlier_version_is_gone_on_from(stream):
 
 def test_nufilt_goes_on_from_layers_in_float32_and_keeps_none_in_the_last_merge(tmp_path):
     save_stream(tmp_path, llama(), dtype=torch.bfloat16)
-    kept, gone = {"settings": {"state": True}}, {"settings": {"state": False}}
-    merge(tmp_path, ["task1", "task2"], "two", **kept)
-    last = merge(tmp_path, ["task3"], "last", merged="two", **gone)
-    whole = merge(tmp_path, **kept)
+    with_state = {"state": True}
+    merge(tmp_path, ["task1", "task2"], "two", settings=with_state)
+    last = merge(tmp_path, ["task3"], "last", merged="two", settings={"state": False})
+    whole = merge(tmp_path, settings=with_state)
     assert same(tensors(last), tensors(whole))
     assert not (last / STATE).exists()
 

@@ -24,7 +24,7 @@ from tests.tiny_models import llama
 GOLDEN = Path(__file__).with_name("golden.json")
 
 
-def drawn(model, seed, scale=0.05):
+def random_weights(model, seed, scale=0.05):
     """A model whose weights depend on the seed and their names alone, whatever made it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -38,7 +38,8 @@ def changed(model, base, seed):
     """A model with the base's weights and a small change of each."""
     base_weights = dict(base.named_parameters())
     with torch.no_grad():
-        for name, parameter in drawn(model, seed, scale=0.002).named_parameters():
+        random_weights(model, seed, scale=0.002)
+        for name, parameter in model.named_parameters():
             if name in base_weights:
                 parameter += base_weights[name]
     return model
@@ -46,11 +47,12 @@ def changed(model, base, seed):
 
 def several_kinds(folder):
     """A full model, an adapter and a model with tokens of its own, by NUFILT."""
-    base = drawn(llama(), 0)
+    base = random_weights(llama(), 0)
     save(folder / "base", base)
     save(folder / "task1", changed(llama(), base, 1))
-    adapter = get_peft_model(drawn(llama(), 0), LoraConfig(r=4, target_modules="all-linear"))
-    drawn(adapter, 2).save_pretrained(folder / "task2")
+    config = LoraConfig(r=4, target_modules="all-linear")
+    adapter = get_peft_model(random_weights(llama(), 0), config)
+    random_weights(adapter, 2).save_pretrained(folder / "task2")
     save(folder / "task3", changed(llama(), base, 3), "<new>", rows=52)
     options = {"target_modules": "all-linear", "other_params": "mean"}
     return folder / "base", merge(folder, **options)
@@ -59,11 +61,12 @@ def several_kinds(folder):
 def heads(folder):
     """Classifiers with heads of their own."""
     kind, config, backbone, classes, _ = KINDS["bert"]
-    base = drawn(backbone(config), 0)
+    base = random_weights(backbone(config), 0)
     base.save_pretrained(folder / "base")
     for number, (task, count) in enumerate(classes.items()):
         names = labels([str(label) for label in range(count)])
-        model = drawn(kind(kind.config_class(**{**config.to_dict(), **names})), number, 0.002)
+        task_config = kind.config_class(**{**config.to_dict(), **names})
+        model = random_weights(kind(task_config), number, 0.002)
         with torch.no_grad():
             for parameter, start in zip(model.bert.parameters(), base.parameters(), strict=False):
                 parameter += start
@@ -73,12 +76,11 @@ def heads(folder):
 
 def experts(folder):
     """A model whose experts are stored in MXFP4."""
-    base = drawn(FAMILIES["gpt_oss"](), 0).to(torch.bfloat16)
+    base = random_weights(FAMILIES["gpt_oss"](), 0).to(torch.bfloat16)
     save_stream(folder, base, tasks=0, dtype=torch.bfloat16)
     for number in (1, 2):
-        changed(FAMILIES["gpt_oss"](), base.float(), number).to(torch.bfloat16).save_pretrained(
-            folder / f"task{number}"
-        )
+        task = changed(FAMILIES["gpt_oss"](), base.float(), number)
+        task.to(torch.bfloat16).save_pretrained(folder / f"task{number}")
     quantise(folder / "base")
     quantise(folder / "task1")
     return folder / "base_wide", merge(folder, ["task1", "task2"], other_params="mean")
@@ -86,7 +88,7 @@ def experts(folder):
 
 def two_goes(folder):
     """An order-free merge, and one more task into its result."""
-    base = drawn(llama(), 0)
+    base = random_weights(llama(), 0)
     base.save_pretrained(folder / "base")
     for number in (1, 2, 3):
         changed(llama(), base, number).save_pretrained(folder / f"task{number}")
@@ -97,7 +99,7 @@ def two_goes(folder):
 
 def in_memory(folder):
     """Loaded models, by FusionBench's algorithm."""
-    base = drawn(llama(), 0)
+    base = random_weights(llama(), 0)
     base.save_pretrained(folder / "base")
     models = {f"task{number}": changed(llama(), base, number) for number in (1, 2, 3)}
     algorithm({"_pretrained_": base, **models}, other_params="mean").save_pretrained(folder / "out")
@@ -131,27 +133,29 @@ def test_a_merge_gives_what_it_gave(tmp_path, kind):
         assert measures[key] == pytest.approx([norm, product], abs=tolerance), key
 
 
+def digest(value):
+    """The SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(value.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+
+
+def rounded(norm, product):
+    """To six digits, as the file has them."""
+    return [float(f"{norm:.6g}"), float(f"{product:.6g}")]
+
+
 def main():
     golden = {}
     digests = {}
     for kind in MERGES:
         with tempfile.TemporaryDirectory() as folder:
             base, out = kind(Path(folder))
-            golden[kind.__name__] = measure(base, out)
-            digests[kind.__name__] = {
-                key: hashlib.sha256(
-                    value.contiguous().flatten().view(torch.uint8).numpy()
-                ).hexdigest()
-                for key, value in tensors(out).items()
-            }
+            measures = measure(base, out)
+            golden[kind.__name__] = {key: rounded(*pair) for key, pair in measures.items()}
+            digests[kind.__name__] = {key: digest(value) for key, value in tensors(out).items()}
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(digests, indent=1))
-        return
-    rounded = {
-        kind: {key: [float(f"{value:.6g}") for value in pair] for key, pair in measures.items()}
-        for kind, measures in golden.items()
-    }
-    GOLDEN.write_text(json.dumps(rounded, indent=1) + "\n")
+    else:
+        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
 
 
 if __name__ == "__main__":

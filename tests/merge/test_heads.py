@@ -39,9 +39,8 @@ def by_hand(out, model, backbone):
     """A trained classifier whose backbone is the one in a folder."""
     whole = type(model)(model.config).eval()
     whole.load_state_dict(model.state_dict())
-    whole.base_model.load_state_dict(
-        backbone.from_pretrained(out).base_model.state_dict(), strict=False
-    )
+    merged = backbone.from_pretrained(out).base_model
+    whole.base_model.load_state_dict(merged.state_dict(), strict=False)
     return whole
 
 
@@ -49,18 +48,20 @@ def by_hand(out, model, backbone):
 def test_a_task_scores_as_the_merged_backbone_with_its_head_put_on_by_hand(tmp_path, kind, base):
     models = save(tmp_path, kind, base and base())
     out = merge(tmp_path, list(models))
-    backbone = hf.ViTForImageClassification if base else KINDS[kind][2]
+    backbone = KINDS[kind][2]
+    if base is not None:
+        backbone = hf.ViTForImageClassification
     for task, model in models.items():
         loaded = load_task(out, task)
         expected, accuracy = logits_and_accuracy(by_hand(out, model, backbone), kind, task)
-        found = logits_and_accuracy(loaded, kind, task)
-        assert torch.equal(found[0], expected)
-        assert found[1] == accuracy > 1 / len(model.config.id2label)
-        assert (type(loaded), loaded.config.id2label) == (type(model), model.config.id2label)
+        logits, loaded_accuracy = logits_and_accuracy(loaded, kind, task)
+        assert torch.equal(logits, expected)
+        assert loaded_accuracy == accuracy > 1 / len(model.config.id2label)
+        assert type(loaded) is type(model)
+        assert loaded.config.id2label == model.config.id2label
         assert not loaded.training
-        assert not torch.equal(
-            expected, logits_and_accuracy(model, kind, task)[0]
-        )  # the backbone was merged
+        unmerged_logits, _ = logits_and_accuracy(model, kind, task)
+        assert not torch.equal(unmerged_logits, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"target_modules": "all-linear", "other_params": "mean"}])
@@ -74,14 +75,12 @@ def test_the_merged_folder_is_that_of_the_backbones_and_heads_are_kept_bit_by_bi
     bare = merge(tmp_path, [f"{task} bare" for task in models], "bare", **options)
     assert same(tensors(out), tensors(bare))
     for task, model in models.items():
-        kept = load_file(out / "heads" / f"{task}.safetensors")
-        assert same(
-            kept,
-            {f"classifier.{key}": value for key, value in model.classifier.state_dict().items()},
-        )
-        about = manifest(out)["heads"][task]
-        assert about["modules"] == ["classifier"]
-        assert about["config"]["label2id"] == model.config.label2id
+        head = load_file(out / "heads" / f"{task}.safetensors")
+        trained = model.classifier.state_dict()
+        assert same(head, {f"classifier.{key}": value for key, value in trained.items()})
+        description = manifest(out)["heads"][task]
+        assert description["modules"] == ["classifier"]
+        assert description["config"]["label2id"] == model.config.label2id
         assert f"heads/{task}.safetensors" in manifest(out)["files"]
     assert "load_task(" in (out / "README.md").read_text()
 
@@ -89,7 +88,8 @@ def test_the_merged_folder_is_that_of_the_backbones_and_heads_are_kept_bit_by_bi
 def test_a_base_with_a_head_keeps_it_whatever_becomes_of_other_parameters(tmp_path):
     save(tmp_path, "vit", imagenet())
     out = merge(tmp_path, ["few", "ten"], target_modules="all-linear", other_params="mean")
-    before, after = tensors(tmp_path / "base"), tensors(out)
+    before = tensors(tmp_path / "base")
+    after = tensors(out)
     assert torch.equal(after["classifier.weight"], before["classifier.weight"])
     assert not torch.equal(after["vit.layernorm.weight"], before["vit.layernorm.weight"])
 
@@ -119,17 +119,14 @@ def test_classifiers_of_the_same_labels_share_their_head_unless_the_user_names_i
     for seed, name in enumerate(("one", "two"), 1):
         finetuned(base, seed, scale=0.002).save_pretrained(tmp_path / name)
     assert not plan(tmp_path, ["one", "two"], target_modules="all-linear").heads
-    assert "classifier" in [
-        layer.name for layer in plan(tmp_path, ["one"], target_modules="all-linear").layers
-    ]
+    alone = plan(tmp_path, ["one"], target_modules="all-linear")
+    assert "classifier" in [layer.name for layer in alone.layers]
     named = plan(tmp_path, ["one", "two"], target_modules="all-linear", heads="classifier")
     assert list(named.heads) == ["one", "two"]
     assert "classifier" not in [layer.name for layer in named.layers]
     change_json(tmp_path / "two" / "config.json", **labels(["cat", "dog", "cow"]))
-    assert list(plan(tmp_path, ["one", "two"]).heads) == [
-        "one",
-        "two",
-    ]  # one task's own head is every task's
+    # One task's own head is every task's.
+    assert list(plan(tmp_path, ["one", "two"]).heads) == ["one", "two"]
     with pytest.raises(ValueError, match=r"one': heads='clasifier' matches none of its modules"):
         plan(tmp_path, ["one", "two"], heads="clasifier")
 
@@ -168,17 +165,20 @@ def save_encoders(folder, family, counts=(3, 4)):
     name.
     """
     config, with_lm_head, classifier = ENCODERS[family]
-    size = {"n_layers": 2, "n_heads": 2, "dim": 32, "hidden_dim": 64}
-    size = size if family == "distilbert" else {**SMALL, "pad_token_id": 0, "num_labels": 2}
-    tokens = dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 1)
-    size |= {"vocab_size": 50, **(tokens if family == "modernbert" else {})}
-    base = build(with_lm_head, config(**size), 0)
+    options = {**SMALL, "pad_token_id": 0, "num_labels": 2}
+    if family == "distilbert":
+        options = {"n_layers": 2, "n_heads": 2, "dim": 32, "hidden_dim": 64}
+    options["vocab_size"] = 50
+    if family == "modernbert":
+        for token in ("bos", "cls", "eos", "sep"):
+            options[f"{token}_token_id"] = 1
+    base = build(with_lm_head, config(**options), 0)
     models = {"_pretrained_": base}
-    for i, count in enumerate(counts, 1):
-        task = build(classifier, config(**{**size, "num_labels": count}), i)
+    for number, count in enumerate(counts, 1):
+        task = build(classifier, config(**{**options, "num_labels": count}), number)
         task.base_model.load_state_dict(base.base_model.state_dict(), strict=False)
-        models[f"task{i}"] = finetuned(task, i, scale=0.002)
-        models[f"task{i}"].save_pretrained(folder / f"task{i}")
+        models[f"task{number}"] = finetuned(task, number, scale=0.002)
+        models[f"task{number}"].save_pretrained(folder / f"task{number}")
     base.save_pretrained(folder / "base")
     return models
 
@@ -190,14 +190,16 @@ LINEAR = {"method": "sum", "target_modules": "all-linear", "other_params": "mean
 def test_the_base_may_have_the_head_of_a_masked_language_model(tmp_path, family):
     models = save_encoders(tmp_path, family)
     out = merge(tmp_path, ["task1", "task2"], **LINEAR)
-    base, result, backbone = tensors(tmp_path / "base"), tensors(out), models["_pretrained_"]
+    base = tensors(tmp_path / "base")
+    result = tensors(out)
+    prefix = models["_pretrained_"].base_model_prefix
     for key, value in base.items():
-        in_backbone = key.startswith(f"{backbone.base_model_prefix}.")
+        in_backbone = key.startswith(f"{prefix}.")
         assert in_backbone != torch.equal(result[key], value), key
     words = torch.arange(3, 19).reshape(2, 8)
     for task, count in (("task1", 3), ("task2", 4)):
-        kept = load_file(out / "heads" / f"{task}.safetensors")
-        assert not any("embedding" in key for key in kept)
+        head = load_file(out / "heads" / f"{task}.safetensors")
+        assert not any("embedding" in key for key in head)
         assert load_task(out, task)(words).logits.shape == (2, count)
 
 
@@ -227,7 +229,8 @@ def test_a_masked_language_model_among_classifiers_keeps_its_head(tmp_path, orde
     task = finetuned(base, 5, scale=0.002)
     task.save_pretrained(tmp_path / "lm")
     out = merge(tmp_path, order, **LINEAR)
-    before, after = tensors(tmp_path / "base"), tensors(out)
+    before = tensors(tmp_path / "base")
+    after = tensors(out)
     assert torch.equal(after["lm_head.dense.weight"], before["lm_head.dense.weight"])
     loaded = load_task(out, "lm").state_dict()
     assert torch.equal(loaded["lm_head.dense.weight"], task.lm_head.dense.weight)
@@ -246,9 +249,8 @@ def test_a_classifier_without_its_output_layer_is_refused_though_the_base_has_on
 
 def test_without_heads_another_number_of_labels_is_refused(tmp_path):
     save(tmp_path, "vit", imagenet())
-    with pytest.raises(
-        ValueError, match=r"few', tensor 'classifier.*: shape \(5.*a head that --heads can name"
-    ):
+    message = r"few', tensor 'classifier.*: shape \(5.*a head that --heads can name"
+    with pytest.raises(ValueError, match=message):
         plan(tmp_path, ["few"], heads="none")
 
 
@@ -268,15 +270,13 @@ def test_tasks_whose_folders_have_one_name_keep_their_heads_apart(tmp_path):
 def test_an_adapters_trained_classifier_is_a_head(tmp_path):
     train("bert")[0].save_pretrained(tmp_path / "base")
     model = hf.BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=4)
-    lora = LoraConfig(
-        r=4, target_modules=["query", "value"], task_type="SEQ_CLS"
-    )  # which saves the classifier
+    # An adapter for this type of task comes with its classifier.
+    lora = LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS")
     adapted = get_peft_model(model, lora)
     for name, value in adapted.named_parameters():
         if value.requires_grad:
-            value.data += 0.02 * torch.randn(
-                value.shape, generator=torch.Generator().manual_seed(len(name))
-            )
+            generator = torch.Generator().manual_seed(len(name))
+            value.data += 0.02 * torch.randn(value.shape, generator=generator)
     adapted.save_pretrained(tmp_path / "adapter")
     out = merge(tmp_path, ["adapter"])
     merged = adapted.merge_and_unload().eval()
@@ -315,17 +315,20 @@ def test_heads_of_timm_are_found_by_its_configuration(tmp_path):
     backbone has, too.
     """
     torch.manual_seed(0)
-    body = {f"blocks.{i}.mlp.fc{j}.weight": torch.randn(32, 32) for i in range(2) for j in (1, 2)}
-    body["head.norm.weight"] = torch.ones(32)
+    backbone = {}
+    for block in range(2):
+        backbone[f"blocks.{block}.mlp.fc1.weight"] = torch.randn(32, 32)
+        backbone[f"blocks.{block}.mlp.fc2.weight"] = torch.randn(32, 32)
+    backbone["head.norm.weight"] = torch.ones(32)
     for name, count in {"base": 0, "three": 3, "five": 5}.items():
         (tmp_path / name).mkdir()
-        weights = {key: value + 0.01 * torch.randn_like(value) for key, value in body.items()}
-        head = (
-            {"head.fc.weight": torch.randn(count, 32), "head.fc.bias": torch.zeros(count)}
-            if count
-            else {}
-        )
-        save_file({**weights, **head}, tmp_path / name / "model.safetensors")
+        weights = {}
+        for key, value in backbone.items():
+            weights[key] = value + 0.01 * torch.randn_like(value)
+        if count > 0:
+            weights["head.fc.weight"] = torch.randn(count, 32)
+            weights["head.fc.bias"] = torch.zeros(count)
+        save_file(weights, tmp_path / name / "model.safetensors")
         config = {
             "architecture": "convnext_atto",
             "num_classes": count,
@@ -344,25 +347,22 @@ def test_heads_of_timm_are_found_by_its_configuration(tmp_path):
 def test_classifiers_of_timm_score_as_the_merged_backbone_with_their_heads(tmp_path):
     timm = pytest.importorskip("timm", reason="timm is not installed")
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    saving = {"model_args": shape, "safe_serialization": True}
     torch.manual_seed(0)
-    base, x = (
-        timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape),
-        torch.randn(4, 3, 32, 32),
-    )
-    timm.models.save_for_hf(base, tmp_path / "base", model_args=shape, safe_serialization=True)
+    base = timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape)
+    images = torch.randn(4, 3, 32, 32)
+    timm.models.save_for_hf(base, tmp_path / "base", **saving)
     for seed, count in enumerate((5, 10, 26), 1):
         task = finetuned(base, seed, scale=0.002)
         task.reset_classifier(count)
-        timm.models.save_for_hf(
-            task, tmp_path / f"task{count}", model_args=shape, safe_serialization=True
-        )
+        timm.models.save_for_hf(task, tmp_path / f"task{count}", **saving)
     out = merge(tmp_path, ["task5", "task10", "task26"])
     for count in (5, 10, 26):
+        state = tensors(out)
+        for key, value in tensors(tmp_path / f"task{count}").items():
+            if key.startswith("head."):
+                state[key] = value
         by_hand = timm.create_model("vit_tiny_patch16_224", num_classes=count, **shape)
-        head = {
-            key: value
-            for key, value in tensors(tmp_path / f"task{count}").items()
-            if key.startswith("head.")
-        }
-        by_hand.load_state_dict(tensors(out) | head)
-        assert torch.equal(load_task(out, f"task{count}")(x), by_hand.eval()(x))
+        by_hand.load_state_dict(state)
+        loaded = load_task(out, f"task{count}")
+        assert torch.equal(loaded(images), by_hand.eval()(images))

@@ -15,6 +15,8 @@ from tests.models.test_adapters import save_adapter
 from tests.tiny_models import llama
 
 WITHOUT = ("--no-copy-tokenizer", "--no-write-model-card")  # the card asks the hub about each model
+THEIRS = ("mergekit", "mergekit.yaml", "theirs", *WITHOUT)
+OURS = ("merge", "recipe.yaml", "--out", "ours")
 
 pytest.importorskip("mergekit", reason="needs mergekit: pip install '.[mergekit]'")
 
@@ -35,23 +37,26 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(folder, method, weights=None, tasks=("task2", "task1", "task3"), **parameters):
-    models = [
-        {"model": name, "parameters": {"weight": (weights or {}).get(name, 1)}} for name in tasks
-    ]
-    ranks = RANKS if METHODS.get(method) and METHODS[method].Options is FusionConfig else {}
+    """Write `mergekit.yaml`, and what says the same to `nufilt merge`, `recipe.yaml`."""
+    if METHODS.get(method) and METHODS[method].Options is FusionConfig:
+        parameters = {**RANKS, **parameters}
+    weights = {**dict.fromkeys(tasks, 1), **(weights or {})}
+    models = []
+    for name in tasks:
+        models.append({"model": name, "parameters": {"weight": weights[name]}})
     content = {
         "merge_method": method,
         "base_model": "base",
         "models": models,
-        "parameters": {**ranks, **parameters},
+        "parameters": parameters,
     }
     (folder / "mergekit.yaml").write_text(yaml.safe_dump(content))
     recipe = {
         "base": "base",
         "tasks": list(tasks),
         "method": method,
-        "weights": [model["parameters"]["weight"] for model in models],
-        **content["parameters"],
+        "weights": [weights[name] for name in tasks],
+        **parameters,
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return content
@@ -61,8 +66,7 @@ def both(folder):
     """All tensors of what mergekit makes of its file, and of what `nufilt merge` does of the
     recipe.
     """
-    theirs = ("mergekit", "mergekit.yaml", "theirs", *WITHOUT)
-    for words in (theirs, ("merge", "recipe.yaml", "--out", "ours")):
+    for words in (THEIRS, OURS):
         code, text = nufilt(*words, "--quiet")
         assert code == 0, text
     return tensors(folder / "theirs"), tensors(folder / "ours")
@@ -102,9 +106,12 @@ def test_best_gives_a_task_that_was_an_adapter_the_strength_that_nufilt_merge_gi
 
 @pytest.mark.parametrize("method", ["nufilt", "best"])
 def test_options_weights_and_the_seed_are_parameters_of_the_file(folder, method):
-    own = {"null_rank": 5} if method == "nufilt" else {"scale": 0.7}
-    given = {"seed": 7, "target_modules": r".*(q_proj|up_proj)", "other_params": "first", **own}
-    write(folder, method, {"task2": 0.5, "task3": 2}, **given)
+    parameters = {"seed": 7, "target_modules": r".*(q_proj|up_proj)", "other_params": "first"}
+    if method == "nufilt":
+        parameters["null_rank"] = 5
+    else:
+        parameters["scale"] = 0.7
+    write(folder, method, {"task2": 0.5, "task3": 2}, **parameters)
     assert same(*both(folder))
 
 
@@ -147,7 +154,8 @@ def test_fused_experts_are_merged_one_by_one(tmp_path, monkeypatch):
 def test_a_bad_file_is_refused_in_one_line(folder, method, parameters, message):
     write(folder, method, **parameters)
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
-    assert (code, message in text) == (1, True), text
+    assert code == 1, text
+    assert message in text
     assert not list(folder.glob("out/*.safetensors"))
 
 
@@ -163,24 +171,25 @@ def test_a_bad_file_is_refused_in_one_line(folder, method, parameters, message):
 def test_a_list_for_an_option_is_refused_before_any_work(folder, option, value, message):
     write(folder, "best", **{option: value})
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
-    assert (code, message in text) == (1, True), text
+    assert code == 1, text
+    assert message in text
     assert not (folder / "out").exists()
 
 
 def test_what_is_to_be_written_in_place_of_a_list_excludes_the_same_layers(folder):
     write(folder, "best", exclude_modules=["up_proj", "self_attn.q_proj"])
-    assert nufilt("merge", "recipe.yaml", "--out", "ours")[0] == 0
+    assert nufilt(*OURS)[0] == 0
     _, text = nufilt("mergekit", "mergekit.yaml", "theirs", "--quiet")
     remedy = yaml.safe_load(text.partition(": write ")[2])
     write(folder, "best", **remedy)
-    code, text = nufilt("mergekit", "mergekit.yaml", "theirs", *WITHOUT, "--quiet")
+    code, text = nufilt(*THEIRS, "--quiet")
     assert code == 0, text
     assert same(tensors(folder / "theirs"), tensors(folder / "ours"))
 
 
 def test_a_list_of_weights_is_mergekits_gradient_of_strengths(folder):
     write(folder, "best", {"task1": [0, 1]})
-    code, text = nufilt("mergekit", "mergekit.yaml", "theirs", *WITHOUT, "--quiet")
+    code, text = nufilt(*THEIRS, "--quiet")
     assert code == 0, text
 
 
@@ -191,11 +200,9 @@ def test_what_is_no_file_of_mergekit_is_refused_in_one_line(folder, content):
     else:
         (folder / "mergekit.yaml").unlink(missing_ok=True)
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
-    assert (code, "'mergekit.yaml' can't be read: " in text, "Traceback" in text) == (
-        1,
-        True,
-        False,
-    ), text
+    assert code == 1
+    assert "'mergekit.yaml' can't be read: " in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(
@@ -210,12 +217,10 @@ def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tenso
     for name, value in (("base", 4e4), ("task1", 6e4), ("task2", 6e4), ("task3", 6e4)):
         change(folder / name, tensor, lambda weight, value=value: weight.fill_(value))
     write(folder, "sum", dict.fromkeys(("task1", "task2", "task3"), 2), other_params="mean")
-    for words in (
-        ("mergekit", "mergekit.yaml", "theirs", *WITHOUT),
-        ("merge", "recipe.yaml", "--out", "ours"),
-    ):
+    for words in (THEIRS, OURS):
         code, text = nufilt(*words, "--quiet")
-        assert (code, f"error: tensor '{tensor}': {message}" in text) == (1, True), text
+        assert code == 1, text
+        assert f"error: tensor '{tensor}': {message}" in text
 
 
 def test_a_file_without_a_base_and_one_with_more_layers_than_the_base_are_refused(folder):
@@ -223,12 +228,12 @@ def test_a_file_without_a_base_and_one_with_more_layers_than_the_base_are_refuse
     del content["base_model"]
     (folder / "mergekit.yaml").write_text(yaml.safe_dump(content))
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
-    assert (code, "requires a base input" in text) == (1, True), text
-    slices = [
-        {"sources": [{"model": name, "layer_range": [0, 2]} for name in ("base", "task1")]}
-        for _ in range(2)
-    ]
+    assert code == 1, text
+    assert "requires a base input" in text
+    sources = [{"model": name, "layer_range": [0, 2]} for name in ("base", "task1")]
+    slices = [{"sources": sources}] * 2
     taller = {"merge_method": "best", "base_model": "base", "slices": slices}
     (folder / "mergekit.yaml").write_text(yaml.safe_dump(taller))
     code, text = nufilt("mergekit", "mergekit.yaml", "out", "--quiet")
-    assert (code, "'base' has no tensor 'model.layers.2." in text) == (1, True), text
+    assert code == 1, text
+    assert "'base' has no tensor 'model.layers.2." in text

@@ -65,35 +65,26 @@ def folders(tmp_path_factory):
     shapes |= {"mlp.gate_proj": (2 * WIDTH, WIDTH), "mlp.up_proj": (2 * WIDTH, WIDTH)}
     shapes["mlp.down_proj"] = (WIDTH, 2 * WIDTH)
     state = {
-        f"model.layers.0.{k}.weight": 0.02 * torch.randn(v, generator=generator)
-        for k, v in shapes.items()
-    }
-    state |= {
-        f"model.layers.0.{k}_layernorm.weight": torch.ones(WIDTH)
-        for k in ("input", "post_attention")
-    }
-    decay = (
-        torch.arange(1, 65.0) ** -0.7
-    )  # as singular values fall: flat spectra take long, in float64
-    state |= {
+        "model.layers.0.input_layernorm.weight": torch.ones(WIDTH),
+        "model.layers.0.post_attention_layernorm.weight": torch.ones(WIDTH),
         "model.norm.weight": torch.ones(WIDTH),
         "model.embed_tokens.weight": torch.ones(20000, WIDTH),
     }
-    for name in ("base", "task1", "task2", "task3"):
-        config.save_pretrained(folder / name)
-        for key in state:
-            if "proj" in key and name != "base":
+    layers = [f"model.layers.0.{name}.weight" for name in shapes]
+    for key, shape in zip(layers, shapes.values(), strict=True):
+        state[key] = 0.02 * torch.randn(shape, generator=generator)
+    # As singular values fall: flat spectra take long, in float64.
+    decay = torch.arange(1, 65.0) ** -0.7
+    for model in ("base", "task1", "task2", "task3"):
+        if model != "base":
+            for key in layers:
                 d_o, d_i = state[key].shape
-                left, right = (
-                    torch.randn(d_o, 64, generator=generator),
-                    torch.randn(64, d_i, generator=generator),
-                )
+                left = torch.randn(d_o, 64, generator=generator)
+                right = torch.randn(64, d_i, generator=generator)
                 state[key] += 1e-3 * (left * decay) @ right
-        save_file(
-            {k: v.bfloat16() for k, v in state.items()},
-            folder / name / "model.safetensors",
-            {"format": "pt"},
-        )
+        config.save_pretrained(folder / model)
+        narrow = {key: value.bfloat16() for key, value in state.items()}
+        save_file(narrow, folder / model / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -114,40 +105,42 @@ def test_max_memory_is_held_by_working_on_fewer_layers_at_a_time(folders):
 
 @pytest.mark.slow
 def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(folders):
-    two, three = measure(folders, 2, "nufilt"), measure(folders, 3, "nufilt")
-    layers = [run["predicted"] - run["alone"] for run in (two, three)]
-    assert layers[0] == pytest.approx(layers[1], rel=0.02)
+    two = measure(folders, 2, "nufilt")
+    three = measure(folders, 3, "nufilt")
+    layers = two["predicted"] - two["alone"]
+    assert layers == pytest.approx(three["predicted"] - three["alone"], rel=0.02)
     for run in (two, three):
         # How much of the prediction is used depends on which layers happen to be merged at the same
         # time.
-        assert run["alone"] + 0.2 * layers[0] < run["peak"] <= run["predicted"]
+        assert run["alone"] + 0.2 * layers < run["peak"] <= run["predicted"]
 
 
 @pytest.mark.slow
 def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders):
     run = measure(folders, 3, "spectral")
-    assert run["alone"] + 0.2 * (run["predicted"] - run["alone"]) < run["peak"] <= run["predicted"]
+    layers = run["predicted"] - run["alone"]
+    assert run["alone"] + 0.2 * layers < run["peak"] <= run["predicted"]
 
 
 def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
-    with pytest.raises(
-        ValueError, match=r"max_memory of 0\.10 GB is below the \d+\.\d+ GB that the largest layer"
-    ):
-        plan_merge(
-            f"{folders}/base", [f"{folders}/task1"], None, settings=Settings(max_memory=10**8)
-        )
+    settings = Settings(max_memory=10**8)
+    message = r"max_memory of 0\.10 GB is below the \d+\.\d+ GB that the largest layer"
+    with pytest.raises(ValueError, match=message):
+        plan_merge(f"{folders}/base", [f"{folders}/task1"], None, settings=settings)
 
 
 def test_a_budget_is_never_exceeded_and_a_large_reservation_goes_alone():
-    budget, held, seen = Budget(10), [], []
+    budget = Budget(10)
+    reserved = []
+    at_once = []
 
     def work(nbytes):
         for _ in range(50):
             with budget.reserve(nbytes):
-                held.append(nbytes)
-                seen.append(tuple(held))
-                held.remove(nbytes)
+                reserved.append(nbytes)
+                at_once.append(tuple(reserved))
+                reserved.remove(nbytes)
 
     with ThreadPoolExecutor(5) as pool:
         list(pool.map(work, (3, 4, 5, 6, 25), timeout=30))
-    assert all(sum(together) <= 10 or together == (25,) for together in seen)
+    assert all(sum(together) <= 10 or together == (25,) for together in at_once)

@@ -53,20 +53,17 @@ def test_float32_folders_give_the_algorithms_bits(tmp_path, make, options):
 @pytest.mark.parametrize("method", ["nufilt", "spectral"])
 def test_every_device_gives_the_same_folder_to_rounding(tmp_path, method, device):
     save_stream(tmp_path, llama(), dtype=torch.bfloat16)
-    results = [
-        tensors(merge(tmp_path, out=out, method=method, settings={"device": out}))
-        for out in ("cpu", device)
-    ]
-    for key, value in results[0].items():
-        torch.testing.assert_close(results[1][key], value, rtol=2**-7, atol=1e-6)
+    on_cpu = tensors(merge(tmp_path, out="on_cpu", method=method, settings={"device": "cpu"}))
+    on_device = tensors(merge(tmp_path, method=method, settings={"device": device}))
+    for key, value in on_cpu.items():  # to one rounding of bfloat16
+        torch.testing.assert_close(on_device[key], value, rtol=2**-7, atol=1e-6)
 
 
 def test_a_full_clip_folder_gives_the_bits_of_its_vision_tower_merged_alone(tmp_path):
     save_stream(tmp_path, full_clip())
-    names = {"_pretrained_": "base"} | {f"task{i}": f"task{i}" for i in (1, 2, 3)}
-    towers = {
-        name: CLIPVisionModel.from_pretrained(tmp_path / folder) for name, folder in names.items()
-    }
+    towers = {"_pretrained_": CLIPVisionModel.from_pretrained(tmp_path / "base")}
+    for task in ("task1", "task2", "task3"):
+        towers[task] = CLIPVisionModel.from_pretrained(tmp_path / task)
     merged = CLIPVisionModel.from_pretrained(merge(tmp_path))
     assert same(merged.state_dict(), algorithm(towers).state_dict())
 
@@ -102,11 +99,11 @@ def test_the_result_has_the_bases_keys_dtypes_files_and_untouched_bits(tmp_path,
     (tmp_path / "base" / "tokenizer.model").write_bytes(b"a tokenizer")
     (tmp_path / "base" / "pytorch_model.bin").write_bytes(b"an old copy")
     out = merge(tmp_path)
-    base, result = tensors(tmp_path / "base"), tensors(out)
-    kinds, expected = (
-        {key: (w.dtype, w.shape) for key, w in state.items()} for state in (result, base)
-    )
-    assert kinds == expected
+    base = tensors(tmp_path / "base")
+    result = tensors(out)
+    assert result.keys() == base.keys()
+    for key, value in base.items():
+        assert (result[key].dtype, result[key].shape) == (value.dtype, value.shape)
     changed = [key for key in base if not torch.equal(base[key], result[key])]
     assert len(changed) == len(select_layers(models["_pretrained_"]))
     before = {path.name for path in (tmp_path / "base").iterdir()} - {"pytorch_model.bin"}
@@ -144,25 +141,24 @@ def test_a_head_that_the_configuration_unties_has_a_mean_of_its_own(tmp_path):
     for seed, folder in enumerate(("base", "task1", "task2")):
         path = tmp_path / folder / "model.safetensors"
         state = load_file(path)
-        head = torch.randn(
-            state["shared.weight"].shape, generator=torch.Generator().manual_seed(seed)
-        )
-        save_file({**state, "lm_head.weight": head}, path, metadata={"format": "pt"})
+        generator = torch.Generator().manual_seed(seed)
+        state["lm_head.weight"] = torch.randn(state["shared.weight"].shape, generator=generator)
+        save_file(state, path, metadata={"format": "pt"})
         change_json(tmp_path / folder / "config.json", tie_word_embeddings=False)
     out = tensors(merge(tmp_path, ["task1", "task2"], other_params="mean"))
-    tasks = [tensors(tmp_path / task) for task in ("task1", "task2")]
+    task1 = tensors(tmp_path / "task1")
+    task2 = tensors(tmp_path / "task2")
     for key in ("lm_head.weight", "shared.weight"):
-        torch.testing.assert_close(out[key], (tasks[0][key] + tasks[1][key]) / 2)
+        torch.testing.assert_close(out[key], (task1[key] + task2[key]) / 2)
 
 
 def test_a_tensor_that_a_task_lacks_is_left_out_of_its_mean_with_a_warning(stream):
-    change(stream / "task1", "model.norm.weight", lambda value: None)
+    norm = "model.norm.weight"
+    change(stream / "task1", norm, lambda value: None)
     out = merge(stream, ["task1"], other_params="mean")
-    assert (
-        "'task1' is left out of the mean of 'model.norm.weight'"
-        in (out / "nufilt.json").read_text()
-    )
-    assert torch.equal(*(tensors(folder)["model.norm.weight"] for folder in (out, stream / "base")))
+    text = (out / "nufilt.json").read_text()
+    assert f"'task1' is left out of the mean of '{norm}'" in text
+    assert torch.equal(tensors(out)[norm], tensors(stream / "base")[norm])
 
 
 def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
@@ -173,46 +169,43 @@ def test_a_task_that_names_its_tensors_otherwise_is_the_same_task(tmp_path):
     expected = tensors(merge(tmp_path))
     for path in (tmp_path / "task2").glob("*.safetensors"):
         path.unlink()
-    save_file(
-        models["task2"].state_dict(),
-        tmp_path / "task2" / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    path = tmp_path / "task2" / "model.safetensors"
+    save_file(models["task2"].state_dict(), path, metadata={"format": "pt"})
     assert set(tensors(tmp_path / "task2")) != set(tensors(tmp_path / "task1"))
     assert same(tensors(merge(tmp_path, out="again")), expected)
 
 
 def test_layers_are_told_by_name_where_transformers_does_not_know_the_model(stream):
     expected = tensors(merge(stream))
-    own = {"architectures": ["TheirOwnForCausalLM"], "auto_map": {"AutoConfig": "x.y"}}
-    change_json(stream / "base" / "config.json", **own)
+    unknown = {"architectures": ["TheirOwnForCausalLM"], "auto_map": {"AutoConfig": "x.y"}}
+    change_json(stream / "base" / "config.json", **unknown)
     (stream / "base" / "x.py").write_text("raise RuntimeError('code of a checkpoint was run')")
     out = merge(stream, out="by_name")
     assert manifest(out)["linear_layers_known_from"] == "names of the tensors"
     assert same(tensors(out), expected)
 
 
+def distance(state, exact, keys):
+    """The norm of a difference over some tensors."""
+    return sum((state[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
+
+
 @pytest.mark.slow
 def test_a_state_in_float32_removes_the_drift_of_twenty_bfloat16_merges(tmp_path):
     models = save_stream(tmp_path, llama(), tasks=20, dtype=torch.bfloat16)
-    exact = algorithm(
-        {name: model.float() for name, model in models.items()}, lora_rank=0, null_rank=2
-    ).state_dict()
+    keys = merged_keys(models["_pretrained_"])
+    options = {"lora_rank": 0, "null_rank": 2}
+    wide = {name: model.float() for name, model in models.items()}
+    exact = algorithm(wide, **options).state_dict()
     errors = {}
     for state in (False, True):
-        options, previous = (
-            {"settings": {"state": state}, "lora_rank": 0, "null_rank": 2},
-            None,
-        )
-        for i in range(1, 21):
-            out = merge(tmp_path, [f"task{i}"], f"{state}{i}", previous, **options)
-            previous = out.name
-        result = tensors(out)
-        keys = merged_keys(models["_pretrained_"])
-        errors[state] = sum((result[key].float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
-        rounding = (
-            sum((exact[key].bfloat16().float() - exact[key]).norm() ** 2 for key in keys) ** 0.5
-        )
+        merged = None
+        for number in range(1, 21):
+            out = f"{state}{number}"
+            merge(tmp_path, [f"task{number}"], out, merged, settings={"state": state}, **options)
+            merged = out
+        errors[state] = distance(tensors(tmp_path / out), exact, keys)
+    rounding = distance({key: exact[key].bfloat16() for key in keys}, exact, keys)
     assert errors[True] <= 1.1 * rounding
     assert errors[False] > 2 * rounding
 
@@ -221,17 +214,14 @@ def test_a_float32_merged_model_on_a_bfloat16_base_goes_on_unrounded(tmp_path):
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
     settings = {"state": True, "step": 2}
     first = merge(tmp_path, ["task1"], "first", settings={"state": True})
-    expected = load_file(
-        merge(tmp_path, ["task2"], "expected", merged="first", settings=settings) / STATE
-    )
-    wide = (
-        tmp_path / "wide"
-    )  # the same, as another program would have stored it: all in float32, no state beside it
+    expected = merge(tmp_path, ["task2"], "expected", merged="first", settings=settings)
+    # The same, as another program would have stored it: all in float32, no state beside it.
+    wide = tmp_path / "wide"
     AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32).save_pretrained(wide)
     for key, value in load_file(first / STATE).items():
         change(wide, key, lambda _, value=value: value.clone())
-    actual = load_file(merge(tmp_path, ["task2"], merged="wide", settings=settings) / STATE)
-    assert same(actual, expected)
+    out = merge(tmp_path, ["task2"], merged="wide", settings=settings)
+    assert same(load_file(out / STATE), load_file(expected / STATE))
 
 
 def test_a_mean_of_bfloat16_tensors_is_rounded_once(tmp_path):
@@ -250,8 +240,9 @@ def test_float32_layers_are_kept_beside_the_model_and_out_of_its_way(tmp_path):
     state = load_file(out / STATE)
     assert set(state) == merged_keys(models["_pretrained_"])
     weights = tensors(out)
-    assert all(torch.equal(value.bfloat16(), weights[key]) for key, value in state.items())
-    assert {value.dtype for value in state.values()} == {torch.float32}
+    for key, value in state.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value.bfloat16(), weights[key])
     AutoModelForCausalLM.from_pretrained(out)
 
 
@@ -259,9 +250,8 @@ def test_float32_layers_go_on_where_they_are_and_rounded_ones_where_they_are_not
     save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
     merge(tmp_path, ["task1"], "one", settings={"state": True}, target_modules=["up_proj"])
     out = merge(tmp_path, ["task2"], "two", merged="one", settings={"state": True})
-    assert any(
-        "does not have all merged layers in float32" in text for text in manifest(out)["warnings"]
-    )
+    warnings = manifest(out)["warnings"]
+    assert any("does not have all merged layers in float32" in text for text in warnings)
     assert len(load_file(out / STATE)) == 14
 
 
@@ -288,10 +278,9 @@ def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(stream):
     status = (stream / "task1" / "model.safetensors").stat()
     file = made["inputs"]["task 0"]["files"]["model.safetensors"]
     assert (file["size"], file["time"]) == (status.st_size, status.st_mtime_ns)
-    assert str(stream) not in (out / "nufilt.json").read_text() + (out / "README.md").read_text()
-    assert (
-        "base_model" not in (out / "README.md").read_text()
-    )  # which would have to be a name on the hub
+    card = (out / "README.md").read_text()
+    assert str(stream) not in (out / "nufilt.json").read_text() + card
+    assert "base_model" not in card  # which would have to be a name on the hub
 
 
 def test_the_manifest_has_size_and_digest_of_every_other_file(tmp_path):
@@ -301,15 +290,14 @@ def test_the_manifest_has_size_and_digest_of_every_other_file(tmp_path):
     (templates / "tool.jinja").write_text("{{ tools }}")
     out = merge(tmp_path, settings={"state": True})
     made = manifest(out)
-    there = {
-        str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
-    }
-    del there["nufilt.json"]
-    assert {STATE, "README.md", "additional_chat_templates/tool.jinja"} < there.keys()
-    assert made["files"] == {
-        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for name, data in there.items()
-    }
+    files = {}
+    for path in out.rglob("*"):
+        if path.is_file() and path != out / "nufilt.json":
+            data = path.read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            files[str(path.relative_to(out))] = {"size": len(data), "sha256": digest}
+    assert {STATE, "README.md", "additional_chat_templates/tool.jinja"} < files.keys()
+    assert made["files"] == files
 
 
 def test_files_of_the_base_that_change_or_vanish_during_a_merge_are_those_that_it_began_with(
@@ -332,13 +320,14 @@ def test_warnings_in_the_manifest_name_no_folder(stream):
 
 
 def test_the_inputs_are_not_written_to(stream):
-    before = {
-        path: (path.stat().st_mtime_ns, path.read_bytes())
-        for path in stream.rglob("*")
-        if path.is_file()
-    }
+    before = {}
+    for path in stream.rglob("*"):
+        if path.is_file():
+            before[path] = (path.stat().st_mtime_ns, path.read_bytes())
     merge(stream)
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in before} == before
+    for path, (time, content) in before.items():
+        assert path.stat().st_mtime_ns == time
+        assert path.read_bytes() == content
 
 
 def test_two_devices_give_the_bits_of_one(stream):

@@ -30,9 +30,9 @@ def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monke
     monkeypatch.setattr(RunningSum, "merged_weight", counted)
     out = merge(stream, method="running_sum", scale=0.3)
     assert len(rendered) == len(set(rendered)) == 14
-    base, *tasks = (
-        tensors(stream / name)[f"{UP}.weight"] for name in ("base", "task1", "task2", "task3")
-    )
+    key = f"{UP}.weight"
+    base = tensors(stream / "base")[key]
+    tasks = [tensors(stream / name)[key] for name in ("task1", "task2", "task3")]
     expected = base + 0.3 * sum(task - base for task in tasks)
     torch.testing.assert_close(tensors(out)[f"{UP}.weight"], expected, rtol=0, atol=1e-6)
     assert load_file(out / STATE)[f"{UP}.count"] == 3
@@ -51,7 +51,8 @@ def test_one_by_one_or_interrupted_it_is_the_same(stream):
 def test_its_manifest_names_it_its_options_and_the_digests_of_its_state(stream):
     out = merge(stream, method="running_sum", scale=0.3)
     manifest = read_manifest(out)
-    assert (manifest["method"], manifest["settings"]["method"]) == ("running sum", "running_sum")
+    assert manifest["method"] == "running sum"
+    assert manifest["settings"]["method"] == "running_sum"
     assert manifest["settings"]["scale"] == 0.3
     assert STATE in manifest["files"]
     assert "task arithmetic" in (out / "README.md").read_text()
@@ -63,8 +64,6 @@ def test_a_state_that_changes_its_shape_is_refused_by_name(stream, monkeypatch):
 
     monkeypatch.setattr(RunningSum, "update", update)
     monkeypatch.setattr(RunningSum, "merged_weight", lambda self, names, state, base, **_: base)
-    with pytest.raises(
-        ValueError,
-        match=r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)",
-    ):
+    message = r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)"
+    with pytest.raises(ValueError, match=message):
         merge(stream, method="running_sum")

@@ -20,12 +20,12 @@ def merge(base, *models, **options):
     """Return the merged tensors, and the number of models in the mean of each that is outside the
     merged layers.
     """
-    algorithm = LayerwiseMergingAlgorithm(
-        "sum", shuffle_order=False, **{"other_params": "mean", **options}
-    )
-    merged = algorithm.run(
-        {"_pretrained_": base} | {f"task{i}": model for i, model in enumerate(models)}
-    )
+    options = {"other_params": "mean", **options}
+    algorithm = LayerwiseMergingAlgorithm("sum", shuffle_order=False, **options)
+    pool = {"_pretrained_": base}
+    for number, model in enumerate(models):
+        pool[f"task{number}"] = model
+    merged = algorithm.run(pool)
     return merged.state_dict(), algorithm._mean_counts
 
 
@@ -34,18 +34,18 @@ def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
         check_module(clip(), nn.Linear(2, 2), "svhn")
     other = clip()
     tower(other).encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
-    with pytest.raises(
-        ValueError, match=r"model 'svhn', tensor '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"
-    ):
+    message = r"model 'svhn', tensor '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"
+    with pytest.raises(ValueError, match=message):
         check_module(clip(), other, "svhn")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-@pytest.mark.parametrize("where", ["mlp.fc1.weight", "layer_norm1.bias"])
-def test_values_that_are_not_finite_are_refused_by_name(value, where):
+@pytest.mark.parametrize("name", ["mlp.fc1.weight", "layer_norm1.bias"])
+def test_values_that_are_not_finite_are_refused_by_name(value, name):
     other = clip()
-    other.get_parameter(f"{TOWER}encoder.layers.0.{where}").data.view(-1)[3] = value
-    with pytest.raises(ValueError, match=rf"model 'svhn'.*{where}.*NaN or infinite"):
+    parameter = other.get_parameter(f"{TOWER}encoder.layers.0.{name}")
+    parameter.data.view(-1)[3] = value
+    with pytest.raises(ValueError, match=rf"model 'svhn'.*{name}.*NaN or infinite"):
         check_module(clip(), other, "svhn")
 
 
@@ -55,9 +55,8 @@ def test_a_buffer_of_infinities_is_refused_only_where_it_would_be_written():
     base.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
     merge(base, finetuned(base, 1), other_params="pretrained")
     for other_params in ("first", "mean"):
-        with pytest.raises(
-            ValueError, match="model 'task0', tensor 'mask' has NaN or infinite values"
-        ):
+        message = "model 'task0', tensor 'mask' has NaN or infinite values"
+        with pytest.raises(ValueError, match=message):
             merge(base, finetuned(base, 1), other_params=other_params)
 
 
@@ -67,9 +66,8 @@ def test_the_mean_is_of_everything_outside_the_merged_layers():
     merged, counts = merge(base, *models, target_modules="auto")
     rest = [key for key, _ in base.named_parameters() if key not in keys(base)]
     for key in rest:
-        torch.testing.assert_close(
-            merged[key], torch.stack([model.state_dict()[key] for model in models]).mean(0)
-        )
+        mean = torch.stack([model.state_dict()[key] for model in models]).mean(0)
+        torch.testing.assert_close(merged[key], mean)
     assert counts == dict.fromkeys(rest, 3)
 
 
@@ -78,11 +76,11 @@ def test_a_mean_counts_the_models_that_have_the_tensor_in_any_order(order):
     base = llama()
     models = [finetuned(base, 1), finetuned(base, 2)]
     models[1].resize_token_embeddings(base.config.vocab_size + 3)
-    merged, counts = merge(base, *(models[i] for i in order), on_shape_mismatch="keep-base")
-    torch.testing.assert_close(
-        merged["model.embed_tokens.weight"], models[0].state_dict()["model.embed_tokens.weight"]
-    )
-    assert counts["model.embed_tokens.weight"] == 1
+    ordered = [models[index] for index in order]
+    merged, counts = merge(base, *ordered, on_shape_mismatch="keep-base")
+    embedding = "model.embed_tokens.weight"
+    torch.testing.assert_close(merged[embedding], models[0].state_dict()[embedding])
+    assert counts[embedding] == 1
     assert counts["model.norm.weight"] == 2
 
 

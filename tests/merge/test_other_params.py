@@ -89,32 +89,31 @@ def narrow(tmp_path):
     return tmp_path, models
 
 
-def one_at_a_time(folder, tasks, last="five", **options):
+def one_at_a_time(folder, tasks, **options):
     merged = None
-    for number, task in enumerate(tasks, 1):
-        out = last if number == len(tasks) else f"{last}{number}"
+    for task in tasks:
+        out = f"up_to_{task}"
         merge(folder, [task], out, merged, **options)
         merged = out
-    return folder / last
+    return folder / out
 
 
 def algorithm(method, **options):
-    ranks = RANKS if method == "nufilt" else {}
-    return LayerwiseMergingAlgorithm(method, shuffle_order=False, **ranks, **FEW, **options)
+    if method == "nufilt":
+        options = {**RANKS, **options}
+    return LayerwiseMergingAlgorithm(method, shuffle_order=False, **FEW, **options)
 
 
 def pool(folder, dtype, **names):
     """A pool of Llamas in folders, loaded in a dtype."""
-    load = "transformers.LlamaForCausalLM.from_pretrained"
-    entries = {
-        name: {
-            "_target_": load,
-            "pretrained_model_name_or_path": str(folder / path),
+    models = {}
+    for model, name in names.items():
+        models[model] = {
+            "_target_": "transformers.LlamaForCausalLM.from_pretrained",
+            "pretrained_model_name_or_path": str(folder / name),
             "dtype": dtype,
         }
-        for name, path in names.items()
-    }
-    return BaseModelPool(OmegaConf.create(entries))
+    return BaseModelPool(OmegaConf.create(models))
 
 
 def others(state):

@@ -30,54 +30,45 @@ from tests.tiny_models import llama
 
 
 def test_the_state_counts_in_memory_and_on_the_disk(stream):
-    sums, weights = plan(stream, method="spectral"), plan(stream, target_modules="all-linear")
+    sums = plan(stream, method="spectral")
+    weights = plan(stream, target_modules="all-linear")
     layer = sums.layers[0]
-    elements = math.prod(layer.view.shape)
-    working = sums.method.working_bytes(layer.view.shape, 8) - weights.method.working_bytes(
-        layer.view.shape, 4
-    )
-    assert (
-        layer_memory(sums, layer) - layer_memory(weights, layer) == working + 24
-    )  # three numbers beside the votes
-    more = disk_bytes(sums) - disk_bytes(weights)
-    assert more == sum(4 * math.prod(each.view.shape) + 24 for each in sums.layers)
-    assert layer_memory(weights, layer) == 3 * 4 * elements + weights.method.working_bytes(
-        layer.view.shape, 4
-    )
+    shape = layer.view.shape
+    sums_working = sums.method.working_bytes(shape, 8)
+    weights_working = weights.method.working_bytes(shape, 4)
+    numbers = 24  # three of them stand beside the votes
+    more_memory = layer_memory(sums, layer) - layer_memory(weights, layer)
+    assert more_memory == sums_working - weights_working + numbers
+    more_disk = disk_bytes(sums) - disk_bytes(weights)
+    assert more_disk == sum(4 * math.prod(each.view.shape) + numbers for each in sums.layers)
+    assert layer_memory(weights, layer) == 3 * 4 * math.prod(shape) + weights_working
 
 
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
-    monkeypatch.setattr(
-        "fusion_bench_nufilt.utils.devices.check_devices", torch.device
-    )  # as if there was one
+    # As if there was an accelerator.
+    monkeypatch.setattr("fusion_bench_nufilt.utils.devices.check_devices", torch.device)
     # What this process takes by itself grows while tests run.
     monkeypatch.setattr("fusion_bench_nufilt.merge.planned.process_memory", lambda workers: 10**9)
     monkeypatch.setattr("fusion_bench_nufilt.merge.planning.process_memory", lambda workers: 10**9)
     free = plan(stream, settings={"device": "cuda"})
 
-    def held(planned):
-        return [
-            sum(layer_memory(planned, layer) for layer in batch)
-            for batch in batches(planned, planned.layers)
-        ]
+    def batch_memory(planned):
+        batch_bytes = []
+        for batch in batches(planned, planned.layers):
+            batch_bytes.append(sum(layer_memory(planned, layer) for layer in batch))
+        return batch_bytes
 
     assert sorted(map(len, batches(free, free.layers))) == [2, 4, 8]
-    assert peak_memory(free) == 10**9 + sum(held(free))  # one is read, one solved and one written
+    at_once = sum(batch_memory(free))  # one is read, one solved and one written
+    assert peak_memory(free) == 10**9 + at_once
     bounded = plan(stream, settings={"device": "cuda", "max_memory": peak_memory(free) - 1})
-    assert max(held(bounded)) <= layer_budget(bounded) < sum(held(free))
+    assert max(batch_memory(bounded)) <= layer_budget(bounded) < at_once
     assert peak_memory(bounded) <= bounded.settings.max_memory
 
 
 def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(stream):
     settings = {key for key in plan(stream).options() if hasattr(Settings, key)}
-    assert settings == {
-        "seed",
-        "weights",
-        "tokenizer",
-        "state",
-        "dtype",
-        "max_shard_size",
-    }
+    assert settings == {"seed", "weights", "tokenizer", "state", "dtype", "max_shard_size"}
 
 
 def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path):
@@ -91,10 +82,10 @@ def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path)
     assert any("settings differ" in text for text in planned.warnings)
 
     def contents():
-        return {
-            role: (dict(model.params), dict(model.keys), list(model.ignored))
-            for role, model in planned.models.items()
-        }
+        copies = {}
+        for role, model in planned.models.items():
+            copies[role] = (dict(model.params), dict(model.keys), list(model.ignored))
+        return copies
 
     before = contents()
     (task,) = planned.tasks
@@ -118,7 +109,8 @@ def test_nothing_is_written_into_a_plan_after_planning(tmp_path):
     fields = {field.name: getattr(planned, field.name) for field in dataclasses.fields(planned)}
     warnings = list(planned.warnings)
     merge_folders(planned, tmp_path / "out")
-    assert all(getattr(planned, name) is value for name, value in fields.items())
+    for name, value in fields.items():
+        assert getattr(planned, name) is value
     assert planned.warnings == warnings
     with pytest.raises(dataclasses.FrozenInstanceError):
         planned.settings = Settings()

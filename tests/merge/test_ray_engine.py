@@ -25,33 +25,29 @@ from tests.tiny_models import llama
 pytestmark = pytest.mark.xdist_group("Ray")  # one cluster at a time
 
 TASKS = ["task1", "task2"]
-LARGE = {
-    "null_rank": 64,
-    "lora_rank": 32,
-    "max_steps": 30,
-}  # a layer takes long enough to be killed in
+#: A layer takes long enough to be killed in.
+LARGE = {"null_rank": 64, "lora_rank": 32, "max_steps": 30}
 
 
 def save_matrices(folder, shape, number):
     """A base and two tasks of plain matrices."""
     random = torch.Generator().manual_seed(0)
-    base = {
-        f"layers.{i}.up_proj.weight": torch.randn(shape, generator=random) for i in range(number)
-    }
+    base = {}
+    for layer in range(number):
+        base[f"layers.{layer}.up_proj.weight"] = torch.randn(shape, generator=random)
     for name, scale in [("base", 0), ("task1", 0.01), ("task2", 0.01)]:
         (folder / name).mkdir()
-        state = {
-            key: value + scale * torch.randn(shape, generator=random) for key, value in base.items()
-        }
+        state = {}
+        for key, value in base.items():
+            state[key] = value + scale * torch.randn(shape, generator=random)
         save_file(state, folder / name / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch):
     save_matrices(tmp_path, (8, 8), 1)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(
-        ValueError, match=r"engine 'ray' needs Ray .* pip install 'fusion-bench-nufilt\[ray\]'"
-    ):
+    message = r"engine 'ray' needs Ray .* pip install 'fusion-bench-nufilt\[ray\]'"
+    with pytest.raises(ValueError, match=message):
         merge(tmp_path, TASKS, settings={"engine": "ray"})
     assert not (tmp_path / "out").exists()
 
@@ -68,9 +64,8 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "RAY_worker_niceness", "0"
-        )  # else other processes starve the workers of a busy machine
+        # Else other processes starve the workers of a busy machine.
+        patch.setenv("RAY_worker_niceness", "0")
         cluster = Cluster(initialize_head=True, head_node_args=node())
         cluster.add_node(**node())
         ray.init(cluster.address, log_to_driver=False)
@@ -92,28 +87,8 @@ def stream(tmp_path_factory):
 
 
 def on_cluster(folder, out, address=None, **options):
-    return hashes(
-        merge(
-            folder, TASKS, out, settings={"engine": "ray", "address": address}, **(options or LARGE)
-        )
-    )
-
-
-def when_computing(do):
-    """Call a function with the process of a worker that is at work on a layer, from a thread."""
-
-    def watch():
-        while not (
-            found := [
-                each for each in psutil.Process().children(recursive=True) if is_computing(each)
-            ]
-        ):
-            time.sleep(0.1)
-        do(found[0])
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
+    settings = {"engine": "ray", "address": address}
+    return hashes(merge(folder, TASKS, out, settings=settings, **(options or LARGE)))
 
 
 def is_computing(process):
@@ -121,6 +96,15 @@ def is_computing(process):
         return process.name().startswith("ray::Worker.wo")
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for_a_worker():
+    """The process of a worker, once one is at work on a layer."""
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            if is_computing(process):
+                return process
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -136,12 +120,18 @@ def test_every_node_gives_a_task_the_strength_that_it_has_here(cluster, tmp_path
 @pytest.mark.parametrize("dies", ["worker", "node"])
 def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, stream, caplog, dies):
     folder, expected = stream
-    third = cluster.add_node(**node()) if dies == "node" else None
-    killer = when_computing(
-        lambda process: (
-            cluster.remove_node(third, allow_graceful=False) if third else process.kill()
-        )
-    )
+    if dies == "node":
+        third = cluster.add_node(**node())
+
+    def kill():
+        process = wait_for_a_worker()
+        if dies == "node":
+            cluster.remove_node(third, allow_graceful=False)
+        else:
+            process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
     assert on_cluster(folder, dies) == expected
     killer.join()
     assert "worker lost, others take its work" in caplog.text
@@ -196,15 +186,12 @@ def test_a_node_with_another_version_is_refused_by_name(cluster, stream, tmp_pat
     folder, _ = stream
     other = tmp_path / "fusion_bench_nufilt-9.9.dist-info"
     other.mkdir()
-    (other / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: fusion-bench-nufilt\nVersion: 9.9\n"
-    )
+    metadata = "Metadata-Version: 2.1\nName: fusion-bench-nufilt\nVersion: 9.9\n"
+    (other / "METADATA").write_text(metadata)
     third = cluster.add_node(**node(env_vars={"PYTHONPATH": str(tmp_path)}))
+    message = rf"node .* \({third.node_id[:8]}\): it has fusion-bench-nufilt 9.9 where"
     try:
-        with pytest.raises(
-            ValueError,
-            match=rf"node .* \({third.node_id[:8]}\): it has fusion-bench-nufilt 9.9 where",
-        ):
+        with pytest.raises(ValueError, match=message):
             on_cluster(folder, "version")
     finally:
         cluster.remove_node(third)
@@ -218,12 +205,10 @@ def test_a_node_that_lacks_the_files_says_so_by_name(cluster, tmp_path, monkeypa
     for name in ("base", *TASKS):  # each process has a folder of its own behind this
         (tmp_path / name).rename(tmp_path / f"real_{name}")
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").symlink_to(
-            f"/proc/self/cwd/real_{name}/model.safetensors"
-        )
-    with pytest.raises(
-        ValueError, match=r"node .*: .*No such file or directory: '.*base/model.safetensors'"
-    ):
+        link = tmp_path / name / "model.safetensors"
+        link.symlink_to(f"/proc/self/cwd/real_{name}/model.safetensors")
+    message = r"node .*: .*No such file or directory: '.*base/model.safetensors'"
+    with pytest.raises(ValueError, match=message):
         on_cluster(tmp_path, "out")
     assert not (tmp_path / "out").exists()
 

@@ -28,7 +28,11 @@ def bytes_read(monkeypatch):
 
 
 def sizes(folder, *names):
-    return {name: sum(value.nbytes for value in tensors(folder / name).values()) for name in names}
+    """The number of bytes of all tensors of each folder, by its name."""
+    nbytes = {}
+    for name in names:
+        nbytes[name] = sum(value.nbytes for value in tensors(folder / name).values())
+    return nbytes
 
 
 @pytest.mark.parametrize("method", ["nufilt", "tsv_stream"])

@@ -18,6 +18,7 @@ from tests.tiny_models import SMALL, llama
 WORDS = torch.arange(12).reshape(1, 12)
 ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"
+WITH_ITS_PEFT = "merge it into its base with the peft that trained it, and give that folder"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
 
@@ -50,9 +51,8 @@ def refusal(folder, base="base"):
 
 
 def merge_with_peft(folder, base):
-    PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(
-        folder / "merged"
-    )
+    adapted = PeftModel.from_pretrained(base, folder / "adapter")
+    adapted.merge_and_unload().save_pretrained(folder / "merged")
 
 
 @torch.no_grad()
@@ -77,11 +77,11 @@ MERGED_BY_PEFT = {
 }
 
 
-@pytest.mark.parametrize("what", MERGED_BY_PEFT)
-def test_what_peft_merges_is_given_as_a_folder(tmp_path, what):
-    expected = train(tmp_path, llama(tie_word_embeddings=False), MERGED_BY_PEFT[what])
+@pytest.mark.parametrize("feature", MERGED_BY_PEFT)
+def test_what_peft_merges_is_given_as_a_folder(tmp_path, feature):
+    expected = train(tmp_path, llama(tie_word_embeddings=False), MERGED_BY_PEFT[feature])
     message = refusal(tmp_path)
-    assert what in message
+    assert feature in message
     assert message.endswith(f"merge it into its base {WITH_PEFT}")
     merge_with_peft(tmp_path, load(tmp_path / "base"))
     torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
@@ -150,16 +150,16 @@ NOT_MERGED = {
 }
 
 
-@pytest.mark.parametrize("what", NOT_MERGED)
-def test_what_peft_cannot_merge_is_not_sent_to_it(tmp_path, what):
-    if what == "Arrow":
+@pytest.mark.parametrize("feature", NOT_MERGED)
+def test_what_peft_cannot_merge_is_not_sent_to_it(tmp_path, feature):
+    if feature == "Arrow":
         train(tmp_path, llama(), LoraConfig(**LORA))
-        config = NOT_MERGED[what]
+        config = NOT_MERGED[feature]
         config.save_pretrained(tmp_path / "adapter")
     else:
-        train(tmp_path, llama(), NOT_MERGED[what])
+        train(tmp_path, llama(), NOT_MERGED[feature])
     message = refusal(tmp_path)
-    assert what in message
+    assert feature in message
     assert message.endswith("it can't be merged")
 
 
@@ -176,9 +176,7 @@ def test_a_bias_of_b_goes_into_the_bias_of_the_layer(tmp_path):
 def test_experts_that_can_be_read_in_two_ways_are_merged_by_the_peft_that_trained_them(tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["down_proj"])
     expected = train(tmp_path, square(), config)
-    assert refusal(tmp_path).endswith(
-        "merge it into its base with the peft that trained it, and give that folder"
-    )
+    assert refusal(tmp_path).endswith(WITH_ITS_PEFT)
     merge_with_peft(tmp_path, load(tmp_path / "base"))
     torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
 
@@ -204,9 +202,7 @@ def test_experts_whose_up_and_down_projections_have_the_same_sides_are_merged_by
     expected = train(tmp_path, without_gates(), config)
     message = refusal(tmp_path)
     assert "experts.up_proj', 'model.layers.1.mixer.experts.down_proj': which of them" in message
-    assert message.endswith(
-        "merge it into its base with the peft that trained it, and give that folder"
-    )
+    assert message.endswith(WITH_ITS_PEFT)
     merge_with_peft(tmp_path, load(tmp_path / "base"))
     torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
 

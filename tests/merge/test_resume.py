@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,14 @@ from tests.merge.helpers import (
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import llama
 
+#: A tiny Llama has seven in each of two blocks.
+LAYERS = 14
+
+
+def layers_left(done):
+    """How many layers an interrupted merge has yet to compute: they come first in its journal."""
+    return LAYERS - min(done, LAYERS)
+
 
 def count_layers(monkeypatch):
     """Names of the layers that are computed from now on."""
@@ -54,7 +63,7 @@ def test_what_is_finished_is_not_computed_again(stream, monkeypatch):
     assert done >= 8
     computed = count_layers(monkeypatch)
     merge(stream)
-    assert len(set(computed)) == 14 - min(done, 14)
+    assert len(set(computed)) == layers_left(done)
 
 
 def test_what_is_finished_but_damaged_is_computed_again(stream, monkeypatch):
@@ -67,7 +76,7 @@ def test_what_is_finished_but_damaged_is_computed_again(stream, monkeypatch):
         damaged.write(b"\xff" * 8)
     computed = count_layers(monkeypatch)
     assert hashes(merge(stream)) == expected
-    assert len(set(computed)) == 14 - min(done, 14) + 1
+    assert len(set(computed)) == layers_left(done) + 1
 
 
 def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
@@ -84,10 +93,10 @@ def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
     monkeypatch.setattr(Path, "write_text", write_text)
     computed = count_layers(monkeypatch)
     merge(stream)
-    assert len(set(computed)) == 14 - min(done, 14)
+    assert len(set(computed)) == layers_left(done)
 
 
-def test_an_adapter_scaled_otherwise_starts_anew(stream, monkeypatch):
+def test_an_adapter_scaled_otherwise_starts_anew(stream):
     save_adapter(stream, LlamaForCausalLM.from_pretrained(stream / "base"))
     (stream / "task3").rename(stream / "unused")
     (stream / "adapter").rename(stream / "task3")
@@ -104,7 +113,7 @@ def test_changed_settings_start_anew(stream, monkeypatch):
     interrupt(stream)
     computed = count_layers(monkeypatch)
     result = hashes(merge(stream, null_rank=5))
-    assert len(set(computed)) == 14
+    assert len(set(computed)) == LAYERS
     assert result == hashes(merge(stream, out="expected", null_rank=5))
 
 
@@ -118,28 +127,26 @@ def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(
 ):
     expected = tensors(merge(stream, out="expected"))
     done = interrupt(stream)
-    layers = min(done, 14)  # which come first
     for folder in ("base", "task1", "task3"):
         touch(stream / folder)
     computed = count_layers(monkeypatch)
     assert same(tensors(merge(stream)), expected)
-    assert len(set(computed)) == 14 - layers
+    assert len(set(computed)) == layers_left(done)
     computed.clear()
     merge(stream)
     assert "was written to or copied since" not in caplog.text
     touch(stream / "task2")
     merge(stream)
     assert computed == []
-    assert "out' is finished, and an input was written to or copied since: inputs.task 1.files" in (
-        caplog.text
-    )
+    message = "out' is finished, and an input was written to or copied since: inputs.task 1.files"
+    assert message in caplog.text
 
 
 def test_of_an_input_that_was_changed_only_what_was_made_from_its_other_tensors_is_kept(
     stream, monkeypatch
 ):
-    done = interrupt(stream, after=14)
-    assert done >= 14
+    done = interrupt(stream, after=LAYERS)
+    assert done >= LAYERS
     change(stream / "task3", "model.layers.0.mlp.up_proj.weight", torch.zeros_like)
     computed = count_layers(monkeypatch)
     result = tensors(merge(stream))
@@ -183,7 +190,7 @@ def test_a_finished_result_that_is_not_whole_is_refused_and_made_again_once_it_i
     stream, damage, file
 ):
     expected = hashes(merge(stream))
-    (damaged,) = (path for path in (stream / "out").iterdir() if path.name.startswith(file))
+    (damaged,) = (stream / "out").glob(f"{file}*")
     damage(damaged)
     before = sorted((stream / "out").iterdir())
     with pytest.raises(ValueError, match=rf"{damaged.name}.*; remove it, and the same command"):
@@ -253,9 +260,8 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
     update = Nufilt.update
 
     def overwrite_and_update(*args, **kwargs):
-        with (stream / "task2" / "model.safetensors").open(
-            "r+b"
-        ) as file:  # in place: another thread may be reading
+        # In place: another thread may be reading.
+        with (stream / "task2" / "model.safetensors").open("r+b") as file:
             file.seek(-64, os.SEEK_END)
             file.write(bytes(64))
         return update(*args, **kwargs)
@@ -264,28 +270,31 @@ def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
     refuse_late(stream, "task2' was changed during the run")
 
 
+def set_room_on_disk(monkeypatch, free):
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+
+
 def test_no_room_on_the_disk(stream, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    set_room_on_disk(monkeypatch, 1000)
     refuse_late(stream, r"the result takes 0\.0 GB and '.*' has 0\.0 GB left")
     assert not work_folder(stream / "out").exists()
 
 
 def test_what_an_interrupted_run_wrote_needs_no_room_again(stream, monkeypatch):
     interrupt(stream)
-    written = sum(
-        512 * path.stat().st_blocks for path in work_folder(stream / "out").rglob("*.safetensors")
-    )
+    files = work_folder(stream / "out").rglob("*.safetensors")
+    written = sum(512 * path.stat().st_blocks for path in files)
     needed = disk_bytes(plan(stream))
     assert written > 0
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda path: type("Usage", (), {"free": max(0, needed - written)})
-    )
+    set_room_on_disk(monkeypatch, max(0, needed - written))
     merge(stream)
 
 
 def test_a_disk_that_fills_up_half_way_is_said_and_the_run_goes_on_from_there(stream, monkeypatch):
     expected = hashes(merge(stream, out="expected"))
-    written, pwrite = [], os.pwrite
+    written = []
+    pwrite = os.pwrite
 
     def full_after_ten(descriptor, data, offset):
         written.append(offset)
@@ -311,12 +320,10 @@ def test_control_c_stops_early_and_keeps_what_is_done(stream):
         "print('ready', flush=True)\n"
         "helpers.merge(pathlib.Path(sys.argv[1]))\n"
     )
+    command = [sys.executable, "-c", code, str(stream)]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(stream)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     process.stdout.readline()
     journal = work_folder(stream / "out") / "journal.jsonl"

@@ -21,7 +21,8 @@ from tests.merge.helpers import RANKS, STATE, hashes, manifest, same, save_strea
 from tests.models.test_adapters import save_all
 from tests.tiny_models import clip, llama, t5
 
-plan, merge = (partial(function, method="spectral") for function in (helpers.plan, helpers.merge))
+plan = partial(helpers.plan, method="spectral")
+merge = partial(helpers.merge, method="spectral")
 
 
 def algorithm(method="spectral", **config):
@@ -34,6 +35,11 @@ def test_float32_folders_give_the_algorithms_bits(tmp_path, make):
     models = save_stream(tmp_path, make())
     loaded = type(models["_pretrained_"]).from_pretrained(merge(tmp_path, ramp=0.4))
     assert same(loaded.state_dict(), algorithm(ramp=0.4).run(models).state_dict())
+
+
+def layers(folder):
+    """The tensors of the merged layers."""
+    return {key: value for key, value in tensors(folder).items() if "proj" in key}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +55,7 @@ def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, method, dtype):
     merge(["task1"], "one")
     merge(["task2"], "two", merged="one")
     last = merge(["task3"], "three", merged="two")
-    layers = {key for key, value in tensors(whole).items() if "proj" in key}
-    assert same(*({key: tensors(folder)[key] for key in layers} for folder in (last, whole)))
+    assert same(layers(last), layers(whole))
     assert same(load_file(last / STATE), load_file(whole / STATE))
     assert manifest(last)["files"][STATE] == manifest(whole)["files"][STATE]
     assert manifest(last)["warnings"] == []
@@ -60,16 +65,16 @@ def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, method, dtype):
 def test_a_step_that_fusion_bench_saved_goes_on_as_a_folder(tmp_path, method, options):
     models = save_stream(tmp_path, clip())
     first = algorithm(method, **options)
-    first._fabric_instance = Fabric(
-        devices=1, accelerator="cpu", loggers=TensorBoardLogger(tmp_path / "run", "", "")
-    )
+    logger = TensorBoardLogger(tmp_path / "run", "", "")
+    first._fabric_instance = Fabric(devices=1, accelerator="cpu", loggers=logger)
     first.run({name: models[name] for name in ("_pretrained_", "task1", "task2")})
     targets = {"target_modules": "all-linear", "other_params": "mean"}
     saved = "run/checkpoints/merged_model_1"
     out = helpers.merge(tmp_path, ["task3"], merged=saved, method=method, **targets, **options)
     expected = algorithm(method, **options).run(models).state_dict()
     assert same(CLIPVisionModel.from_pretrained(out).state_dict(), expected)
-    assert (manifest(out)["step"], manifest(out)["tasks"]) == (3, ["task1", "task2", "task3"])
+    assert manifest(out)["step"] == 3
+    assert manifest(out)["tasks"] == ["task1", "task2", "task3"]
 
 
 def test_a_plan_that_went_to_another_machine_knows_the_state(stream):
@@ -118,21 +123,20 @@ def test_a_state_that_was_changed_is_refused(stream, change, message):
 
 def test_what_has_no_state_or_that_of_other_layers_or_of_another_method_is_refused(stream):
     helpers.merge(stream, ["task1"], "other", target_modules="all-linear")
-    with pytest.raises(
-        ValueError,
-        match=r"other' was merged by NUFILT, which keeps no sums that spectral voting goes on "
-        "from: merge all of its tasks again with spectral",
-    ):
+    by_nufilt = (
+        "other' was merged by NUFILT, which keeps no sums that spectral voting goes on "
+        "from: merge all of its tasks again with spectral"
+    )
+    with pytest.raises(ValueError, match=by_nufilt):
         plan(stream, ["task2"], "other")
     merge(stream, ["task1"], "one")
-    with pytest.raises(
-        ValueError, match=r"one' has 'model\.layers\.0\.mlp.*of the same layers only"
-    ):
+    of_other_layers = r"one' has 'model\.layers\.0\.mlp.*of the same layers only"
+    with pytest.raises(ValueError, match=of_other_layers):
         plan(stream, ["task2"], "one", target_modules=r".*self_attn.*")
     helpers.merge(stream, ["task1"], "sum", method="sum")
-    with pytest.raises(
-        ValueError, match=r"was merged by task arithmetic .*, which keeps no sums that Iso-C"
-    ):  # whose tensors have the same names
+    # The tensors in the states of these two methods have the same names.
+    by_a_sum = "was merged by task arithmetic .*, which keeps no sums that Iso-C"
+    with pytest.raises(ValueError, match=by_a_sum):
         plan(stream, ["task2"], "sum", method="isotropic")
 
 
@@ -144,13 +148,12 @@ def test_nufilt_on_top_of_it_deserves_a_warning(stream):
 
 def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream):
     models = ("--base", stream / "base", "--task", stream / "task1", "--task", stream / "task2")
-    code, text = nufilt(
-        "merge", "--method", "spectral", *models, "--out", stream / "out", "kappa=0.8"
-    )
-    assert (code, "step 2, 14 layers merged" in text) == (0, True), text
-    assert same(
-        tensors(stream / "out"), tensors(merge(stream, ["task1", "task2"], "expected", kappa=0.8))
-    )
+    options = ("--method", "spectral", "kappa=0.8")
+    code, text = nufilt("merge", *models, "--out", stream / "out", *options)
+    assert code == 0, text
+    assert "step 2, 14 layers merged" in text
+    expected = merge(stream, ["task1", "task2"], "expected", kappa=0.8)
+    assert same(tensors(stream / "out"), tensors(expected))
     assert "spectral voting" in (stream / "out" / "README.md").read_text()
     code, text = nufilt("merge", stream / "out" / "nufilt.json", "--out", stream / "again")
     assert code == 0, text
@@ -171,7 +174,7 @@ def test_the_command_merges_all_linear_layers_and_its_result_is_a_recipe(stream)
     ],
 )
 def test_options_of_another_method_are_refused(tmp_path, words, message):
-    code, text = nufilt(
-        "merge", "--base", "base", "--task", "task1", "--out", tmp_path / "out", *words
-    )
-    assert (code, message in text) == (1, True), text
+    models = ("--base", "base", "--task", "task1", "--out", tmp_path / "out")
+    code, text = nufilt("merge", *models, *words)
+    assert code == 1, text
+    assert message in text
