@@ -10,4 +10,5 @@ from fusion_bench_nufilt.cli.app import app
 def nufilt(*arguments):
     """Exit code and what was printed, without line breaks and styles."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return result.exit_code, re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+    return result.exit_code, re.sub(r"\s+", " ", text)

@@ -20,16 +20,20 @@ def test_the_command_is_installed():
 def test_it_tells_its_version():
     version = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
     code, text = nufilt("--version")
-    assert (code, text.startswith(f"fusion-bench-nufilt {version}, fusion-bench 0.2")) == (0, True)
+    assert code == 0
+    assert text.startswith(f"fusion-bench-nufilt {version}, fusion-bench 0.2")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_is_listed_and_tells_its_own_options(command):
     assert command in nufilt("--help")[1]
     code, text = nufilt(command, "-h")
-    assert (code, f"Usage: root {command}" in text) == (0, True), text
-    assert all(f"nufilt {command} {words}" in text for words in EXAMPLES[command])
-    assert (f"Examples: nufilt {command} " in text, "--quiet" in text) == (True, True)
+    assert code == 0, text
+    assert f"Usage: root {command}" in text
+    for words in EXAMPLES[command]:
+        assert f"nufilt {command} {words}" in text
+    assert f"Examples: nufilt {command} " in text
+    assert "--quiet" in text
     assert nufilt(command, "--help") == (code, text)
 
 

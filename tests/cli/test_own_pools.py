@@ -44,18 +44,16 @@ def test_an_analysis_measures_its_task_vectors(here):
 
 @pytest.mark.parametrize("command", ["compare", "analyze"])
 def test_a_pool_that_is_not_found_is_one_short_line(here, command):
-    code, text = nufilt(command, "--methods", "nufilt", "--modelpool", "mine")
+    words = (command, "--methods", "nufilt")
+    code, text = nufilt(*words, "--modelpool", "mine")
     assert code == 1
     line = "error: there is no modelpool 'mine'; one of your own is found in the folder of "
     assert text.strip() == f"{line}--config-dir, as modelpool/mine.yaml"
-    code, text = nufilt(
-        command, "--methods", "nufilt", "--modelpool", "min", "--config-dir", "my_config"
-    )
+    code, text = nufilt(*words, "--modelpool", "min", "--config-dir", "my_config")
     assert text.strip() == "error: there is no modelpool 'min'; did you mean 'mine'?"
-    code, text = nufilt(
-        command, "--methods", "nufilt", "--modelpool", "mine", "--config-dir", "other"
-    )
-    assert (code, text.strip()) == (1, "error: --config-dir: there is no folder 'other'")
+    code, text = nufilt(*words, "--modelpool", "mine", "--config-dir", "other")
+    assert code == 1
+    assert text.strip() == "error: --config-dir: there is no folder 'other'"
 
 
 def test_folders_are_analysed_without_a_configuration():

@@ -35,7 +35,8 @@ class Screen(io.StringIO):
 def test_progress_is_shown_on_a_terminal_only_and_the_log_above_it(
     monkeypatch, stream, quiet, shows
 ):
-    monkeypatch.setattr(sys, "stderr", screen := stream())
+    screen = stream()
+    monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(logging.root, "handlers", [])
     with terminal(quiet) as console, bars_on(console)(total=2, desc="Merging"):
         logging.getLogger("fusion_bench_nufilt").warning("as said")
@@ -50,10 +51,8 @@ def stopped_at_work(number, console):
         try:
             os.kill(os.getpid(), number)
         finally:  # said before what is at work is done
-            assert (
-                "finished work is kept in .out.nufilt; the same command goes on"
-                in console.file.getvalue()
-            )
+            message = "finished work is kept in .out.nufilt; the same command goes on"
+            assert message in console.file.getvalue()
             assert signal.getsignal(number) is signal.SIG_DFL  # the second one ends the process
 
 
