@@ -85,18 +85,19 @@ def test_an_adapter_is_the_model_that_peft_merges_it_into(tmp_path, make, config
     """To the bit as the first task, which is taken whole; to rounding later, where its factors are
     worked on.
     """
-    save_all(
-        tmp_path,
-        llama(tie_word_embeddings=False) if make is llama else llava(),
-        torch.float64,
-        **config,
-    )
-    options = {"other_params": "mean"} if "modules_to_save" in config else {}
-    first, whole = (
-        tensors(merge(tmp_path, [task], f"first_{task}", **options))
-        for task in ("adapter", "task9")
-    )
-    torch.testing.assert_close(first, whole, rtol=0, atol=1e-15 if "use_dora" in config else 0)
+    settings = {}
+    if make is llama:
+        settings["tie_word_embeddings"] = False
+    save_all(tmp_path, make(**settings), torch.float64, **config)
+    options = {}
+    if "modules_to_save" in config:
+        options["other_params"] = "mean"
+    tolerance = 0.0
+    if "use_dora" in config:
+        tolerance = 1e-15
+    first = tensors(merge(tmp_path, ["adapter"], "first_adapter", **options))
+    whole = tensors(merge(tmp_path, ["task9"], "first_task9", **options))
+    torch.testing.assert_close(first, whole, rtol=0, atol=tolerance)
     expected = tensors(merge(tmp_path, ["task1", "task9"], "full", **options))
     result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-9)
@@ -164,10 +165,8 @@ def test_what_an_adapter_changes_outside_the_merged_layers_is_said(tmp_path):
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_trained_with_an_adapter_are_averaged_as_those_of_a_model(tmp_path, bias):
     save_all(tmp_path, clip(), target_modules=["q_proj", "fc1"], bias=bias)
-    result, expected = (
-        tensors(merge(tmp_path, [task], f"out_{task}", other_params="mean"))
-        for task in ("adapter", "task9")
-    )
+    result = tensors(merge(tmp_path, ["adapter"], "out_adapter", other_params="mean"))
+    expected = tensors(merge(tmp_path, ["task9"], "out_task9", other_params="mean"))
     assert same(result, expected)
     key = f"{TOWER}encoder.layers.0.mlp.fc1.bias"
     assert not torch.equal(result[key], tensors(tmp_path / "base")[key])
@@ -190,14 +189,17 @@ def test_what_the_base_lacks_and_is_no_head_is_ignored_with_a_warning_as_in_a_mo
 def test_what_peft_writes_of_a_saved_module_beside_its_tensor_is_no_tensor_of_its_own(
     tmp_path, tied
 ):
-    modules = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    modules = ["embed_tokens"]
+    if not tied:
+        modules.append("lm_head")
     saved = {"modules_to_save": modules, "ensure_weight_tying": tied}
     save_all(tmp_path, llama(tie_word_embeddings=tied), **saved)
     plain = merge(tmp_path, ["adapter"], "plain", other_params="mean")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     state = load_file(path)
     for module in [key for key in state if ".lora_" not in key]:
-        trained, name = state[module], module.removesuffix("weight")
+        trained = state[module]
+        name = module.removesuffix("weight")
         state[f"{name}modules_to_save.weight"] = trained.clone()
         state[f"{name}original_module.weight"] = torch.zeros_like(trained)
     save_file(state, path)
@@ -235,13 +237,11 @@ SAVED = {
 def test_embeddings_heads_and_tokens_are_what_peft_merges_them_into(tmp_path, what):
     tied = what == "tied tensors"
     save_all(tmp_path, llama(tie_word_embeddings=tied), torch.float64, **SAVED[what])
-    for order in (["adapter"], ["task1", "adapter"]):
-        whole = ["task9" if task == "adapter" else task for task in order]
-        options = {"method": "sum", "other_params": "mean"}
-        result, expected = (
-            merge(tmp_path, tasks, f"{name}{len(order)}", **options)
-            for name, tasks in (("a", order), ("w", whole))
-        )
+    options = {"method": "sum", "other_params": "mean"}
+    for earlier in ([], ["task1"]):
+        count = len(earlier) + 1
+        result = merge(tmp_path, [*earlier, "adapter"], f"a{count}", **options)
+        expected = merge(tmp_path, [*earlier, "task9"], f"w{count}", **options)
         torch.testing.assert_close(tensors(result), tensors(expected), rtol=0, atol=1e-12)
     base = tensors(tmp_path / "base")
     moved = {
@@ -276,7 +276,10 @@ def warnings(folder, **options):
 def untrained(folder):
     path = folder / "adapter" / "adapter_model.safetensors"
     state = load_file(path)
-    save_file({k: v * 0 if "lora_B" in k else v for k, v in state.items()}, path)
+    for key, value in state.items():
+        if "lora_B" in key:
+            state[key] = value * 0
+    save_file(state, path)
 
 
 def without_alpha(folder):
@@ -315,9 +318,11 @@ def test_the_placeholders_of_zero_3_are_named_in_adapters_and_models(tmp_path):
             state = load_file(path)
             names = [key for key in state if "_proj" in key]
             save_file({**state, **{key: torch.empty(0) for key in names}}, path)
-        task = "task1" if task == "base" else task
+        planned = task
+        if task == "base":
+            planned = "task1"
         with pytest.raises(ValueError, match=r"empty tensors: '.*_proj.*DeepSpeed ZeRO-3 leaves"):
-            plan(tmp_path, [task])
+            plan(tmp_path, [planned])
         if task == "adapter":
             save_adapter(tmp_path, llama())
 
@@ -369,14 +374,18 @@ OTHER_KINDS = {
 def test_an_adapter_of_another_kind_is_refused_and_what_peft_merges_it_into_is_merged(
     tmp_path, kind
 ):
-    base = clip() if kind == "convolution" else llama()
+    if kind == "convolution":
+        base = clip()
+        refusal = "no LoRA of a linear layer"
+    else:
+        base = llama()
+        refusal = f"is of type {kind}"
     save_stream(tmp_path, base, tasks=1)
     model = get_peft_model(type(base).from_pretrained(tmp_path / "base"), OTHER_KINDS[kind])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * parameter.requires_grad
     model.save_pretrained(tmp_path / "adapter")
-    refusal = "no LoRA of a linear layer" if kind == "convolution" else f"is of type {kind}"
     with pytest.raises(ValueError, match=rf"{refusal}.*peft \(merge_and_unload\), and give that"):
         plan_adapter(tmp_path)
     whole = type(base).from_pretrained(tmp_path / "base")

@@ -15,8 +15,11 @@ def rows():
         .partition(BEGIN.format("families"))[2]
         .partition("<!-- end")[0]
     )
-    _, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines() if line)
-    return {family: cells for families, *cells in lines for family in families.split(", ")}
+    _, _, *lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line]
+    by_family = {}
+    for families, *rest in lines:
+        by_family |= dict.fromkeys(families.split(", "), rest)
+    return by_family
 
 
 @pytest.mark.slow

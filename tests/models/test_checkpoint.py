@@ -27,7 +27,8 @@ def refused(folder, task):
 
 
 def test_a_pickled_adapter_is_refused_with_the_command_that_converts_it(adapter):
-    folder, file = adapter.parent, adapter / "adapter_model.safetensors"
+    folder = adapter.parent
+    file = adapter / "adapter_model.safetensors"
     expected = tensors(merge(folder, ["adapter"], "expected"))
     torch.save(load_file(file), adapter / "adapter_model.bin")
     file.unlink()

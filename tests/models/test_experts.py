@@ -75,15 +75,15 @@ def save_adapter(folder, make, shards=SHARDED, **config):
 
 
 def added(folder, *tasks, method="sum"):
-    options = {"scale": 1.0} if method == "sum" else {}
-    named = merge(
-        folder, tasks, f"{method}_{'_'.join(tasks)}", method=method, other_params="mean", **options
-    )
-    return tensors(named)
+    options = {"method": method, "other_params": "mean"}
+    if method == "sum":
+        options["scale"] = 1.0
+    return tensors(merge(folder, tasks, f"{method}_{'_'.join(tasks)}", **options))
 
 
 def assert_merged_as_peft_merges(folder, method="sum"):
-    result, expected = added(folder, "adapter", method=method), tensors(folder / "task9")
+    result = added(folder, "adapter", method=method)
+    expected = tensors(folder / "task9")
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-14)
 
 
@@ -95,7 +95,8 @@ def test_an_adapter_on_fused_experts_is_the_model_that_peft_merges_it_into(
 ):
     save_adapter(tmp_path, MAKE[family], **config)
     assert_merged_as_peft_merges(tmp_path)
-    base, result = tensors(tmp_path / "base"), tensors(tmp_path / "sum_adapter")
+    base = tensors(tmp_path / "base")
+    result = tensors(tmp_path / "sum_adapter")
     changed = {key for key, value in result.items() if not torch.equal(value, base[key])}
     experts = {key for key in base if ".experts." in key and "bias" not in key}
     assert (changed & experts == experts) == (len(config["target_parameters"]) == 2)
@@ -115,17 +116,16 @@ def test_its_factors_are_merged_as_the_whole_model_is(tmp_path, family):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_an_adapter_on_experts_that_a_checkpoint_may_store_transposed(tmp_path, transposed):
     save_adapter(tmp_path, partial(released, "Qwen3-VL-MoE"), shards="5GB")
-    for name in ("base", "task9") if transposed else ():
-        transpose_experts(tmp_path / name)
+    if transposed:
+        for name in ("base", "task9"):
+            transpose_experts(tmp_path / name)
     assert_merged_as_peft_merges(tmp_path)
 
 
 @fused
 def test_a_router_is_merged_as_the_parameter_that_it_is(tmp_path):
-    config = {
-        "target_parameters": ["gate.weight"],
-        "alpha_pattern": {"gate": 32},
-    }  # of modules named gate
+    # The alpha is of modules named gate.
+    config = {"target_parameters": ["gate.weight"], "alpha_pattern": {"gate": 32}}
     save_adapter(tmp_path, qwen3_moe, **config)
     assert_merged_as_peft_merges(tmp_path)
 
@@ -152,7 +152,8 @@ SAVED = {"target_parameters": None, "modules_to_save": ["experts"]}
 def test_experts_that_an_adapter_saves_whole_are_merged_as_those_of_a_model(tmp_path, family):
     save_adapter(tmp_path, MAKE[family], **SAVED)
     assert_merged_as_peft_merges(tmp_path)
-    base, result = tensors(tmp_path / "base"), tensors(tmp_path / "sum_adapter")
+    base = tensors(tmp_path / "base")
+    result = tensors(tmp_path / "sum_adapter")
     experts = {key for key in base if ".experts." in key}
     assert experts
     assert not [key for key in experts if torch.equal(result[key], base[key])]
@@ -191,11 +192,13 @@ def test_saved_experts_of_another_size_are_refused_by_name_and_shape(tmp_path):
 
 def rewrite(folder, function):
     """Rewrite the pairs of factors of the experts, given as A and B."""
-    state = load_file(path := folder / "adapter" / "adapter_model.safetensors")
+    path = folder / "adapter" / "adapter_model.safetensors"
+    state = load_file(path)
     for key in [key for key in state if ".experts." in key and ".lora_A." in key]:
         partner = key.replace("lora_A", "lora_B")
         a, b = function(state[key], state[partner])
-        state[key], state[partner] = a.contiguous(), b.contiguous()
+        state[key] = a.contiguous()
+        state[partner] = b.contiguous()
     save_file(state, path)
 
 
@@ -249,7 +252,10 @@ UNSLOTH = {"auto_mapping": {"base_model_class": "Qwen3MoeForCausalLM", "unsloth_
 @fused
 @pytest.mark.parametrize("make", [qwen3_moe, one_expert])
 def test_one_expert_and_rank_one_have_one_order(tmp_path, make):
-    save_adapter(tmp_path, make, r=1 if make is qwen3_moe else 4)
+    rank = 4
+    if make is qwen3_moe:
+        rank = 1
+    save_adapter(tmp_path, make, r=rank)
     change_json(tmp_path / "adapter" / "adapter_config.json", **UNSLOTH)
     assert_merged_as_peft_merges(tmp_path)
 

@@ -37,7 +37,7 @@ FAMILIES = {
         DISTIL,
         "DistilBertForSequenceClassification",
         "DistilBertModel",
-        None,
+        {"pre_classifier", "classifier"},
     ),
     "deberta": (
         "DebertaV2",
@@ -56,7 +56,6 @@ FAMILIES = {
         {"projector", "classifier"},
     ),
 }
-FAMILIES["distilbert"] = (*FAMILIES["distilbert"][:4], {"pre_classifier", "classifier"})
 
 
 def build(family, count, names=None, *, bare=False):
@@ -67,8 +66,11 @@ def build(family, count, names=None, *, bare=False):
     config = getattr(hf, f"{config}Config")(**values, num_labels=count)
     if names:
         config.id2label = dict(enumerate(names))
+    kind = with_head
+    if bare and backbone:
+        kind = backbone
     with torch.device("meta"):
-        model = getattr(hf, backbone if bare and backbone else with_head)(config)
+        model = getattr(hf, kind)(config)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     return shapes, {**config.to_dict(), "model_type": config.model_type}, model.base_model_prefix
 
@@ -78,9 +80,8 @@ def build(family, count, names=None, *, bare=False):
 def test_a_head_is_all_that_a_class_has_beside_its_backbone(family, bare):
     base, config, prefix = build(family, 7, bare=bare)
     task, its_config, _ = build(family, 5)
-    if bare and not any(
-        name.startswith(f"{prefix}.") for name in base
-    ):  # as a merge names what both have
+    has_prefix = any(name.startswith(f"{prefix}.") for name in base)
+    if bare and not has_prefix:  # as a merge names what both have
         task = {name.removeprefix(f"{prefix}."): shape for name, shape in task.items()}
     heads = Heads("auto", base, config, prefix)
     heads.add("task", task, its_config)
@@ -104,16 +105,20 @@ def test_what_has_as_many_rows_as_there_are_labels_is_no_head_by_that_alone():
     base, config, prefix = build("bert", 2, bare=True)
     for names in (None, ("no", "yes")):
         heads = Heads("auto", base, config, prefix)
-        heads.add(
-            "task", base, {**config, **({"id2label": dict(enumerate(names))} if names else {})}
-        )
+        its_config = dict(config)
+        if names:
+            its_config["id2label"] = dict(enumerate(names))
+        heads.add("task", base, its_config)
         assert not heads.modules
 
 
 @pytest.mark.parametrize("family", ["llama", "bert, masked"])
 def test_a_longer_vocabulary_is_no_head(family):
     base, config, prefix = build(family, 2, bare=True)
-    task = {name: (52, *shape[1:]) if shape[0] == 50 else shape for name, shape in base.items()}
+    task = dict(base)
+    for name, shape in base.items():
+        if shape[0] == 50:  # the vocabulary
+            task[name] = (52, *shape[1:])
     for known in (config, {}):
         heads = Heads("auto", base, known, prefix)
         heads.add("task", task, known)

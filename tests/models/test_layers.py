@@ -72,7 +72,8 @@ def test_auto_is_the_projections_of_a_vision_language_model_s_language_model_and
 def test_auto_finds_the_language_model_also_where_the_model_does_not_name_it():
     """LLaVA's original code has `model.layers` beside `model.vision_tower`."""
     model = nn.ModuleDict({"model": llama().model})
-    model.model.vision_tower, model.model.mm_projector = clip(), nn.Sequential(nn.Linear(4, 4))
+    model.model.vision_tower = clip()
+    model.model.mm_projector = nn.Sequential(nn.Linear(4, 4))
     assert len(names(model)) == 14
     assert all(name.startswith("model.layers.") for name in names(model))
 

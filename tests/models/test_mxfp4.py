@@ -40,24 +40,16 @@ def by_hand(weight):
     """Blocks and scales of a stack of matrices ``(experts, inputs, outputs)``."""
     tiles = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
     exponents = tiles.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest code is 6
-    codes = (
-        (tiles / 2**exponents)
-        .unsqueeze(-1)
-        .sub(torch.tensor(CODES))
-        .abs()
-        .argmin(-1)
-        .to(torch.uint8)
-    )
-    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents[..., 0] + 127).to(torch.uint8)
+    distances = ((tiles / 2**exponents).unsqueeze(-1) - torch.tensor(CODES)).abs()
+    codes = distances.argmin(-1).to(torch.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4  # two codes of 4 bits in a byte
+    scales = (exponents[..., 0] + 127).to(torch.uint8)
+    return blocks, scales
 
 
 def quantise(folder):
     """Store a folder's experts in MXFP4; its copy `<name>_wide` has their values in bfloat16."""
-    state = {
-        key: value
-        for file in folder.glob("*.safetensors")
-        for key, value in load_file(file).items()
-    }
+    state = tensors(folder)
     wide = dict(state)
     for key in [key for key in state if key.endswith(EXPERTS)]:
         blocks, scales = by_hand(state.pop(key))
@@ -65,7 +57,8 @@ def quantise(folder):
         wide[key] = by_transformers(blocks, scales)
     for path in folder.glob("model*"):
         path.unlink()
-    (other := folder.with_name(f"{folder.name}_wide")).mkdir()
+    other = folder.with_name(f"{folder.name}_wide")
+    other.mkdir()
     other.joinpath("config.json").write_bytes((folder / "config.json").read_bytes())
     save_file(wide, other / "model.safetensors", metadata={"format": "pt"})
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -86,7 +79,8 @@ def stream(tmp_path):
 def test_every_code_with_every_scale_is_decoded_to_the_bits_of_transformers():
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).expand(2, 256, 16)
-    expected, found = by_transformers(blocks, scales), decode(blocks, scales)
+    expected = by_transformers(blocks, scales)
+    found = decode(blocks, scales)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     assert found[:, :, :252].isfinite().all()
@@ -126,14 +120,18 @@ def test_experts_outside_the_layers_keep_their_values_or_are_averaged(stream):
 
 
 def test_one_expert_is_read_without_the_others(stream):
-    read, file = (
-        [],
-        (checkpoint := Checkpoint.open(str(stream / "base"))).opened["model.safetensors"],
-    )
+    checkpoint = Checkpoint.open(str(stream / "base"))
+    file = checkpoint.opened["model.safetensors"]
     whole, _ = checkpoint.read(DOWN)
     checkpoint.split({DOWN: [(0, 1), (1, 2), (2, 3)]})
-    own = file._bytes
-    file._bytes = lambda start, stop: read.append(stop - start) or own(start, stop)
+    read = []
+    read_bytes = file._bytes
+
+    def counted(start, stop):
+        read.append(stop - start)
+        return read_bytes(start, stop)
+
+    file._bytes = counted
     expert, _ = checkpoint.read(f"{DOWN}[1:2]")
     assert torch.equal(expert, whole[1:2])
     assert sum(read) == 64 * 32 // 2 + 64

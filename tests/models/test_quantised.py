@@ -27,7 +27,8 @@ from tests.merge.helpers import (
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import llama
 
-FP8, LARGEST = torch.float8_e4m3fn, 448.0
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # the largest value of FP8
 LAYERS = r"model\.layers\..*_proj\.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
@@ -59,19 +60,21 @@ SCHEMES = {
 
 
 def blocks(shape, sides):
-    height, width = (side or size for side, size in zip(sides, shape, strict=True))
+    """Yield the place of each block's scale, and the rows and columns of the block."""
+    height = sides[0] or shape[0]
+    width = sides[1] or shape[1]
     for i in range(-(-shape[0] // height)):
+        rows = slice(i * height, (i + 1) * height)
         for j in range(-(-shape[1] // width)):
-            yield (i, j), (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
+            yield (i, j), (rows, slice(j * width, (j + 1) * width))
 
 
 def by_hand(weight, sides, dtype):
     """FP8 and scales of a float32 matrix."""
     places = list(blocks(weight.shape, sides))
-    stored, scales = (
-        torch.empty(weight.shape, dtype=FP8),
-        torch.empty([n + 1 for n in places[-1][0]], dtype=dtype),
-    )
+    last_place, _ = places[-1]
+    stored = torch.empty(weight.shape, dtype=FP8)
+    scales = torch.empty([number + 1 for number in last_place], dtype=dtype)
     for place, block in places:
         scales[place] = weight[block].abs().max() / LARGEST
         stored[block] = (weight[block] / scales[place].float()).clamp(-LARGEST, LARGEST).to(FP8)
@@ -88,22 +91,26 @@ def back_by_hand(stored, scales, sides):
 def quantise(folder, scheme="block", layers=LAYERS):
     """Store a folder's layers in FP8; its copy `<name>_wide` has them dequantised to float32."""
     sides, suffix, dtype, config = SCHEMES[scheme]
-    shutil.copytree(folder, wide := folder.with_name(f"{folder.name}_wide"))
+    wide = folder.with_name(f"{folder.name}_wide")
+    shutil.copytree(folder, wide)
     files = list(folder.glob("*.safetensors"))
     for file in files:
-        state, copy = load_file(file), load_file(file)
+        state = load_file(file)
+        copy = load_file(file)
         for key in [key for key in state if re.fullmatch(layers, key)]:
             state[key], scales = by_hand(state[key].float(), sides, dtype)
             copy[key] = back_by_hand(state[key], scales, sides)
-            state[key + suffix] = scales if scheme != "tensor" else scales.reshape(())
+            if scheme == "tensor":
+                scales = scales.reshape(())
+            state[key + suffix] = scales
         save_file(state, file, metadata={"format": "pt"})
         save_file(copy, wide / file.name, metadata={"format": "pt"})
-    if (index := folder / "model.safetensors.index.json").exists():
-        index.write_text(
-            json.dumps(
-                {"weight_map": {key: file.name for file in files for key in load_file(file)}}
-            )
-        )
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = {}
+        for file in files:
+            weight_map |= dict.fromkeys(load_file(file), file.name)
+        index.write_text(json.dumps({"weight_map": weight_map}))
     change_json(folder / "config.json", quantization_config=config)
 
 
@@ -129,15 +136,17 @@ def test_the_result_is_a_plain_model_in_bfloat16(stream):
     planned = plan(stream, ["task1"])
     assert planned.origin == "LlamaForCausalLM"
     out = merge(stream, ["task1"])
-    found, model = tensors(out), AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    found = tensors(out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert found.keys() == tensors(stream / "task1").keys()
     assert same(found, {key: value for key, value in model.state_dict().items() if key in found})
     assert model.dtype == torch.bfloat16
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert {key: out / file for key, file in index["weight_map"].items()} == {
-        key: file for file in out.glob("*.safetensors") for key in load_file(file)
-    }
+    file_names = {}
+    for file in out.glob("*.safetensors"):
+        file_names |= dict.fromkeys(load_file(file), file.name)
+    assert index["weight_map"] == file_names
     assert (
         index["metadata"]["total_size"]
         == disk_bytes(planned)
@@ -174,13 +183,10 @@ def test_an_interrupted_merge_goes_on_to_the_same_files(stream):
 
 def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):
     save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=1)
-    key, scale = (f"model.layers.1.mlp.experts.down_proj{end}" for end in ("", "_scale_inv"))
+    key = "model.layers.1.mlp.experts.down_proj"
+    scale = f"{key}_scale_inv"
     file = tmp_path / "base" / "model.safetensors"
-    state = {
-        k: v
-        for file in (tmp_path / "base").glob("*.safetensors")
-        for k, v in load_file(file).items()
-    }
+    state = tensors(tmp_path / "base")
     for path in (tmp_path / "base").glob("model*"):
         path.unlink()
     shutil.copytree(tmp_path / "base", tmp_path / "wide")
@@ -255,7 +261,8 @@ def test_other_quantisations_are_refused_by_name(tmp_path, name, config, tensor)
     save_stream(tmp_path, llama(), tasks=1, shards="1GB")
     for model in ("task1", "base"):
         if tensor:
-            state = load_file(path := tmp_path / model / "model.safetensors")
+            path = tmp_path / model / "model.safetensors"
+            state = load_file(path)
             save_file({**state, tensor: torch.zeros(3, dtype=torch.uint8)}, path)
         else:
             change_json(tmp_path / model / "config.json", quantization_config=config)

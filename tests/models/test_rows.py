@@ -12,7 +12,12 @@ from fusion_bench_nufilt.models.source import MatchedRows, MemorySource
 def test_any_piece_has_the_matched_rows_and_the_bases_where_there_is_none(stored):
     weight = torch.arange(12.0).reshape(4, 3)
     theta_0 = -torch.arange(12.0).reshape(4, 3) - 100
-    rows = [weight[row] if row >= 0 else theta_0[i] for i, row in enumerate(stored)]
+    rows = []
+    for i, row in enumerate(stored):
+        if row >= 0:
+            rows.append(weight[row])
+        else:
+            rows.append(theta_0[i])
     expected = torch.cat(rows)
     matched = MatchedRows(MemorySource("task", {"embed": weight}), "embed", 3, stored)
     for start in range(12):

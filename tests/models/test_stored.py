@@ -4,6 +4,7 @@ of them.
 
 import os
 import subprocess
+from itertools import product
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ LAYERS = {
     "llava": ("model.language_model.layers.0.self_attn.q_proj", 2 * 7),
     "clip": ("encoder.layers.0.self_attn.q_proj", 2 * 5),
 }
-EXPERTS, PROJECTIONS = "model.language_model.layers.0.mlp.experts", ("gate_up_proj", "down_proj")
+EXPERTS = "model.language_model.layers.0.mlp.experts"
+PROJECTIONS = ("gate_up_proj", "down_proj")
 MAKE = {**FAMILIES, "llava": llava, "clip": full_clip}
 
 
@@ -39,10 +41,9 @@ def test_layers_have_the_names_and_shapes_of_transformers_4(tmp_path, family):
     layer, count = LAYERS[family]
     assert layer in manifest(out)["layers"]
     assert len(manifest(out)["layers"]) == count
-    result, base = tensors(out), tensors(tmp_path / "base")
-    assert {key: value.shape for key, value in result.items()} == {
-        key: value.shape for key, value in base.items()
-    }
+    result = tensors(out)
+    shapes = {key: value.shape for key, value in result.items()}
+    assert shapes == {key: value.shape for key, value in tensors(tmp_path / "base").items()}
     loaded, info = type(models["_pretrained_"]).from_pretrained(out, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded.save_pretrained(tmp_path / "again")
@@ -56,9 +57,8 @@ def released_experts(tmp_path):
     """
     if __version__ < "5":
         pytest.skip("transformers 4 knows the released form only")
-    kind = type(
-        save_stream(tmp_path, released("Qwen3-VL-MoE"), tasks=2, shards="5GB")["_pretrained_"]
-    )
+    models = save_stream(tmp_path, released("Qwen3-VL-MoE"), tasks=2, shards="5GB")
+    kind = type(models["_pretrained_"])
     for name in ("base", "task1", "task2"):
         transpose_experts(tmp_path / name)
         kind.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "saved" / name)
@@ -69,13 +69,10 @@ def test_experts_are_merged_alike_as_released_and_as_transformers_5_saves_them(r
     """Experts of Qwen3-VL-MoE were released transposed, and transformers 5 saves them as it holds
     them.
     """
-    out, other = (
-        merge(folder, ["task1", "task2"])
-        for folder in (released_experts, released_experts / "saved")
-    )
-    assert manifest(out)["layers"].keys() > {
-        f"{EXPERTS}.{i}.{name}" for i in range(4) for name in PROJECTIONS
-    }
+    out = merge(released_experts, ["task1", "task2"])
+    other = merge(released_experts / "saved", ["task1", "task2"])
+    layers = {f"{EXPERTS}.{i}.{name}" for i, name in product(range(4), PROJECTIONS)}
+    assert manifest(out)["layers"].keys() > layers
     experts = {key for key in tensors(other) if key.startswith(EXPERTS)}
     assert tensors(out)[f"{EXPERTS}.down_proj"].shape == (4, 24, 32)
     assert tensors(other)[f"{EXPERTS}.down_proj"].shape == (4, 32, 24)

@@ -18,7 +18,8 @@ from tests.continual.helpers import InterruptedRunError, interrupt_after, loggin
 from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, same, tensors
 from tests.tiny_models import SMALL, T5, build, finetuned, llama
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 SUM = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
 WORDS = torch.arange(12).reshape(1, 12)
 ON_LOADING = int(hf.__version__.split(".")[0]) > 4  # whether two tensors are loaded as two
@@ -144,9 +145,11 @@ def test_a_head_that_is_stored_apart_is_merged_apart_whatever_config_says(tmp_pa
         merge(tmp_path, ["task1"], "one", **options)
         one = tensors(tmp_path / "one")
         save_file({**one, HEAD: one[EMBEDDING] + 0.01}, tmp_path / "one" / "model.safetensors")
-        merged, tasks = "one", ["task2"]
+        merged = "one"
+        tasks = ["task2"]
     else:
-        merged, tasks = None, ["task1", "task2"]
+        merged = None
+        tasks = ["task1", "task2"]
     settings = {"verify": False}
     out = merge(tmp_path, tasks, merged=merged, settings=settings, **options)
     for name in [*models, "one"]:  # the same models, with two tensors in every file
@@ -202,7 +205,8 @@ def test_whatever_a_config_ties_is_merged_as_the_tensors_that_models_have(tmp_pa
     save_apart(tmp_path / "task1", finetuned(base, 1), second, 1)
     finetuned(base, 2).save_pretrained(tmp_path / "task2")
     out = merge(tmp_path, ["task1", "task2"], **SUM)
-    one, two = tensors(tmp_path / "task1"), tensors(tmp_path / "task2")
+    one = tensors(tmp_path / "task1")
+    two = tensors(tmp_path / "task2")
     result = tensors(out)
     torch.testing.assert_close(result[first], (one[first] + two[first]) / 2)
     torch.testing.assert_close(result[second], (one[second] + two[first]) / 2)

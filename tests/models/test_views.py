@@ -34,7 +34,8 @@ def merged_as_linear(name, weights):
     and the tasks'.
     """
     base, *tasks = [{name: weight.contiguous()} for weight in weights]
-    merged, config = base, FusionConfig(**OPTIONS)
+    config = FusionConfig(**OPTIONS)
+    merged = base
     for step, task in enumerate(tasks, 1):
         merged, _ = fuse_layers(base, merged, task, config, seed=42, step=step)
     return merged[name]
@@ -58,22 +59,22 @@ def test_conv1d_is_the_linear_layer_with_the_transposed_weight():
 
 @pytest.mark.parametrize("separate", [False, True], ids=["packed", "separate"])
 def test_multihead_attention_is_three_linear_layers_and_its_output(separate):
-    sizes = {"kdim": 6, "vdim": 7} if separate else {}
+    def rows(attention, letter):
+        if separate:
+            return getattr(attention, f"{letter}_proj_weight")
+        return attention.in_proj_weight.chunk(3)["qkv".index(letter)]
+
+    sizes = {}
+    name = "blocks.0.in_proj.{}"
+    if separate:
+        sizes = {"kdim": 6, "vdim": 7}
+        name = "blocks.0.{}_proj"
     models = stream(nn.MultiheadAttention(8, 2, **sizes))
     merged = merge(models[0], models[1:], "all-linear").blocks[0]
-    for i, letter in enumerate("qkv"):
-        name = f"blocks.0.{letter}_proj" if separate else f"blocks.0.in_proj.{letter}"
-
-        def rows(attention, i=i, letter=letter):
-            return (
-                getattr(attention, f"{letter}_proj_weight")
-                if separate
-                else attention.in_proj_weight.chunk(3)[i]
-            )
-
-        assert torch.equal(
-            rows(merged), merged_as_linear(name, [rows(model.blocks[0]) for model in models])
-        )
+    for letter in "qkv":
+        weights = [rows(model.blocks[0], letter) for model in models]
+        expected = merged_as_linear(name.format(letter), weights)
+        assert torch.equal(rows(merged, letter), expected)
     out = [model.blocks[0].out_proj.weight for model in models]
     assert torch.equal(merged.out_proj.weight, merged_as_linear("blocks.0.out_proj", out))
 
@@ -105,27 +106,25 @@ class Experts(nn.Module):
 
     def __init__(self, transposed, inputs=5, hidden=3):
         super().__init__()
-        shapes = [
-            shape[::-1] if transposed else shape
-            for shape in ((2 * hidden, inputs), (inputs, hidden))
-        ]
-        self.gate_up_proj, self.down_proj = (
-            nn.Parameter(torch.empty(2, *shape)) for shape in shapes
-        )
+        shapes = [(2 * hidden, inputs), (inputs, hidden)]
+        if transposed:
+            shapes = [shape[::-1] for shape in shapes]
+        self.gate_up_proj = nn.Parameter(torch.empty(2, *shapes[0]))
+        self.down_proj = nn.Parameter(torch.empty(2, *shapes[1]))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_each_fused_expert_is_merged_as_it_is_alone(transposed):
     models = stream(Experts(transposed))
-    merged = merge(models[0], models[1:], "all-linear").blocks[0]
+    merged_model = merge(models[0], models[1:], "all-linear")
     for part in ("gate_up_proj", "down_proj"):
         for expert in range(2):
-            alone = [getattr(model.blocks[0], part)[expert] for model in models]
-            alone = [weight.T for weight in alone] if transposed else alone
+            weights = [getattr(model.blocks[0], part)[expert] for model in [*models, merged_model]]
+            if transposed:
+                weights = [weight.T for weight in weights]
+            *alone, merged = weights
             expected = merged_as_linear(f"blocks.0.{expert}.{part}", alone)
-            assert torch.equal(
-                getattr(merged, part)[expert], expected.T if transposed else expected
-            )
+            assert torch.equal(merged, expected)
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 4), (4, 8)])
@@ -142,7 +141,8 @@ def test_the_orientation_of_fused_experts_is_told_by_the_two_shapes(sizes):
 @pytest.mark.parametrize("make", [*FAMILIES.values(), openclip], ids=[*FAMILIES, "openclip"])
 def test_what_is_written_through_a_view_is_read_again_and_nothing_else_changes(make):
     model = make()
-    found, before = views(model), deepcopy(model.state_dict())
+    found = views(model)
+    before = deepcopy(model.state_dict())
     values = {view.name: torch.full(view.shape, float(number)) for number, view in enumerate(found)}
     for view in found:
         assert view.read(model).shape == view.shape
@@ -167,21 +167,20 @@ PATTERNS = {
 }
 
 
+def has_any(name, words):
+    return any(word in name for word in words)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_auto_is_every_projection_in_blocks_and_no_head_or_embedding(family):
     model = FAMILIES[family]()
     layers = select_layers(model)
     if family in PATTERNS and family not in CONVERTED:
         assert {name.rsplit(".", 1)[-1] for name in layers} == PATTERNS[family]
-    assert not [
-        name
-        for name in layers
-        if any(word in name for word in ("embed", "lm_head", "classifier", "score"))
-    ]
+    heads = ("embed", "lm_head", "classifier", "score")
+    assert not [name for name in layers if has_any(name, heads)]
     left_out = set(coverage(model, layers, TargetConfig()).left_out)
-    assert all(
-        any(word in name for word in ("dwconv", "router", "gate.weight")) for name in left_out
-    )
+    assert all(has_any(name, ("dwconv", "router", "gate.weight")) for name in left_out)
 
 
 def test_auto_in_openclip_is_attention_and_the_first_layer_of_the_mlp_as_in_clip():
@@ -313,8 +312,10 @@ def test_a_run_says_what_it_covers_and_warns_where_that_is_little(caplog):
 
 def test_heads_of_another_size_are_kept_for_each_task_or_refused_or_as_in_the_pretrained_model():
     base = FAMILIES["resnet"]()
-    one, two = finetuned(base, 1), finetuned(base, 2)
-    one.classifier[1], two.classifier[1] = nn.Linear(32, 7), nn.Linear(32, 5)
+    one = finetuned(base, 1)
+    two = finetuned(base, 2)
+    one.classifier[1] = nn.Linear(32, 7)
+    two.classifier[1] = nn.Linear(32, 5)
     models = {"_pretrained_": base, "one": one, "two": two}
     options = {**OPTIONS, "shuffle_order": False, "other_params": "mean"}
     message = (

@@ -29,7 +29,8 @@ from tests.merge.helpers import (
 from tests.tiny_models import finetuned, llama
 
 WORDS = 48  # of the tokenizers; the embeddings of the models have 50 rows
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 MEAN = {"other_params": "mean"}
 
 
@@ -92,10 +93,8 @@ def row(folder, token, key=EMBEDDING):
 
 def loads(folder, text="w2 <fim>w3", rows=None):
     """The result is a model of as many rows as its config says, and splits a text as it should."""
-    model, words = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    words = AutoTokenizer.from_pretrained(folder)
     assert (
         model.config.vocab_size == len(model.get_input_embeddings().weight) == (rows or len(words))
     )
@@ -116,18 +115,16 @@ def test_every_new_token_keeps_its_row_and_the_others_are_merged_as_without_new_
             rows = tensors(grown / "base")[key][WORDS:]
             change(grown / name, key, lambda value, rows=rows: torch.cat([value[:WORDS], rows]))
         for path in grown.joinpath("base").glob("*.json"):
-            shutil.copy(path, grown / name) if path.name != "model.safetensors.index.json" else None
-    plain, result = (
-        tensors(merge(grown, ["code", "chat"], "plain", **options, **targets)),
-        tensors(merged),
-    )
+            if path.name != "model.safetensors.index.json":
+                shutil.copy(path, grown / name)
+    plain = tensors(merge(grown, ["code", "chat"], "plain", **options, **targets))
+    result = tensors(merged)
     assert result.keys() == plain.keys()
     for key, value in plain.items():
-        assert (
-            torch.equal(result[key][:WORDS], value[:WORDS])
-            if key in (EMBEDDING, HEAD)
-            else result[key].equal(value)
-        )
+        if key in (EMBEDDING, HEAD):
+            assert torch.equal(result[key][:WORDS], value[:WORDS])
+        else:
+            assert torch.equal(result[key], value)
 
 
 NEW = [
@@ -224,8 +221,10 @@ def test_rows_of_a_token_have_the_weights_of_their_models(trained):
 @pytest.mark.parametrize("weights", [[0.0, 1.0], [-1.0, 2.0], [0.0, 0.0]])
 def test_a_model_without_weight_brings_a_token_that_no_other_has(trained, weights):
     out = merge(trained, ["code", "other"], settings={"weights": weights}, **MEAN)
-    expected = "other" if weights[1] else "code"
-    assert torch.equal(row(out, "<fim>"), row(trained / expected, "<fim>"))
+    bringer = "other"
+    if weights[1] == 0:
+        bringer = "code"
+    assert torch.equal(row(out, "<fim>"), row(trained / bringer, "<fim>"))
     assert torch.equal(row(out, "<eot>"), row(trained / "code", "<eot>"))
 
 
@@ -283,7 +282,8 @@ def test_going_on_keeps_the_earlier_tokens(grown, options, dtype):
     out = merge(grown, ["chat"], "three", merged="two", **options)
     assert (out / "config.json").read_bytes() == (at_once / "config.json").read_bytes()
     assert loads(out, "w2<fim>w3 <end>") == ["w2", "<fim>", "w3", "<end>"]
-    result, expected = tensors(out), tensors(at_once)
+    result = tensors(out)
+    expected = tensors(at_once)
     for key in expected:
         assert torch.equal(result[key], expected[key]), key
     for name, token, i in NEW:
@@ -297,10 +297,12 @@ def test_tied_heads_stay_tied(tmp_path, family):
     save(tmp_path / "code", finetuned(base, seed=1), "<a>", "<b>", "<c>", seed=1)
     out = merge(tmp_path, ["code"], **MEAN)
     kind = type(base)
-    model, code = kind.from_pretrained(out), kind.from_pretrained(tmp_path / "code")
+    model = kind.from_pretrained(out)
+    code = kind.from_pretrained(tmp_path / "code")
     assert model.get_input_embeddings().weight.shape[0] == 51
     for get in ("get_input_embeddings", "get_output_embeddings"):
-        found, expected = (getattr(each, get)().weight for each in (model, code))
+        found = getattr(model, get)().weight
+        expected = getattr(code, get)().weight
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert same(
         *(tensors(merge(tmp_path, ["code"], name, **MEAN)) for name in ("again", "once_more"))
@@ -374,9 +376,9 @@ def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many
     assert not plan(grown, ["other"]).vocabulary.params
     path = grown / "other" / "tokenizer.json"
     path.write_text(path.read_text()[:-9])  # as an interrupted copy leaves it
-    (warning,) = (
+    (warning,) = [
         text for text in plan(grown, ["other"]).warnings if "matched by their numbers" in text
-    )
+    ]
     assert "the rows of 'other' and the base" in warning
     assert re.search(
         r"the tokenizer of 'other' \('tokenizer.json'.*\) can't be read: .*; mend it, or install",
@@ -438,7 +440,9 @@ def test_the_chat_template_is_the_first_whether_a_vocabulary_grew_or_not(tmp_pat
     base = llama()
     templates = {"base": None, "plain": None, "code": "code", "chat": "chat"}
     for name, template in templates.items():
-        tokens = new if name == "chat" else ()
+        tokens = ()
+        if name == "chat":
+            tokens = new
         save(tmp_path / name, finetuned(base, seed=len(name)), *tokens, template=template)
         if in_config:
             keep_template_in_the_configuration(tmp_path / name)
