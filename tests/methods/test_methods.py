@@ -113,10 +113,8 @@ def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(tmp_
         return logging_to(tmp_path / ("on", "two", "whole")[len(names) - 1], algorithm).run(stream)
 
     merged(["task1", "task2"])
-    on, whole = (
-        merged(["task3"], **other).state_dict(),
-        merged(["task1", "task2", "task3"], **other).state_dict(),
-    )
+    on = merged(["task3"], **other).state_dict()
+    whole = merged(["task1", "task2", "task3"], **other).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in on.items())
 
 
@@ -138,8 +136,9 @@ def written(name):
 def test_the_yaml_of_a_method_has_the_keys_and_values_of_its_dataclasses(name):
     method = METHODS[name]
     own, _ = split_options((method.Options, TargetConfig), method.defaults)
-    options = (*own, DeviceConfig(), ProtocolConfig())
-    expected = {key: value for each in options for key, value in dataclasses.asdict(each).items()}
+    expected = {}
+    for options in (*own, DeviceConfig(), ProtocolConfig()):
+        expected |= dataclasses.asdict(options)
     found = {key: value for key, value in written(name).items() if key != "layer_method"}
     assert issubclass(get_class(found.pop("_target_")), LayerwiseMergingAlgorithm)
     assert found == expected

@@ -29,8 +29,11 @@ def fusion_bench(folder, name, models):
 
 def merge(folder, out, *words, tasks=("task1", "task2"), base=True):
     """The folder that `nufilt merge` writes."""
-    models = ("--base", folder / "_pretrained_") if base else ()
-    models += tuple(word for task in tasks for word in ("--task", folder / task))
+    models = []
+    if base:
+        models += ["--base", folder / "_pretrained_"]
+    for task in tasks:
+        models += ["--task", folder / task]
     code, text = nufilt("merge", *words, *models, "--out", folder / out)
     assert code == 0, text
     return folder / out
@@ -52,9 +55,8 @@ def test_a_name_is_the_same_merge_at_every_entry_point(name, tmp_path):
     if not METHODS[name].is_stateless:
         assert same(load_file(run / STATE), load_file(out / STATE))
     (spec,) = parse_methods(name)
-    composed, compared = (
-        plain(compose_run(words).method) for words in ([f"method={name}"], spec.overrides)
-    )
+    composed = plain(compose_run([f"method={name}"]).method)
+    compared = plain(compose_run(spec.overrides).method)
     assert compared == composed
     settings = manifest(out)["settings"]
     assert settings["method"] == name
@@ -67,7 +69,8 @@ def test_a_recipe_takes_the_name_too(tmp_path):
     saved_pool(tmp_path, pool(tasks=2))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"settings": {"method": "best"}}))
-    out, again = merge(tmp_path, "out", recipe), tmp_path / "again"
+    out = merge(tmp_path, "out", recipe)
+    again = tmp_path / "again"
     assert manifest(out)["settings"]["ramp"] == 0.4
     code, text = nufilt("merge", out / "nufilt.json", "--out", again)
     assert code == 0, text

@@ -56,7 +56,8 @@ def test_the_ranks_are_advised_as_they_are_typed_where_the_user_stands(tmp_path)
     assert list(spec.overrides[1:]) == ranks
 
     save_stream(tmp_path, llama(), tasks=1)
-    base, task = (str(tmp_path / name) for name in ("base", "task1"))
+    base = str(tmp_path / "base")
+    task = str(tmp_path / "task1")
     (warning,) = [text for text in plan_merge(base, [task]).warnings if "null_rank" in text]
     words = ["--null-rank", "0.1667", "--lora-rank", "0.0833"]
     assert warning.endswith(" ".join(words))

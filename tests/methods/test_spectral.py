@@ -22,7 +22,8 @@ from tests.methods.helpers import add, start, weight
 from tests.nufilt.matrices import matrix_with_spectrum
 from tests.tiny_models import TOWER
 
-KAPPA, DAMP = 0.9, 0.5
+KAPPA = 0.9
+DAMP = 0.5
 SHAPES = [(40, 12), (12, 40), (16, 16)]
 SETTINGS = {"layer_method": "spectral", "shuffle_order": False}
 
@@ -44,9 +45,9 @@ def method_with(**options):
 
 def merge(taus, dtype=torch.float64, damp=DAMP):
     """Merge a stream of tasks and return the update of the merged model."""
-    theta_0 = matrix_with_spectrum(
-        *taus[0].shape, torch.ones(min(taus[0].shape), dtype=torch.float64), 99
-    ).to(dtype)
+    shape = taus[0].shape
+    ones = torch.ones(min(shape), dtype=torch.float64)
+    theta_0 = matrix_with_spectrum(*shape, ones, 99).to(dtype)
     method = method_with(kappa=KAPPA, damp=damp)
     state = start(method, theta_0)
     for tau in taus:
@@ -56,7 +57,8 @@ def merge(taus, dtype=torch.float64, damp=DAMP):
 
 def by_definition(taus, damp=DAMP):
     """Compute the merged update by full singular value decompositions."""
-    S, s_1 = torch.zeros_like(taus[0]), []
+    S = torch.zeros_like(taus[0])
+    s_1 = []
     for tau in taus:
         U, s, Vh = torch.linalg.svd(tau, full_matrices=False)
         S += U * (s / s[0]) ** 3 @ Vh
@@ -96,8 +98,9 @@ def test_the_first_task_is_taken_whole():
 
 def test_a_task_that_comes_again_is_held_down_by_n_to_the_damp():
     (tau,) = task_vectors((20, 12), count=1)
-    once, four = (torch.linalg.svdvals(merge([tau] * n)) for n in (2, 8))
-    assert four[-1] / once[-1] == pytest.approx(0.5)  # where both are above one vote: (8 / 2)^-0.5
+    two = torch.linalg.svdvals(merge([tau] * 2))
+    eight = torch.linalg.svdvals(merge([tau] * 8))
+    assert eight[-1] / two[-1] == pytest.approx(0.5)  # where both are above one vote: (8 / 2)^-0.5
 
 
 def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other():
@@ -107,11 +110,14 @@ def test_tasks_whose_inputs_and_outputs_are_orthogonal_do_not_disturb_each_other
     assert X[:10, 8:].abs().max() < 1e-10
     assert X[10:, :8].abs().max() < 1e-10
     U, s, Vh = torch.linalg.svd(a[:10, :8], full_matrices=False)
-    torch.testing.assert_close(X[:10, :8], KAPPA * 0.3 * U * flatten((s / s[0]) ** 3, DAMP) @ Vh)
+    flattened = flatten((s / s[0]) ** 3, DAMP)
+    torch.testing.assert_close(X[:10, :8], KAPPA * 0.3 * U * flattened @ Vh)
 
 
 def test_the_factors_of_an_update_are_as_good_as_the_weights():
-    theta_0, left, right = torch.randn(12, 10), torch.randn(12, 2), torch.randn(2, 10)
+    theta_0 = torch.randn(12, 10)
+    left = torch.randn(12, 2)
+    right = torch.randn(2, 10)
     method = method_with()
     state = start(method, theta_0)
     by_weight = add(method, state, theta_0, theta_0 + left @ right)
@@ -138,8 +144,9 @@ def test_kappa_grows_with_the_block_and_stacks_of_blocks_are_told_apart():
 
 
 def test_kappa_is_that_of_the_models_block_whichever_blocks_are_merged():
-    of_model = last_block_numbers(f"encoder.{number}.q" for number in range(12))
-    whole, half = ([f"encoder.{number}.q" for number in range(count)] for count in (12, 6))
+    whole = [f"encoder.{number}.q" for number in range(12)]
+    half = whole[:6]
+    of_model = last_block_numbers(whole)
     kappas = strengths(whole, 0.9, 0.4, of_model)
     assert strengths(half, 0.9, 0.4, of_model) == {name: kappas[name] for name in half}
 
@@ -163,7 +170,8 @@ def saved_pool(folder, models, merged):
 def test_the_order_of_the_tasks_does_not_matter():
     models = {name: model.double() for name, model in pool().items()}
     shuffled = {**SETTINGS, "shuffle_order": True}
-    one, other = (LayerwiseMergingAlgorithm(**shuffled, seed=seed).run(models) for seed in (1, 2))
+    one = LayerwiseMergingAlgorithm(**shuffled, seed=1).run(models)
+    other = LayerwiseMergingAlgorithm(**shuffled, seed=2).run(models)
     base = models["_pretrained_"]
     for view in select_layers(base, "all-linear").values():
         assert distance(view.read(one) - view.read(base), view.read(other) - view.read(base)) < 1e-5
@@ -171,10 +179,8 @@ def test_the_order_of_the_tasks_does_not_matter():
 
 def test_the_depth_ramp_makes_later_blocks_move_more():
     models = pool(2)
-    plain, ramped = (
-        LayerwiseMergingAlgorithm(**SETTINGS, ramp=ramp).run(deepcopy(models))
-        for ramp in (0.0, 0.4)
-    )
+    plain = LayerwiseMergingAlgorithm(**SETTINGS, ramp=0.0).run(deepcopy(models))
+    ramped = LayerwiseMergingAlgorithm(**SETTINGS, ramp=0.4).run(deepcopy(models))
     for block, factor in ((0, 0.6), (1, 1.4)):
         key = f"{TOWER}encoder.layers.{block}.mlp.fc1.weight"
         theta_0 = models["_pretrained_"].get_parameter(key)

@@ -59,7 +59,8 @@ def test_tasks_of_different_strengths_come_in_any_order():
 
 # --- the strength of a task, from its whole model ---
 
-WIDE, NARROW = (128, 128), (32, 128)
+WIDE = (128, 128)
+NARROW = (32, 128)
 SHAPES = [WIDE, NARROW, NARROW, WIDE] * 3  # as the projections of attention with shared keys
 
 
@@ -67,7 +68,8 @@ def update_of(shape, kind, seed):
     """What fine-tuning changes in a layer, as factors if it was an adapter."""
     generator = torch.Generator().manual_seed(seed)
     if kind == "adapter":
-        left, right = (torch.randn(side, 12, generator=generator) for side in shape)
+        left = torch.randn(shape[0], 12, generator=generator)
+        right = torch.randn(shape[1], 12, generator=generator)
         return LowRank(0.002 * left, right.mT)
     values = 0.1 * torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -0.7
     return matrix_with_spectrum(*shape, values, seed).float()
@@ -83,8 +85,9 @@ def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
         generator = torch.Generator().manual_seed(100 + layer)
         theta_0 = torch.randn(shapes[layer], generator=generator) / 12
         theta_0 = theta_0.to(base_dtype).float()
-        change = tau.product() if isinstance(tau, LowRank) else tau
-        theta = (theta_0 + change).to(dtype)
+        if isinstance(tau, LowRank):
+            tau = tau.product()
+        theta = (theta_0 + tau).to(dtype)
         rounding = rounding_energy(theta, torch.finfo(dtype).eps)
         return spectrum(theta.float() - theta_0, rounding)
 
@@ -149,7 +152,9 @@ def test_layers_from_all_over_the_model_are_measured_until_enough_were_changed()
 
     def measure(layer):
         seen.append(layer)
-        return spectrum(update_of(WIDE, "adapter", 0), 0.0) if layer % 7 in (0, 2) else None
+        if layer % 7 in (0, 2):
+            return spectrum(update_of(WIDE, "adapter", 0), 0.0)
+        return None
 
     assert task_strength(range(700), [WIDE] * 700, measure) == 0.5
     assert sum(layer % 7 in (0, 2) for layer in seen) == SAMPLED_LAYERS
@@ -208,9 +213,12 @@ def test_the_update_fades_as_a_task_turns_against_another(kind):
     assert nearly.norm() < 1e-3 * tau.norm()
 
 
-@pytest.mark.parametrize("factors", [False, True])
-def test_a_small_change_of_the_tasks_makes_a_small_change_of_the_update(factors):
-    taus = task_vectors((48, 40), count=3, rank=3 if factors else None)
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_a_small_change_of_the_tasks_makes_a_small_change_of_the_update(low_rank):
+    rank = None
+    if low_rank:
+        rank = 3
+    taus = task_vectors((48, 40), count=3, rank=rank)
     noise = task_vectors((48, 40), count=6)[3:]
     before = update(Best, taus)
     for size in (1e-6, 1e-4, 1e-2):
@@ -262,7 +270,8 @@ def test_a_task_past_the_directions_comes_in_as_it_grows():
 def test_another_keep_from_the_middle_on_cuts_the_earlier_tasks_where_they_are(keeps):
     """The columns of a state are as wide as they were when it was made."""
     taus = task_vectors((48, 40), count=3, rank=3)
-    first, later = (TsvStream(TsvConfig(keep=keep), ["layer"]) for keep in keeps)
+    first = TsvStream(TsvConfig(keep=keeps[0]), ["layer"])
+    later = TsvStream(TsvConfig(keep=keeps[1]), ["layer"])
     state = state_of(first, taus[:2])
     state = add(later, state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
     expected = later.merged_update(state_of(later, taus), later.scale)

@@ -65,9 +65,10 @@ def stream():
 
 def merged_by(kind, layers, tasks):
     """Return the state and the weight of each layer."""
-    options = SMALL if kind.is_stateless else {}
-    defaults = {key: value for key, value in kind.defaults.items() if hasattr(kind.Options, key)}
-    method = kind(kind.Options(**{**defaults, **options}), list(layers))
+    options = {key: value for key, value in kind.defaults.items() if hasattr(kind.Options, key)}
+    if kind.is_stateless:
+        options |= SMALL
+    method = kind(kind.Options(**options), list(layers))
     found = {}
 
     def on_layer(merged, weigh):
