@@ -8,7 +8,8 @@ from tests.tiny_models import clip, finetuned
 
 
 def pool(tasks=4, base=None):
-    base = clip() if base is None else base
+    if base is None:
+        base = clip()
     return {"_pretrained_": base} | {
         f"task{i}": finetuned(base, seed=i) for i in range(1, tasks + 1)
     }
@@ -18,11 +19,11 @@ def saved_pool(folder, models, **paths):
     """Save models, and return FusionBench's CLIP pool of their folders and of others."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
-    paths = {name: str(folder / name) for name in models} | {
-        name: str(path) for name, path in paths.items()
-    }
+    sources = {name: str(folder / name) for name in models}
+    for name, path in paths.items():
+        sources[name] = str(path)
     pool = {"_target_": "fusion_bench.modelpool.CLIPVisionModelPool", "_recursive_": False}
-    return instantiate({**pool, "models": paths})
+    return instantiate({**pool, "models": sources})
 
 
 def logging_to(folder, algorithm):

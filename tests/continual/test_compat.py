@@ -39,7 +39,9 @@ def names_in_modules():
     """
     for file in (FUSIONBENCH / "fusion_bench").rglob("*.py"):
         source = file.read_text()
-        for node in ast.walk(ast.parse(source)) if "load_dataset" in source else ():
+        if "load_dataset" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
             if (
                 isinstance(node, ast.Call)
                 and ast.unparse(node.func).endswith("load_dataset")

@@ -67,8 +67,9 @@ WRONG = {
 
 def wrong(case, birds):
     config, expected = WRONG[case]
-    path = config.get("path", "").replace("BIRDS", birds)
-    return ({**config, "path": path} if path else config), expected
+    if "path" in config:
+        config = {**config, "path": config["path"].replace("BIRDS", birds)}
+    return config, expected
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -14,7 +14,9 @@ from tests.tiny_models import SMALL, build, finetuned
 
 EXCLUDE = {"exclude_modules": ["pooler.dense"]}
 HINT = r"; exclude_modules=\[pooler\.dense\] leaves it out"
-WITH, WITHOUT = True, False
+WITH = True
+WITHOUT = False
+FILES = {"_pretrained_": "base", "one": "one", "other": "other"}
 
 
 def encoder(folder, name, pooler, base=None):
@@ -23,7 +25,10 @@ def encoder(folder, name, pooler, base=None):
     model = build(
         hf.BertModel, hf.BertConfig(**SMALL, vocab_size=40, max_position_embeddings=16), 0
     )
-    model = finetuned(model, seed=len(name), scale=0.0 if base is None else 0.002)
+    scale = 0.002
+    if base is None:
+        scale = 0.0
+    model = finetuned(model, seed=len(name), scale=scale)
     if not pooler:
         model.pooler = None
     model.save_pretrained(folder / name)
@@ -40,18 +45,17 @@ def folders(tmp_path, request):
 
 def from_folders(folder, **targets):
     targets = TargetConfig(**{**METHODS["spectral"].defaults, **targets})
-    base, *tasks = (str(folder / name) for name in ("base", "one", "other"))
-    plan = plan_merge(base, tasks, targets=targets, method="spectral")
+    tasks = [str(folder / name) for name in ("one", "other")]
+    plan = plan_merge(str(folder / "base"), tasks, targets=targets, method="spectral")
     merge_folders(plan, folder / "out")
     return tensors(folder / "out")
 
 
 def from_pool(folder, **targets):
     entry = {"_target_": "transformers.AutoModel.from_pretrained"}
-    names = {"_pretrained_": "base", "one": "one", "other": "other"}
     models = {
         name: {**entry, "pretrained_model_name_or_path": str(folder / file)}
-        for name, file in names.items()
+        for name, file in FILES.items()
     }
     algorithm = LayerwiseMergingAlgorithm("spectral", shuffle_order=False, **targets)
     return algorithm.run(BaseModelPool(models)).state_dict()
@@ -59,16 +63,11 @@ def from_pool(folder, **targets):
 
 def from_modules(folder, **targets):
     models = {}
-    for seed, (name, file) in enumerate(
-        {"_pretrained_": "base", "one": "one", "other": "other"}.items()
-    ):
+    for seed, (name, file) in enumerate(FILES.items()):
         torch.manual_seed(seed)
         models[name] = hf.AutoModel.from_pretrained(folder / file)
-    return (
-        LayerwiseMergingAlgorithm("spectral", shuffle_order=False, **targets)
-        .run(models)
-        .state_dict()
-    )
+    algorithm = LayerwiseMergingAlgorithm("spectral", shuffle_order=False, **targets)
+    return algorithm.run(models).state_dict()
 
 
 @pytest.mark.parametrize("merge", [from_folders, from_pool, from_modules])

@@ -65,7 +65,8 @@ def test_a_mistake_in_the_code_and_hydras_full_error_stay_what_they_are(monkeypa
 
 
 def test_the_log_file_has_the_trace_that_the_terminal_does_not_show(tmp_path):
-    root, terminal = logging.getLogger(), io.StringIO()
+    root = logging.getLogger()
+    terminal = io.StringIO()
     file = logging.FileHandler(tmp_path / "cli.log")
     handlers = [logging.StreamHandler(terminal), file]
     for handler in handlers:

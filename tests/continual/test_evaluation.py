@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,8 @@ class WholePool(BaseTaskPool):
 
     def __init__(self, tasks):
         super().__init__()
-        self.tasks, self.calls = tasks, []
+        self.tasks = tasks
+        self.calls = []
 
     def evaluate(self, model):
         self.calls.append(int(model.weight))
@@ -57,7 +59,8 @@ class V01Pool(V01TaskPool):
 
     def __init__(self, tasks):
         super().__init__(OmegaConf.create({"tasks": [{"name": task} for task in tasks]}))
-        self.loaded, self.evaluated = [], []
+        self.loaded = []
+        self.evaluated = []
 
     def load_task(self, name):
         self.loaded.append(name)
@@ -74,27 +77,20 @@ def run(taskpool, evaluate, names=TASKS, **options):
     return algorithm.matrix
 
 
-DIAGONAL = [(1, "a"), (2, "b"), (3, "c"), *((4, task) for task in TASKS)]
+LAST = [(4, task) for task in TASKS]
+DIAGONAL = [(1, "a"), (2, "b"), (3, "c"), *LAST]
+EVERY_STEP_ALL = list(product((1, 2, 3, 4), TASKS))
+EVERY_STEP = [(step, task) for step, task in EVERY_STEP_ALL if task in TASKS[:step]]
 BWT = ((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3
 
 
 @pytest.mark.parametrize(
     ("evaluate", "evaluated", "bwt", "fwt"),
     [
-        ("last", [(4, task) for task in TASKS], math.nan, math.nan),
+        ("last", LAST, math.nan, math.nan),
         ("diagonal", DIAGONAL, BWT, math.nan),
-        (
-            "every_step",
-            [(step, task) for step in (1, 2, 3, 4) for task in TASKS[:step]],
-            BWT,
-            math.nan,
-        ),
-        (
-            "every_step_all",
-            [(step, task) for step in (1, 2, 3, 4) for task in TASKS],
-            BWT,
-            (1 + 1 / 2 + 1 / 3) / 3,
-        ),
+        ("every_step", EVERY_STEP, BWT, math.nan),
+        ("every_step_all", EVERY_STEP_ALL, BWT, (1 + 1 / 2 + 1 / 3) / 3),
     ],
 )
 def test_what_is_scored_after_which_step_and_every_task_is_loaded_once(
@@ -116,7 +112,9 @@ class Items(V01Pool):
 
 class Item:
     def __init__(self, name, test_dataset, pool):
-        self.name, self.test_dataset, self.pool = name, test_dataset, pool
+        self.name = name
+        self.test_dataset = test_dataset
+        self.pool = pool
 
     def evaluate(self, model):
         self.pool.evaluated.append((int(model.weight), self.name, len(self.test_dataset)))
@@ -256,8 +254,8 @@ def go_on(tmp_path, pool, evaluate):
 @pytest.mark.parametrize(
     ("evaluate", "evaluated"),
     [
-        ("last", [(4, task) for task in TASKS]),
-        ("diagonal", [(2, "a"), (2, "b"), (3, "c"), *((4, task) for task in TASKS)]),
+        ("last", LAST),
+        ("diagonal", [(2, "a"), (2, "b"), (3, "c"), *LAST]),
     ],
 )
 def test_the_tasks_of_the_earlier_merge_are_scored_before_and_after(tmp_path, evaluate, evaluated):
@@ -266,7 +264,9 @@ def test_the_tasks_of_the_earlier_merge_are_scored_before_and_after(tmp_path, ev
     assert pool.evaluated == evaluated
     assert algorithm.matrix.tasks == TASKS
     assert algorithm.matrix.missing == []
-    before = 0.5 if evaluate == "diagonal" else math.nan
+    before = math.nan
+    if evaluate == "diagonal":
+        before = 0.5
     assert algorithm.scores.means_of_earlier() == pytest.approx((before, 0.25), nan_ok=True)
     saved = json.loads((tmp_path / "second" / "accuracy_matrix.json").read_text())
     assert saved["tasks"] == TASKS

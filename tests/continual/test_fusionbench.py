@@ -16,7 +16,8 @@ from fusion_bench_nufilt.continual import Evaluator
 @pytest.fixture
 def pools(demo):
     config = compose_run(["modelpool=nufilt_demo", "taskpool=nufilt_demo"])
-    modelpool, taskpool = instantiate(config.modelpool), instantiate(config.taskpool)
+    modelpool = instantiate(config.modelpool)
+    taskpool = instantiate(config.taskpool)
     taskpool._fabric_instance = Fabric(devices=1, accelerator="cpu")
     return modelpool, taskpool
 

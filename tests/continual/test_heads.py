@@ -70,13 +70,11 @@ def test_a_step_scores_as_the_merged_backbone_with_the_head_put_on_by_hand(tmp_p
 @pytest.mark.parametrize(("algorithm", "options"), [("nufilt", RANKS), ("sum", {})])
 def test_models_in_memory_give_the_bases_class_and_heads(algorithm, options):
     base, models = train("bert")
-    method, bare = (
-        LayerwiseMergingAlgorithm(algorithm, **options, shuffle_order=False) for _ in range(2)
-    )
+    method = LayerwiseMergingAlgorithm(algorithm, **options, shuffle_order=False)
+    bare = LayerwiseMergingAlgorithm(algorithm, **options, shuffle_order=False)
     merged = method.run({"_pretrained_": base, **models})
-    expected = bare.run(
-        {"_pretrained_": base, **{task: model.bert for task, model in models.items()}}
-    )
+    backbones = {task: model.bert for task, model in models.items()}
+    expected = bare.run({"_pretrained_": base, **backbones})
     assert type(merged) is type(base)
     assert all(
         torch.equal(value, expected.state_dict()[key]) for key, value in merged.state_dict().items()
@@ -110,7 +108,8 @@ def test_a_resumed_run_and_one_that_goes_on_keep_the_earlier_heads(tmp_path):
 
 def test_a_head_that_comes_after_the_first_step_unchecked_is_refused():
     base = hf.BertForSequenceClassification(KINDS["bert"][1])
-    one, two = finetuned(base, 1), finetuned(base, 2)
+    one = finetuned(base, 1)
+    two = finetuned(base, 2)
     two.config.id2label = {0: "no", 1: "yes"}
     method = NufiltContinualMergingAlgorithm(**OPTIONS, check_models=False)
     with pytest.raises(
@@ -155,7 +154,8 @@ def test_a_head_that_was_set_aside_stays_aside_when_a_model_with_the_bases_label
     tmp_path, algorithm, check_models
 ):
     base = hf.BertForSequenceClassification(KINDS["bert"][1]).eval()
-    one, two = relabelled(base, 1), finetuned(base, 2)
+    one = relabelled(base, 1)
+    two = finetuned(base, 2)
     parts, method = in_two_parts(
         tmp_path, ALGORITHMS[algorithm], base, one, two, check_models=check_models
     )

@@ -42,23 +42,28 @@ def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
 
     layers = {view.key: name for name, view in select_layers(models["_pretrained_"]).items()}
     config = FusionConfig(**RANKS)
-    states = {name: {layer: before[name][key] for key, layer in layers.items()} for name in models}
+    states = {}
+    for name in models:
+        states[name] = {layer: before[name][key] for key, layer in layers.items()}
     expected = states["_pretrained_"]
     for step in (1, 2, 3):
         expected, _ = fuse_layers(
             states["_pretrained_"], expected, states[f"task{step}"], config, seed=7, step=step
         )
     for key, value in merged.items():
-        assert torch.equal(
-            value, expected[layers[key]] if key in layers else before["_pretrained_"][key]
-        ), key
+        weight = before["_pretrained_"][key]
+        if key in layers:
+            weight = expected[layers[key]]
+        assert torch.equal(value, weight), key
     for name, model in models.items():
         assert same(model.state_dict(), before[name]), f"the user's model {name} was changed"
 
 
 def test_an_attribute_is_what_a_run_merges_with():
-    models, algorithm = pool(2), NufiltContinualMergingAlgorithm(**SMALL)
-    algorithm.null_rank, algorithm.target_modules = 9, "all-linear"
+    models = pool(2)
+    algorithm = NufiltContinualMergingAlgorithm(**SMALL)
+    algorithm.null_rank = 9
+    algorithm.target_modules = "all-linear"
     expected = NufiltContinualMergingAlgorithm(
         **{**SMALL, "null_rank": 9, "target_modules": "all-linear"}
     )
@@ -267,10 +272,11 @@ def test_a_preset_reproduces_the_published_stream(preset, monkeypatch):
 
 def test_a_score_of_ones_own_is_a_function_of_the_step_and_the_merged_model():
     seen = {}
-    merged = NufiltContinualMergingAlgorithm(**SMALL).run(
-        pool(3),
-        on_step=lambda step, model: seen.update({step: mlp(model).fc1.weight.norm().item()}),
-    )
+
+    def on_step(step, model):
+        seen[step] = mlp(model).fc1.weight.norm().item()
+
+    merged = NufiltContinualMergingAlgorithm(**SMALL).run(pool(3), on_step=on_step)
     assert list(seen) == [1, 2, 3]
     assert seen[3] == mlp(merged).fc1.weight.norm().item()
     assert len(set(seen.values())) == 3

@@ -119,7 +119,8 @@ def test_of_a_model_that_an_unchecked_run_had_not_read_it_is_said_that_it_may_ha
 
 
 def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
-    models, steps = pool(3), []
+    models = pool(3)
+    steps = []
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "run").run(models, on_step=interrupt_after(2))
     algorithm_in(tmp_path / "run", resume=True).run(
@@ -144,23 +145,20 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     rest = {key: models[key] for key in ("_pretrained_", "task3", "task4")}
     if by == "manifest":
         rest = saved_pool(tmp_path / "models", rest, _merged_=checkpoint)
+        earlier_tasks = ["task1", "task2"]
+        number = None
     else:
         rest["_merged_"] = type(clip()).from_pretrained(checkpoint)
-    steps, number = [], None if by == "manifest" else 2
-    merged = (
-        algorithm_in(tmp_path / "rest", num_merged=number)
-        .run(rest, on_step=noting(steps))
-        .state_dict()
-    )
+        earlier_tasks = []
+        number = 2
+    steps = []
+    algorithm = algorithm_in(tmp_path / "rest", num_merged=number)
+    merged = algorithm.run(rest, on_step=noting(steps)).state_dict()
     assert steps == [3, 4]
     assert all(torch.equal(value, whole[key]) for key, value in merged.items())
     manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
     assert manifest["step"] == 4
-    assert manifest["tasks"] == [
-        *(("task1", "task2") if by == "manifest" else ()),
-        "task3",
-        "task4",
-    ]
+    assert manifest["tasks"] == [*earlier_tasks, "task3", "task4"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"a,b\n1", b"step,task\none,two", b'"'])

@@ -93,17 +93,21 @@ def test_a_log_directory_with_another_run_is_refused_and_what_differs_is_named(
 
 def contents(folder):
     """The bytes of every file, but of TensorBoard's, which another thread may still be writing."""
-    return {
-        path: b"" if "tfevents" in path.name else path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    files = {}
+    for path in folder.rglob("*"):
+        if "tfevents" in path.name:
+            files[path] = b""
+        elif path.is_file():
+            files[path] = path.read_bytes()
+    return files
 
 
 @pytest.mark.parametrize("settings", [{}, {"save_on_every_step": False}], ids=["kept", "not kept"])
 @pytest.mark.parametrize("stopped", [True, False], ids=["unfinished", "finished"])
 def test_a_run_is_not_overwritten_by_one_with_other_settings(tmp_path, settings, stopped):
-    on_step = interrupt_after(1) if stopped else None
+    on_step = None
+    if stopped:
+        on_step = interrupt_after(1)
     with suppress(InterruptedRunError):
         algorithm_in(tmp_path, **settings).run(pool(2), on_step=on_step)
     before = contents(tmp_path)

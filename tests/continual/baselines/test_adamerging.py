@@ -115,12 +115,16 @@ def test_the_papers_form_keeps_what_is_merged_and_the_released_one_drops_it(pool
         zip(("_pretrained_", "digits", "shapes"), modelpool._models.values(), strict=True)
     )
     merged = baseline("adamerging", *options).run(models, taskpool)
-    theta_0, digits, shapes = (model.state_dict() for model in models.values())
+    theta_0, digits, shapes = [model.state_dict() for model in models.values()]
     for name, value in merged.state_dict().items():
         first_tau = digits[name] - theta_0[name]
         second_tau = shapes[name] - theta_0[name]
         expected = theta_0[name] + 0.3 * (kept * first_tau + second_tau)
         torch.testing.assert_close(value, expected)
+
+
+def pixels_of(pictures):
+    return {to_pixels(item["image"]).numpy().tobytes() for item in pictures}
 
 
 def test_five_items_of_each_class_are_drawn_once_and_none_of_them_is_scored(demo, monkeypatch):
@@ -136,13 +140,9 @@ def test_five_items_of_each_class_are_drawn_once_and_none_of_them_is_scored(demo
     options = ["method.base_method.max_steps=8", "method.evaluate=last"]
     baseline("adamerging", *options).run(instantiate(config), demo_images())
     drawn = {image.numpy().tobytes() for image in seen}
-    scored, trained_on = (
-        {to_pixels(item["image"]).numpy().tobytes() for item in load("shapes")}
-        for load in (load_test_dataset, load_train_dataset)
-    )
     assert len(drawn) <= 5 * len(TASKS["shapes"].prompts()) < len(seen)
-    assert drawn <= trained_on
-    assert drawn.isdisjoint(scored)
+    assert drawn <= pixels_of(load_train_dataset("shapes"))
+    assert drawn.isdisjoint(pixels_of(load_test_dataset("shapes")))
 
 
 def test_flan_t5_is_trained_on_its_training_split_if_there_is_one():
@@ -178,13 +178,10 @@ def test_flan_t5_is_adapted_to_the_first_token_of_answers():
         "glue-cola": finetuned(base, 1, scale=0.3),
         "sst2": finetuned(base, 2, scale=0.3),
     }
-    start, trained = (
-        algorithm(GLUE(), lr=0.05, max_steps=steps).run(BaseModelPool(models)) for steps in (0, 8)
-    )
-    for (
-        key,
-        theta,
-    ) in base.state_dict().items():  # the shared embedding, which has three names, among them
+    start = algorithm(GLUE(), lr=0.05, max_steps=0).run(BaseModelPool(models))
+    trained = algorithm(GLUE(), lr=0.05, max_steps=8).run(BaseModelPool(models))
+    # The shared embedding, which has three names, is among these.
+    for key, theta in base.state_dict().items():
         expected = theta + 0.3 * sum(
             models[name].state_dict()[key] - theta for name in ("glue-cola", "sst2")
         )
@@ -192,6 +189,7 @@ def test_flan_t5_is_adapted_to_the_first_token_of_answers():
     texts = task_data("", GLUE(), "sst2", BaseModelPool(models))
     batch = next(texts.batches(12, per_class=None, seed=0))
     with torch.no_grad():
-        before, after = (entropy_loss(texts.logits(model, batch)) for model in (start, trained))
+        before = entropy_loss(texts.logits(start, batch))
+        after = entropy_loss(texts.logits(trained, batch))
     assert after < before
     assert all(parameter.is_leaf and parameter.requires_grad for parameter in trained.parameters())

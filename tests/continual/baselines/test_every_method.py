@@ -79,9 +79,13 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     if name == "sequential_finetuning" and family == "clip":
         images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
         pool = BaseModelPool(models, train_datasets=images)
-    steps = [f"method.{STEPS[name]}=2"] if name in STEPS else []
-    method = name if name in METHODS else f"continual/{name}"
-    algorithm = on_cpu(instantiate(configured(method, *steps)))
+    method = name
+    if name not in METHODS:
+        method = f"continual/{name}"
+    options = []
+    if name in STEPS:
+        options.append(f"method.{STEPS[name]}=2")
+    algorithm = on_cpu(instantiate(configured(method, *options)))
     if (name, family) in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[name, family]):
             algorithm.run(pool, taskpool)

@@ -38,7 +38,8 @@ def algorithm(kind=SequentialFineTuning, **options):
 
 def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
     tuned = algorithm().run(*pools)
-    clip, tower = load_clip(), load_vision_model("_pretrained_")
+    clip = load_clip()
+    tower = load_vision_model("_pretrained_")
     for task in TWO:
         text = text_features(clip, load_processor().tokenizer, TASKS[task].prompts()).detach()
         pictures = list(load_train_dataset(task))

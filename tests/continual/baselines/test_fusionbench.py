@@ -44,7 +44,9 @@ def pool(tasks=3):
 
 def by_itself(name, models, *overrides):
     """FusionBench's own run of a continual method."""
-    folder = "dop" if name == "dop" else "opcm"
+    folder = "opcm"
+    if name == "dop":
+        folder = "dop"
     method = on_cpu(instantiate(configured(f"{folder}/{name}", *overrides)))
     method._program = SimpleNamespace(taskpool=SimpleNamespace(_test_datasets=None))
     method.save_on_every_step = method.evaluate_on_every_step = False
@@ -116,11 +118,11 @@ def test_any_batch_method_of_fusionbench_can_be_run():
 
 
 def test_a_rule_that_is_set_as_an_attribute_is_followed():
-    models, algorithm = pool(), baseline("iso_c", IN_ORDER)
+    models = pool()
+    algorithm = baseline("iso_c", IN_ORDER)
     algorithm.rule = "restart"
-    assert same(
-        algorithm.run(models), baseline("iso_c", IN_ORDER, "method.rule=restart").run(models)
-    )
+    expected = baseline("iso_c", IN_ORDER, "method.rule=restart")
+    assert same(algorithm.run(models), expected.run(models))
 
 
 def test_a_batch_method_goes_on_from_a_merged_model():
@@ -162,7 +164,8 @@ def test_a_bad_model_is_refused_before_any_work():
 
 
 def test_a_method_with_a_memory_of_its_own_does_not_go_on_from_a_model():
-    models, opcm = pool(), compose_run(["method=continual/opcm"]).method.base_method
+    models = pool()
+    opcm = compose_run(["method=continual/opcm"]).method.base_method
     models["_merged_"] = models["_pretrained_"]
     with pytest.raises(ValueError, match=r"OPCM.*_merged_"):
         ContinualMethodBaseline(opcm, num_merged=1).run(models)
@@ -260,7 +263,9 @@ ONE_FORM = [
 
 @pytest.mark.parametrize("name", ONE_FORM)
 def test_a_method_of_one_form_refuses_the_other(name):
-    method = ["+method@method.base_method=simple_average"] if name == "batch" else []
+    method = []
+    if name == "batch":
+        method.append("+method@method.base_method=simple_average")
     with pytest.raises(Exception, match=r"this method has one form"):
         baseline(name, "method.form=released", *method)
 
@@ -300,13 +305,14 @@ def test_a_weight_with_two_names_is_shifted_once():
 )
 def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, name, step):
     models = pool(4)
-    options = ["method.base_method.num_steps=2"] if name == "dop" else []
+    options = []
+    if name == "dop":
+        options.append("method.base_method.num_steps=2")
 
     def run(folder, *overrides, on_step=None):
         done = logging_to(folder, baseline(name, *options, *overrides)).run(models, on_step=on_step)
-        return done, read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"][
-            "model.safetensors"
-        ]
+        manifest = read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")
+        return done, manifest["files"]["model.safetensors"]
 
     whole, files = run(tmp_path / "whole")
     with pytest.raises(InterruptedRunError):

@@ -59,7 +59,7 @@ def merge(name, models):
 def test_a_parameter_that_several_modules_hold_is_merged_once(name, tied):
     models = pool_of(t5(modules=3, tied=tied))
     merged = merge(name, models)
-    base, *tasks = (model.shared.weight for model in models.values())
+    base, *tasks = [model.shared.weight for model in models.values()]
     update = merged.shared.weight - base
     if name.startswith("opcm"):  # the sum of the task vectors, at the tasks' mean length
         expected = sum(tasks) - len(tasks) * base

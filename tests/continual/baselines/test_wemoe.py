@@ -34,8 +34,11 @@ def mixture(base, *tasks, rank=64, batch_reduce=True, level_gates=False, **how):
     torch.manual_seed(3)
     for task in tasks:
         made.add_expert(base, task, rank, **how)
+    scale = 100  # so that the input matters
+    if level_gates:
+        scale = 0
     for _, module in made.mixtures():
-        module.gate.fc.weight.data *= 0 if level_gates else 100  # so that the input matters
+        module.gate.fc.weight.data *= scale
     return made
 
 
@@ -160,30 +163,26 @@ class Numbers(TaskData):
 def test_a_few_items_of_each_class_are_drawn():
     data = Numbers(range(32))
     drawn = next(data.batches(32, per_class=5, seed=1)).tolist()
-    assert sorted(data.labels()[number] for number in drawn) == [0] * 5 + [1] * 3 + [2] * 5
+    labels = sorted(data.labels()[number] for number in drawn)
+    assert labels == [0] * 5 + [1] * 3 + [2] * 5
     assert next(data.batches(32, per_class=5, seed=1)).tolist() == drawn
     assert next(data.batches(32, per_class=5, seed=2)).tolist() != drawn
+    # The same items again and again.
     batches = data.batches(32, per_class=5, seed=1)
-    assert (
-        sorted(next(batches)) == sorted(next(batches)) == sorted(drawn)
-    )  # the same items again and again
+    assert sorted(next(batches)) == sorted(next(batches)) == sorted(drawn)
 
 
 @pytest.fixture
 def images(demo):
     """The demo's task pool and three of its towers."""
-    return {
-        name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")
-    }, demo_images()
+    towers = {name: load_vision_model(name) for name in ("_pretrained_", "digits", "shapes")}
+    return towers, demo_images()
 
 
 def texts():
     base = t5()
-    return {
-        "_pretrained_": base,
-        "glue-cola": finetuned(base, 1),
-        "sst2": finetuned(base, 2),
-    }, GLUE()
+    models = {"_pretrained_": base, "glue-cola": finetuned(base, 1), "sst2": finetuned(base, 2)}
+    return models, GLUE()
 
 
 def run(models, taskpool, **options):
@@ -193,26 +192,29 @@ def run(models, taskpool, **options):
 
 @pytest.mark.parametrize("kind", ["images", "texts"])
 def test_the_gates_alone_are_trained_and_predictions_become_certain(kind, request):
-    models, taskpool = request.getfixturevalue("images") if kind == "images" else texts()
+    if kind == "images":
+        models, taskpool = request.getfixturevalue("images")
+    else:
+        models, taskpool = texts()
     with unchanged(models):
-        (_, start), (algorithm, trained) = (
-            run(models, taskpool, max_steps=steps) for steps in (0, 8)
-        )
+        _, start = run(models, taskpool, max_steps=0)
+        algorithm, trained = run(models, taskpool, max_steps=8)
     for key, value in trained.state_dict().items():
         assert torch.equal(value, start.state_dict()[key]) is not (".gate." in key), key
     data = algorithm._data[algorithm.matrix.tasks[-1]]
     batch = next(data.batches(1000, per_class=None, seed=0))
     with torch.no_grad():
-        before, after = (entropy_loss(data.logits(model, batch)) for model in (start, trained))
+        before = entropy_loss(data.logits(start, batch))
+        after = entropy_loss(data.logits(trained, batch))
     assert after < before
     assert algorithm.matrix.missing == []
 
 
 def test_the_same_seed_gives_the_same_bits():
     models, taskpool = texts()
-    (_, one), (_, again), (_, other) = (
-        run(models, taskpool, seed=seed, max_steps=2) for seed in (1, 1, 2)
-    )
+    _, one = run(models, taskpool, seed=1, max_steps=2)
+    _, again = run(models, taskpool, seed=1, max_steps=2)
+    _, other = run(models, taskpool, seed=2, max_steps=2)
     assert same(one, again)
     assert not same(one, other)
 
@@ -230,9 +232,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     )
     assert steps == list(range(step + 1, 3))
     assert same(whole, resumed)
-    assert [module.ranks for _, module in resumed.mixtures()] == [[32, 32]] * len(
-        list(resumed.mixtures())
-    )
+    assert all(module.ranks == [32, 32] for _, module in resumed.mixtures())
     assert resumed.config.experts == whole.config.experts
 
 

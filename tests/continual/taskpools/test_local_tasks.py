@@ -26,7 +26,10 @@ def write_dataset(folder, task):
     for.
     """
     pictures = list(load_test_dataset(task))
-    columns = {key: [item[key] for item in pictures] for key in ("image", "label")}
+    columns = {
+        "image": [item["image"] for item in pictures],
+        "label": [item["label"] for item in pictures],
+    }
     features = Features({"image": Image(), "label": Value("int64")})
     Dataset.from_dict(columns, features=features).save_to_disk(folder)
 
@@ -57,14 +60,12 @@ def entry(name, path, **options):
 def test_folders_and_saved_data_sets_score_as_the_same_pictures_do_through_the_demo(demo, tmp_path):
     write_folders(tmp_path / "png", "shapes")
     write_dataset(tmp_path / "saved", "shapes")
+    demo_task = {"_target_": "fusion_bench_nufilt.demo.load_test_dataset", "task": "shapes"}
+    my_folders = entry("my_folders", tmp_path / "png")
+    classnames = list(TASKS["shapes"].classes)
+    my_saved = entry("my_saved", tmp_path / "saved", classnames=classnames)
     builtin, folders, saved = scores(
-        {
-            "shapes": {"_target_": "fusion_bench_nufilt.demo.load_test_dataset", "task": "shapes"},
-            "my_folders": entry("my_folders", tmp_path / "png"),
-            "my_saved": entry(
-                "my_saved", tmp_path / "saved", classnames=list(TASKS["shapes"].classes)
-            ),
-        }
+        {"shapes": demo_task, "my_folders": my_folders, "my_saved": my_saved}
     )
     assert folders["accuracy"] == saved["accuracy"] == builtin["accuracy"]
     assert folders["loss"] == pytest.approx(builtin["loss"])
