@@ -16,10 +16,10 @@ def finished(seed, change=0.0, scores=SCORES, config=CONFIG, **fields):
     """A run in which each task's score changes by ``change`` at every step after its own."""
     matrix = AccuracyMatrix(task_order(TASKS, shuffle=True, seed=seed))
     for step in (1, 2, 3):
-        seen = matrix.tasks[:step]
-        matrix.record(
-            step, {task: scores[task] + change * (step - 1 - i) for i, task in enumerate(seen)}
-        )
+        of_step = {}
+        for i, task in enumerate(matrix.tasks[:step]):
+            of_step[task] = scores[task] + change * (step - 1 - i)
+        matrix.record(step, of_step)
     fields = {"environment": ENVIRONMENT} | fields
     return SeedRun({**config, "seed": seed}, matrix.tasks, matrix.rows(), [1.0, 2.0], **fields)
 
@@ -32,10 +32,10 @@ def comparison(
     runs, modelpool="some_pool", overrides=(), evaluate="every_step", preset=None, settings=()
 ):
     """From ``{label: runs}``; a label that names a method of the paper stands for it."""
-    specs = {label: RunSpec(label, (f"method={label}",), label, settings) for label in runs}
-    by_seed = {
-        specs[label]: {run.config["seed"]: run for run in each} for label, each in runs.items()
-    }
+    by_seed = {}
+    for label, of_label in runs.items():
+        spec = RunSpec(label, (f"method={label}",), label, settings)
+        by_seed[spec] = {run.config["seed"]: run for run in of_label}
     about = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
     references = {
         "pretrained": dict.fromkeys(TASKS, 0.25),

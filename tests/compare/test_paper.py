@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -16,14 +17,13 @@ from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.pages.results import select
 from tests.conftest import shared_or_skip
 
-B32, T5 = "clip-vit-base-patch32_TA8", "flan-t5-base_glue"
+B32 = "clip-vit-base-patch32_TA8"
+T5 = "flan-t5-base_glue"
 ORDERS = range(42, 52)
+SIZES = ("base-patch32", "base-patch16", "large-patch14")
+TASKS = ("TA8", "TALL14", "TALL20")
 #: The columns of the main tables.
-POOLS = [
-    f"clip-vit-{size}_{tasks}"
-    for size in ("base-patch32", "base-patch16", "large-patch14")
-    for tasks in ("TA8", "TALL14", "TALL20")
-]
+POOLS = [f"clip-vit-{size}_{tasks}" for size, tasks in product(SIZES, TASKS)]
 
 
 def by_method(rows):
@@ -152,14 +152,15 @@ def test_a_number_stands_beside_the_form_that_it_is_of_and_the_mark_beside_anoth
 def test_the_numbers_of_llava_are_shown_and_marked():
     rows = published("llava-1.5-7b", ["modelpool.models.iconqa.x=y"], [42])
     assert rows["nufilt"]["imagenet"]["value"] == 93.6
-    assert {number["note"].split(":")[0] for row in rows.values() for number in row.values()} == {
-        "of another setting"
-    }
+    notes = set()
+    for row in rows.values():
+        notes |= {number["note"].split(":")[0] for number in row.values()}
+    assert notes == {"of another setting"}
 
 
 def test_only_fourteen_and_twenty_tasks_are_scaled_differently():
     pools = (B32, "clip-vit-base-patch16_TALL14", "clip-vit-large-patch14_TALL20")
-    fewer, *more = (paper_settings(pool, "ties_merging") for pool in pools)
+    fewer, *more = [paper_settings(pool, "ties_merging") for pool in pools]
     assert fewer == ()
     assert more == [("scaling_factor=0.1",)] * 2
 
@@ -183,30 +184,27 @@ ROWS = {
 }
 
 
+def assert_printed(cell, number):
+    """A cell of the table has the number, or a dash where there is none."""
+    if number is None:
+        assert cell in ("", "-", "\u2013")
+    elif number["deviation"] is None:
+        assert cell == f"{number['value']:.1f}"
+    else:
+        assert cell == f"{number['value']:.1f} ± {number['deviation']:.1f}"
+
+
 def test_the_main_tables_were_copied_right():
     text = shared_or_skip("ANALYSIS.md").read_text().replace("−", "-")  # noqa: RUF001
-    for metric in ("ACC", "BWT"):
-        table = re.search(
-            rf"^{metric}\b[^\n]*\n\n((\|[^\n]*\n)+)", text[text.index("## 8.") :], re.M
-        ).group(1)
-        rows = [
-            [cell.strip() for cell in line.strip("|\n ").split("|")]
-            for line in table.splitlines()[2:]
-        ]
-        assert len(rows) == (15 if metric == "ACC" else 12)
-        for name, *cells in rows:
+    chapter = text[text.index("## 8.") :]
+    for metric, count in (("ACC", 15), ("BWT", 12)):
+        table = re.search(rf"^{metric}\b[^\n]*\n\n((\|[^\n]*\n)+)", chapter, re.M).group(1)
+        _, _, *lines = table.splitlines()
+        assert len(lines) == count
+        for line in lines:
+            name, *cells = [cell.strip() for cell in line.strip("|\n ").split("|")]
             for pool, cell in zip(POOLS, cells, strict=True):
-                number = printed("main", pool)[ROWS[name]].get(metric)
-                deviation = (
-                    ""
-                    if number is None or number["deviation"] is None
-                    else f" ± {number['deviation']:.1f}"
-                )
-                assert (
-                    cell in ("", "-", "\u2013")
-                    if number is None
-                    else cell == f"{number['value']:.1f}{deviation}"
-                )
+                assert_printed(cell, printed("main", pool)[ROWS[name]].get(metric))
 
 
 # The print disagrees with itself by more than rounding in these, method and model.

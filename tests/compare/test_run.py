@@ -87,21 +87,23 @@ def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
 
 @pytest.mark.slow
 def test_runs_side_by_side_have_the_scores_of_runs_one_by_one(tmp_path):
-    seeds, methods = (42, 43), "nufilt, nufilt:null_rank=-1"  # the second fails
+    seeds = (42, 43)
+    methods = "nufilt, nufilt:null_rank=-1"  # the second fails
     alone = run(tmp_path / "alone", methods, seeds, keep_going=True, **CHEAP)
     together = run(tmp_path / "together", methods, seeds, jobs=2, keep_going=True, **CHEAP)
     assert matrices(together) == matrices(alone)
-    failures = [
-        [method.failures for method in result.methods.values()] for result in (together, alone)
-    ]
-    assert failures[0] == failures[1] != [{}, {}]
+    assert failures(together) == failures(alone) != [{}, {}]
+
+
+def failures(result):
+    return [method.failures for method in result.methods.values()]
 
 
 def matrices(result):
-    return [
-        [run.matrix.rows() for run in method.finished.values()]
-        for method in result.methods.values()
-    ]
+    rows = {}
+    for label, method in result.methods.items():
+        rows[label] = [run.matrix.rows() for run in method.finished.values()]
+    return rows
 
 
 def test_jobs_are_for_one_machine(tmp_path):
@@ -113,12 +115,12 @@ def test_jobs_are_for_one_machine(tmp_path):
 @pytest.mark.xdist_group("Ray")
 def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
-    monkeypatch.setenv(
-        "RAY_worker_niceness", "0"
-    )  # else other processes starve the workers of a busy machine
+    # Else other processes starve the workers of a busy machine.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     from ray.cluster_utils import Cluster
 
-    methods, seeds = "nufilt:max_steps=1, opcm", (42, 43)
+    methods = "nufilt:max_steps=1, opcm"
+    seeds = (42, 43)
     expected = run(tmp_path / "local", methods, seeds, overrides=[], **CHEAP)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
@@ -192,10 +194,8 @@ def test_a_methods_own_setting_wins_and_one_that_it_lacks_is_refused_or_fails_th
     tmp_path,
 ):
     run(tmp_path, "nufilt", **CHEAP)
-    kept, methods = (
-        sorted(tmp_path.rglob("*.json")),
-        "nufilt, more=nufilt:max_steps=2, weight_average",
-    )
+    kept = sorted(tmp_path.rglob("*.json"))
+    methods = "nufilt, more=nufilt:max_steps=2, weight_average"
     with pytest.raises(ValueError, match=r"weight_average: .*method\.max_steps"):
         run(tmp_path, methods, overwrite=True, **CHEAP)
     assert sorted(tmp_path.rglob("*.json")) == kept

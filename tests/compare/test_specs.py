@@ -98,9 +98,10 @@ def test_a_method_of_the_users_is_found_on_the_search_path(tmp_path):
     ],
 )
 def test_methods_that_can_not_be_compared_are_refused(text, words):
-    with pytest.raises(
-        ValueError, match=re.escape(words[0]) if len(words) == 1 else "there is no method"
-    ) as error:
+    message = "there is no method"
+    if len(words) == 1:
+        message = re.escape(words[0])
+    with pytest.raises(ValueError, match=message) as error:
         check_specs(parse_methods(text))
     assert all(word in str(error.value) for word in words)
 
@@ -165,7 +166,8 @@ def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_that_fit_the_wid
 
 
 def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scaled():
-    models, given = SimpleNamespace(width=128), ["method.null_rank=99"]
+    models = SimpleNamespace(width=128)
+    given = ["method.null_rank=99"]
     specs = {
         spec.label: with_fitting_ranks(spec, models, given)
         for spec in preset_specs("paper", "nufilt_demo", given)
@@ -175,29 +177,31 @@ def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scale
     assert with_fitting_ranks(named, models, []) == named
 
 
+def values_of(spec, *keys):
+    settings = dict(word.split("=") for word in spec.settings)
+    return tuple(int(settings[key]) for key in keys)
+
+
 def test_the_sensitivity_varies_one_rank_in_each_panel_and_starts_at_none():
-    ranks = ("null_rank", "lora_rank", "task_rank")
-    panels = [
-        [dict(word.split("=") for word in spec.settings) for spec in panel_specs(p, 768)]
-        for p in SENSITIVITY
-    ]
-    values = [
-        [tuple(int(settings[key]) for key in ranks) for settings in panel] for panel in panels
-    ]
-    assert values[0][:2] + values[0][-1:] == [(0, 0, 0), (8, 0, 0), (768, 0, 0)]
-    assert values[1][:2] + values[1][-1:] == [(128, 0, 8), (128, 4, 8), (128, 128, 8)]
-    assert values[2][:2] + values[2][-1:] == [(128, 16, 0), (128, 16, 1), (128, 16, 128)]
-    assert set(values[3]) == {(128, 64, 8)}
-    assert [settings["max_steps"] for settings in panels[3]] == ["25", "50", "100"]
+    ends = []  # the ranks of the first two rows of a panel, and of the last
+    *panels, steps = [panel_specs(panel, 768) for panel in SENSITIVITY]
+    for first, second, *_, last in panels:
+        rows = (first, second, last)
+        ends.append([values_of(spec, "null_rank", "lora_rank", "task_rank") for spec in rows])
+    assert ends[0] == [(0, 0, 0), (8, 0, 0), (768, 0, 0)]
+    assert ends[1] == [(128, 0, 8), (128, 4, 8), (128, 128, 8)]
+    assert ends[2] == [(128, 16, 0), (128, 16, 1), (128, 16, 128)]
+    values = [values_of(spec, "null_rank", "lora_rank", "task_rank", "max_steps") for spec in steps]
+    assert values == [(128, 64, 8, 25), (128, 64, 8, 50), (128, 64, 8, 100)]
 
 
 @pytest.mark.parametrize(("width", "ranks"), [(128, (21, 10)), (768, (128, 64)), (1024, (128, 64))])
 def test_its_ranks_are_in_proportion_to_the_width_below_the_papers(width, ranks):
     first, *_, steps = SENSITIVITY
     assert panel_specs(first, width)[-1].settings[-1] == f"null_rank={width}"
-    assert panel_specs(steps, width)[0].settings[:2] == tuple(
-        f"{key}={rank}" for key, rank in zip(("null_rank", "lora_rank"), ranks, strict=True)
-    )
+    null_rank, lora_rank = ranks
+    settings = panel_specs(steps, width)[0].settings
+    assert settings[:2] == (f"null_rank={null_rank}", f"lora_rank={lora_rank}")
 
 
 @pytest.mark.parametrize(
@@ -216,18 +220,18 @@ def test_the_paper_scales_by_the_number_of_tasks_and_has_both_forms_where_there_
     assert "nufilt" in specs
 
 
+def methods_of(preset, **options):
+    return [spec.method for spec in preset_specs(preset, "nufilt_demo", [], **options)]
+
+
 def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for():
-    without, rows = (
-        [spec.method for spec in preset_specs("paper", "nufilt_demo", [], with_data=asked)]
-        for asked in (False, True)
-    )
+    without = methods_of("paper", with_data=False)
+    rows = methods_of("paper", with_data=True)
     assert set(rows) - set(without) == {"sequential_finetuning", "adamerging", "lora_wemoe"}
     assert [row for row in rows if row in without] == without
-    free, costs = (
-        {spec.method for spec in preset_specs("overhead", "nufilt_demo", [], with_data=asked)}
-        for asked in (False, True)
-    )
-    assert costs - free == {"adamerging", "lora_wemoe"}
+    free = methods_of("overhead", with_data=False)
+    costs = methods_of("overhead", with_data=True)
+    assert set(costs) - set(free) == {"adamerging", "lora_wemoe"}
     with pytest.raises(ValueError, match="--with-data goes with --preset paper"):
         preset_specs("ablation", "nufilt_demo", [], with_data=True)
 
@@ -244,27 +248,21 @@ def test_methods_that_need_data_are_rows_of_the_paper_where_they_are_asked_for()
     ],
 )
 def test_another_pool_has_the_rows_of_its_table_and_none_that_can_not_run(pool, rows, monkeypatch):
-    overrides = ["taskpool=gpt-2_glue"] if pool == "gpt-2_glue" else []
-    found = list(
-        dict.fromkeys(
-            spec.method for spec in preset_specs("paper", pool, overrides, with_data=True)
-        )
-    )
+    overrides = []
+    if pool == "gpt-2_glue":
+        overrides.append("taskpool=gpt-2_glue")
+    specs = preset_specs("paper", pool, overrides, with_data=True)
+    found = list(dict.fromkeys(spec.method for spec in specs))
     if rows is None:
-        assert found == [
-            spec.method
-            for spec in preset_specs("paper", "nufilt_demo", [])
-            if "(" not in spec.label
-        ]
+        of_demo = preset_specs("paper", "nufilt_demo", [])
+        assert found == [spec.method for spec in of_demo if "(" not in spec.label]
     else:
         assert found == rows.split()
 
 
 def test_the_ranks_are_chosen_on_the_grids_of_the_sensitivity(demo):
-    ranks, panels = (
-        [spec.label for spec in preset_specs(name, "nufilt_demo", [])]
-        for name in ("ranks", "sensitivity")
-    )
+    ranks = [spec.label for spec in preset_specs("ranks", "nufilt_demo", [])]
+    panels = [spec.label for spec in preset_specs("sensitivity", "nufilt_demo", [])]
     assert [label for label in panels if not label.startswith("steps")] == ranks
 
 

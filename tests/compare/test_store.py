@@ -146,14 +146,13 @@ def test_overwriting_follows_no_link_and_deletes_no_other_json(store, tmp_path):
     mine.mkdir()
     (mine / "1.json").write_text('{"label": "a", "seed": 1}')
     runs = store.folder / "runs"
-    for path, make in (
-        (runs / "link", Path.symlink_to),
-        (runs / "my_method" / "1.json", Path.hardlink_to),
-    ):
-        make(path, mine if make is Path.symlink_to else mine / "1.json")
-        (mine / "1.json").write_text(
-            '{"a": 1}' if make is Path.hardlink_to else '{"label": "a", "seed": 1}'
-        )
+    links = [
+        (Path.symlink_to, runs / "link", mine, '{"label": "a", "seed": 1}'),
+        (Path.hardlink_to, runs / "my_method" / "1.json", mine / "1.json", '{"a": 1}'),
+    ]
+    for make, path, target, text in links:
+        make(path, target)
+        (mine / "1.json").write_text(text)
         with pytest.raises(ValueError, match=r"1\.json' is(, or lies behind, a link| damaged)"):
             Store(store.folder, SETTINGS, overwrite=True)
         path.unlink()
@@ -180,6 +179,9 @@ def test_a_folder_is_held_by_one_comparison_at_a_time(store):
 def test_a_damaged_run_is_named(store, field, value):
     (file,) = (store.folder / "runs").rglob("*.json")
     text = file.read_text()
-    file.write_text(json.dumps({**json.loads(text), field: value}) if field else text[:20])
+    damaged = text[:20]
+    if field:
+        damaged = json.dumps({**json.loads(text), field: value})
+    file.write_text(damaged)
     with pytest.raises(ValueError, match=r"42\.json' is damaged"):
         load(store, RUN.config)

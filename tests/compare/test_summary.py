@@ -3,6 +3,7 @@ names.
 """
 
 import math
+from itertools import product
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     scalars = set(events.Tags()["scalars"])
-    assert {f"one/seed {seed}/{task}" for seed in (42, 43) for task in SCORES} <= scalars
+    assert {f"one/seed {seed}/{task}" for seed, task in product((42, 43), SCORES)} <= scalars
     assert "two/seed 42/a" in scalars
     assert "two/seed 43/a" not in scalars
     (acc,) = events.Scalars("two/ACC")
