@@ -13,19 +13,27 @@ def _nodes(node):
 
 
 def spec_of(chart):
-    return chart if isinstance(chart, dict) else chart.to_dict()
+    if isinstance(chart, dict):
+        return chart
+    return chart.to_dict()
 
 
 def rows_of(chart, **fields):
     """The rows of all its data in which the fields have these values."""
     spec = spec_of(chart)
     named = spec.get("datasets", {})
-    found = []
+    rows = []
     for node in _nodes({key: value for key, value in spec.items() if key != "datasets"}):
         data = node.get("data")
-        if isinstance(data, dict):
-            found += data["values"] if "values" in data else named[data["name"]]
-    return [row for row in found if all(row.get(key) == value for key, value in fields.items())]
+        if not isinstance(data, dict):
+            continue
+        if "values" in data:
+            rows += data["values"]
+        else:
+            rows += named[data["name"]]
+    for key, value in fields.items():
+        rows = [row for row in rows if row.get(key) == value]
+    return rows
 
 
 def parts(chart):
@@ -41,14 +49,13 @@ def panels(chart):
 
 def encodings(chart, channel):
     """All encodings of a channel, in the order of the layers."""
-    found = (node["encoding"].get(channel) for node in _nodes(spec_of(chart)) if "encoding" in node)
-    return [encoding for encoding in found if encoding is not None]
+    found = [node["encoding"] for node in _nodes(spec_of(chart)) if "encoding" in node]
+    return [encoding[channel] for encoding in found if encoding.get(channel) is not None]
 
 
 def marks(chart):
     """The kinds of marks, in the order of the layers."""
-    found = (node["mark"] for node in _nodes(spec_of(chart)) if "encoding" in node)
-    return [mark["type"] for mark in found]
+    return [node["mark"]["type"] for node in _nodes(spec_of(chart)) if "encoding" in node]
 
 
 def legend(chart):

@@ -14,9 +14,8 @@ from tests.analysis.helpers import loss_row, pair_rows
 from tests.compare.helpers import comparison, finished
 
 TASKS = ["digits", "letters", '</ScRiPt ><svg onload="document.title=1">']
-LAYERS = [
-    f"encoder.layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")
-]
+PARTS = ("self_attn.q_proj", "mlp.fc1")
+LAYERS = [f"encoder.layers.{block}.{part}" for block, part in product((0, 1), PARTS)]
 
 
 def run_folder(folder):
@@ -70,23 +69,13 @@ def comparison_folder(folder):
 def some_analysis():
     """Three tasks in four layers, and the losses of two methods."""
     rng = np.random.default_rng(0)
-    losses = [
-        loss_row(
-            method,
-            step,
-            task,
-            layer,
-            value,
-            value,
-            value / 9,
-            value / 9,
-            value / 2,
-            value / 2,
-        )
-        for method in ("NUFILT", "sum")
-        for step, task in enumerate(TASKS, 1)
-        for layer, value in zip(LAYERS, rng.uniform(1, 2, len(LAYERS)).tolist(), strict=True)
-    ]
+    losses = []
+    for method, (step, task) in product(("NUFILT", "sum"), enumerate(TASKS, 1)):
+        for layer, value in zip(LAYERS, rng.uniform(1, 2, len(LAYERS)).tolist(), strict=True):
+            fixed = (value, value)
+            relative = (value / 9, value / 9)
+            data_free = (value / 2, value / 2)
+            losses.append(loss_row(method, step, task, layer, *fixed, *relative, *data_free))
     shape = (len(LAYERS), len(TASKS), len(TASKS))
     vector = {
         "norm": 1.0,
@@ -96,24 +85,21 @@ def some_analysis():
         "rank_90": 9,
         "energy_in_top": 0.6,
     }
-    energy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    vector["energy"] = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    vectors = [{"task": task, "layer": layer, **vector} for task, layer in product(TASKS, LAYERS)]
     overlaps = pair_rows(
         LAYERS, TASKS, ("vector", "other_vector", "overlap"), rng.uniform(0.2, 0.5, shape)
     )
     affinity = rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS))
+    by_rank = rng.uniform(0, 1, (*shape, 2))
     return Analysis(
         about={"modelpool": "some_pool"},
         tasks=TASKS,
         layers=dict.fromkeys(LAYERS, (16, 16)),
         task_rank=4,
-        vectors=[
-            {"task": task, "layer": layer, **vector, "energy": energy}
-            for task, layer in product(TASKS, LAYERS)
-        ],
+        vectors=vectors,
         overlaps=overlaps,
-        affinity=pair_rows(
-            LAYERS, TASKS, ("data", "vector", "affinity"), affinity, rng.uniform(0, 1, (*shape, 2))
-        ),
+        affinity=pair_rows(LAYERS, TASKS, ("data", "vector", "affinity"), affinity, by_rank),
         losses=losses,
         scores={"NUFILT": {"ACC": 0.7, "BWT": -0.1}},
     )

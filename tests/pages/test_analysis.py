@@ -1,6 +1,7 @@
 """The pictures of an analysis show the numbers of its files, and need nothing else."""
 
 import json
+from itertools import product
 
 import pandas as pd
 import pytest
@@ -41,11 +42,10 @@ def test_every_number_of_the_affinity_is_in_its_picture(content, charts):
     ]
     rows = rows_of(charts["affinity"], panel="all: mean over 4 layers")
     expected = content["affinity"]["all"]["mean"]
-    every = {
-        (data, vector): expected[i][j]
-        for i, data in enumerate(TASKS)
-        for j, vector in enumerate(TASKS)
-    }
+    every = {}
+    for data, affinities in zip(TASKS, expected, strict=True):
+        for vector, affinity in zip(TASKS, affinities, strict=True):
+            every[data, vector] = affinity
     assert {(row["row"], row["column"]): row["value"] for row in rows} == pytest.approx(
         every, rel=1e-5
     )
@@ -82,7 +82,7 @@ def test_spectra_have_a_curve_for_each_vector_and_layers_a_point_for_each_layer(
     points = rows_of(charts["layers"], panel="effective rank, mean over the tasks")
     assert [row["layer"] for row in points] == LAYERS
     assert {row["name"] for row in points} == {"attention", "MLP"}
-    assert all(round(row["x"]) == (1 if ".1." in row["layer"] else 0) for row in points)
+    assert [round(row["x"]) for row in points] == [0, 0, 1, 1]  # the blocks of LAYERS
 
 
 def test_losses_have_a_panel_for_each_loss_and_its_steps(content, charts):
@@ -145,7 +145,8 @@ def test_every_picture_is_written_in_both_formats_and_named_and_on_the_page(fold
     *pictures, page = write_results(folder)
     names = ["spectra", "overlap", "affinity", "affinity_by_rank", "distributions", "layers"]
     names += ["losses", "data_free"]
-    assert pictures == written == [f"{name}.{kind}" for name in names for kind in ("png", "pdf")]
+    files = [f"{name}.{kind}" for name, kind in product(names, ("png", "pdf"))]
+    assert pictures == written == files
     text = (folder / page).read_text()
     assert "matched pairs have a mean affinity" in text
     assert text.count('class="chart"') == len(names)

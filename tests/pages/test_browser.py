@@ -153,7 +153,9 @@ def hostile(content):
         return {hostile(key): hostile(value) for key, value in content.items()}
     if isinstance(content, list):
         return list(map(hostile, content))
-    return content + HOSTILE if content in NAMES else content
+    if content in NAMES:
+        return content + HOSTILE
+    return content
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

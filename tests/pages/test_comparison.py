@@ -106,9 +106,8 @@ def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_dev
     # The two orders begin with other tasks, whose scores are those of tests/compare/helpers.py.
     begins = [100 * run.matrix.values[0, 0] for run in (finished(42), finished(43))]
     assert first["y"] == pytest.approx(sum(begins) / 2)
-    assert first["high"] - first["y"] == pytest.approx(
-        abs(begins[0] - begins[1]) / 2**0.5, rel=1e-5
-    )
+    deviation = abs(begins[0] - begins[1]) / 2**0.5
+    assert first["high"] - first["y"] == pytest.approx(deviation, rel=1e-5)
     levels = {row["words"]: row["level"] for row in rows_of(chart) if "level" in row}
     assert levels == {"individual models, all tasks": 95.0}
 
@@ -132,14 +131,10 @@ def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_
     texts = [rows_of(chart, panel=panel, name="m10")[0]["text"] for panel in panels(chart)]
     assert texts == ["55.0 ± 7.1", "60.0 ± 0.0", "-7.5 ± 10.6"]
     (row,) = rows_of(chart, panel=kept, name="m10")
-    assert (row["low"], row["high"]) == (
-        pytest.approx(-7.5 - 15 / 2**0.5),
-        pytest.approx(-7.5 + 15 / 2**0.5),
-    )
-    assert {layer["mark"].get("color") for layer in chart.to_dict()["spec"]["layer"]} == {
-        COLOURS[0],
-        COLOURS[-1],
-    }  # seen on a dark page
+    deviation = 15 / 2**0.5
+    assert (row["low"], row["high"]) == pytest.approx((-7.5 - deviation, -7.5 + deviation))
+    colours = {layer["mark"].get("color") for layer in chart.to_dict()["spec"]["layer"]}
+    assert colours == {COLOURS[0], COLOURS[-1]}  # seen on a dark page
     one = charts(comparison({"m": [finished(42)]}))["stability_plasticity"]
     assert not {"low", "high"} & {*rows_of(one)[0]}  # one seed has no deviation
 
@@ -149,12 +144,9 @@ def test_matrices_of_the_first_seed_stand_side_by_side():
     first, second = panels(chart)
     assert first.startswith("m: ACC 50.0")
     assert second.startswith("n: ACC 60.0")
-    values = [
-        100 * value
-        for row in finished(42, -0.1).matrix.rows()
-        for value in row
-        if value is not None
-    ]
+    values = []
+    for row in finished(42, -0.1).matrix.rows():
+        values += [100 * value for value in row if value is not None]
     assert [row["value"] for row in rows_of(chart, panel=first)] == pytest.approx(values)
 
 

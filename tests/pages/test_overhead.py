@@ -56,7 +56,7 @@ def test_the_printed_table_is_the_papers():
 def test_a_run_says_what_it_cost(tmp_path, demo):
     specs = parse_methods("nufilt:max_steps=3, task_arithmetic")
     result = compare("nufilt_demo", specs, [42], tmp_path, evaluate="last", preset="overhead")
-    ours, other = (method.runs[42] for method in result.methods.values())
+    ours, other = [method.runs[42] for method in result.methods.values()]
     assert other.solving_seconds is None
     assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert ours.parameters == other.parameters > 0
@@ -74,9 +74,8 @@ def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch
     now = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     with solver_seconds() as seconds:
-        one, other = (
-            torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]) for _ in range(2)
-        )  # at 0 and 1
+        one = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])  # at 0
+        other = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])  # at 1
         for optimizer in (one, other, one):  # at 2, 3 and 4
             optimizer.step()
     one.step()

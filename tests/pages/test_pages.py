@@ -146,17 +146,15 @@ def test_a_column_without_a_value_is_left_out_and_per_cents_have_one_decimal():
     assert re.findall(r"<td[^>]*>(.*?)</td>", text) == ["a", "70.0", "0.13", "b", "-", "1.00"]
 
 
+def rows_of(table):
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]]
+
+
 def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(tmp_path):
     tables = re.findall(r"<tbody>(.*?)</tbody>", body(page_of(merge_folder(tmp_path))))
-    rows = [
-        [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]]
-        for table in tables
-    ]
-    steps, layers, coverage = rows
-    assert [[html.unescape(cell) for cell in row[:2]] for row in steps] == [
-        ["2", "letters"],
-        ["3", TASKS[2]],
-    ]
+    steps, layers, coverage = map(rows_of, tables)
+    tasks = [(row[0], html.unescape(row[1])) for row in steps]
+    assert tasks == [("2", "letters"), ("3", TASKS[2])]
     assert [float(row[2]) for row in steps] == pytest.approx([30**0.5, 160**0.5], abs=1e-3)
     norms = {LAYERS[2]: 153**0.5, LAYERS[0]: 17**0.5, LAYERS[3]: 4, LAYERS[1]: 2}
     assert [row[0] for row in layers] == list(norms)

@@ -3,6 +3,7 @@ has a name, and lies within its scale.
 """
 
 from functools import cache
+from itertools import product
 
 import pandas as pd
 import pytest
@@ -16,7 +17,7 @@ from fusion_bench_nufilt.pages.theme import chart_definition
 from tests.pages.charts import rows_of
 from tests.pages.sizes import analysis_of, comparison_of, layers_of, sensitivity_of
 
-SIZES = [(methods, tasks) for methods in (3, 12) for tasks in (2, 20)]
+SIZES = list(product((3, 12), (2, 20)))  # methods and tasks
 
 
 @cache
@@ -24,11 +25,9 @@ def pictures(methods, tasks):
     """The definition of each picture, by name."""
     whole = analysis_of(methods, tasks)
     tables = {"losses": pd.DataFrame(whole.losses), "affinity": pd.DataFrame(whole.affinity)}
-    charts = {
-        **comparison.charts_of(comparison_of(methods, tasks, preset="ablation")),
-        **layer_charts(layer_rows(layers_of(tasks))),
-        **analysis.charts_of(summarise(whole), tables),
-    }
+    charts = comparison.charts_of(comparison_of(methods, tasks, preset="ablation"))
+    charts |= layer_charts(layer_rows(layers_of(tasks)))
+    charts |= analysis.charts_of(summarise(whole), tables)
     matrix = comparison_of(1, tasks).matrices(42)["method 1"]
     scores = select(long_table(score_rows(matrix)), metric="score")
     cells = score_cells(scores, matrix.steps, "NUFILT")
@@ -67,8 +66,10 @@ def test_whatever_is_drawn_can_be_told_apart(name, methods, tasks):
                     looks[channel] = dict(zip(scale["domain"], scale["range"], strict=True))
         if "color" not in looks:  # names stand on an axis
             continue
-        of_each = {label: tuple(str(look[label]) for look in looks.values()) for label in drawn}
-        assert len(set(of_each.values())) == len(drawn)
+        different = set()
+        for label in drawn:
+            different.add(tuple(str(look[label]) for look in looks.values()))
+        assert len(different) == len(drawn)
         for channel in ("strokeDash", "shape"):  # of the curve, and of its dots
             if channel in looks:
                 pair = {(looks["color"][label], str(looks[channel][label])) for label in drawn}

@@ -1,5 +1,7 @@
 """The files that are made of a run's scores, and what its charts say."""
 
+from itertools import product
+
 import pandas as pd
 import pytest
 
@@ -7,7 +9,7 @@ from fusion_bench_nufilt.pages.layers import layer_charts
 from fusion_bench_nufilt.pages.results import layer_rows
 from fusion_bench_nufilt.pages.write import write_results
 from tests.pages.charts import legend, rows_of
-from tests.pages.helpers import TASKS, run_folder
+from tests.pages.helpers import PARTS, TASKS, run_folder
 
 
 def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path):
@@ -19,26 +21,19 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
     assert text.decode().splitlines()[2] == "2,letters,0.8,0.7,"
     text = (tmp_path / "index.html").read_text()  # its steps say what was forgotten
     row = text[text.index("<td>digits</td>") :].partition("</tr>")[0]
-    assert [row.count(f">{number}</td>") for number in ("90.0", "75.0", "-15.0", "0.1")] == [
-        1,
-        1,
-        1,
-        1,
-    ]
+    for number in ("90.0", "75.0", "-15.0", "0.1"):
+        assert row.count(f">{number}</td>") == 1
 
 
 def test_layers_are_drawn_by_block_over_the_steps_and_by_step_over_each_kind():
-    layers = [
-        f"layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.fc1")
-    ]
-    table = pd.DataFrame(
-        [(step, layer, 10 * step + place) for step in (1, 2) for place, layer in enumerate(layers)],
-        columns=["step", "layer", "overlap"],
-    )
+    layers = [f"layers.{block}.{part}" for block, part in product((0, 1), PARTS)]
+    rows = []
+    for step in (1, 2):
+        rows += [(step, layer, 10 * step + place) for place, layer in enumerate(layers)]
+    table = pd.DataFrame(rows, columns=["step", "layer", "overlap"])
     charts = layer_charts(layer_rows(table))
-    assert [(row["layer"], row["y"]) for row in rows_of(charts["by_layer"])] == [
-        (layer, 15 + place) for place, layer in enumerate(layers)
-    ]
+    found = [(row["layer"], row["y"]) for row in rows_of(charts["by_layer"])]
+    assert found == [(layer, 15 + place) for place, layer in enumerate(layers)]
     found = [(row["name"], row["x"], row["y"]) for row in rows_of(charts["by_step"])]
     assert found == [("attention", 1, 11), ("MLP", 1, 12), ("attention", 2, 21), ("MLP", 2, 22)]
     # The kinds have the same colours in both.
