@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 from fusion_bench_nufilt.pages.names import kind
 
-LOSS_NAMES = ("{}", "relative_{}", "data_free_{}")
 LOSS_COLUMNS = ["method", "step", "task", "layer"]
-LOSS_COLUMNS += [name.format(loss) for name in LOSS_NAMES for loss in ("stability", "plasticity")]
+for prefix in ("", "relative_", "data_free_"):
+    LOSS_COLUMNS += [f"{prefix}stability", f"{prefix}plasticity"]
 
 
 def pictures(count, seed=0, batch_size=4):
@@ -35,12 +35,12 @@ def pair_rows(layers, names, columns, values, curves=None, chances=None):
     over ranks 1, 2, …; ``chances`` are those of the layers.
     """
     rows = []
-    for place in np.ndindex(values.shape):
-        layer, one, other = layers[place[0]], names[place[1]], names[place[2]]
-        row = {"layer": layer, "kind": kind(layer), columns[0]: one, columns[1]: other}
-        row |= {columns[2]: values[place], "chance": (chances or {}).get(layer, 0.25)}
+    for i, j, k in np.ndindex(values.shape):
+        layer = layers[i]
+        row = {"layer": layer, "kind": kind(layer), columns[0]: names[j], columns[1]: names[k]}
+        row |= {columns[2]: values[i, j, k], "chance": (chances or {}).get(layer, 0.25)}
         if curves is not None:
-            row["by_rank"] = dict(enumerate(curves[place].tolist(), 1))
+            row["by_rank"] = dict(enumerate(curves[i, j, k].tolist(), 1))
         rows.append(row)
     return rows
 

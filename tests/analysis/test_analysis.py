@@ -98,7 +98,8 @@ def test_a_merged_folder_is_one_more_vector_and_a_second_analysis_is_refused(fol
         "--task-rank",
         "4",
     )
-    lock = lock_folder(out := tmp_path / "out")
+    out = tmp_path / "out"
+    lock = lock_folder(out)
     done = analyze(out, *words, "--data-rank", "4")
     assert done.exit_code == 1
     assert "is writing" in done.output

@@ -37,7 +37,8 @@ def test_no_violation_of_theorem_1(draw, size, r_v):
 
 def test_no_violation_of_corollary_1(draw):
     for scale in (0.1, 1.0, 10.0):
-        tau, rho = draw(12, 20), scale * draw(12, 20)
+        tau = draw(12, 20)
+        rho = scale * draw(12, 20)
         C = second_moment(draw(60, 20) * torch.logspace(0, -3, 20, dtype=torch.float64))
         for rank in (0, 1, 8, 12):
             left, right = corollary_bound(rho - tau, C, top_right_singular_vectors(tau, rank))

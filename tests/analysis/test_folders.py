@@ -36,22 +36,21 @@ def test_task_vectors_are_those_of_the_layers_matrices(tmp_path, family):
         model.save_pretrained(tmp_path / name)
     found = analyse(tmp_path)
     views = select_layers(base)
-    assert {name: tuple(shape) for name, shape in found.layers.items()} == {
-        n: v.shape for n, v in views.items()
-    }
+    shapes = {name: tuple(shape) for name, shape in found.layers.items()}
+    assert shapes == {name: view.shape for name, view in views.items()}
     norms = {(row["task"], row["layer"]): row["norm"] for row in found.vectors}
     overlaps = {
         (row["vector"], row["other_vector"], row["layer"]): row["overlap"] for row in found.overlaps
     }
     for name, view in views.items():
-        one, two = (view.read(models[task]) - view.read(base) for task in ("one", "two"))
+        one = view.read(models["one"]) - view.read(base)
+        two = view.read(models["two"]) - view.read(base)
         assert norms["one", name] == pytest.approx(float(one.norm()), rel=1e-4)
-        V, W = (
-            top_right_singular_vectors(tau[None], min(RANK, *tau.shape))[0] for tau in (one, two)
-        )
-        assert overlaps["one", "two", name] == pytest.approx(
-            float((V.mT @ W).square().sum()) / V.shape[1], abs=1e-3
-        )
+        rank = min(RANK, *view.shape)
+        V = top_right_singular_vectors(one[None], rank)[0]
+        W = top_right_singular_vectors(two[None], rank)[0]
+        overlap = float((V.mT @ W).square().sum()) / rank
+        assert overlaps["one", "two", name] == pytest.approx(overlap, abs=1e-3)
 
 
 def test_transposed_layers_that_read_the_same_directions_overlap_whatever_they_write(tmp_path):
@@ -72,9 +71,11 @@ def test_transposed_layers_that_read_the_same_directions_overlap_whatever_they_w
 
 
 def test_an_adapter_of_transposed_layers_is_analysed_like_the_weights_that_it_makes(tmp_path):
-    base, generator = FAMILIES["gpt2"](), torch.Generator().manual_seed(0)
+    base = FAMILIES["gpt2"]()
     base.save_pretrained(tmp_path / "base")
-    A, B = (0.05 * torch.randn(*shape, generator=generator) for shape in ((2, 32), (96, 2)))
+    generator = torch.Generator().manual_seed(0)
+    A = 0.05 * torch.randn(2, 32, generator=generator)
+    B = 0.05 * torch.randn(96, 2, generator=generator)
     adapted = finetuned(base, 1, scale=0.0)
     with torch.no_grad():
         adapted.transformer.h[0].attn.c_attn.weight += (B @ A).T
@@ -86,8 +87,8 @@ def test_an_adapter_of_transposed_layers_is_analysed_like_the_weights_that_it_ma
     factors = {f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}
     save_file(factors, tmp_path / "one" / "adapter_model.safetensors")
     found = analyse(tmp_path, target_modules=["h.0.attn.c_attn"])
-    one, two = (row["norm"] for row in found.vectors)
-    assert one == pytest.approx(two, rel=1e-5)
+    one, two = found.vectors
+    assert one["norm"] == pytest.approx(two["norm"], rel=1e-5)
     assert [row["overlap"] for row in found.overlaps] == pytest.approx([1.0] * 4, abs=1e-4)
 
 

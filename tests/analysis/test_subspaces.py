@@ -20,6 +20,10 @@ def basis(draw, width, rank):
     return torch.linalg.qr(draw(width, rank)).Q
 
 
+def projector(V):
+    return V @ V.mT
+
+
 def test_a_task_vector_made_of_its_data_has_affinity_one(draw):
     X = draw(100, 3) @ draw(3, 20)
     tau = draw(10, 100) @ X
@@ -39,11 +43,11 @@ def test_random_subspaces_meet_at_chance(draw):
 
 
 def test_the_curve_over_ranks_is_the_affinity_at_each(draw):
-    V, W = basis(draw, 16, 8), basis(draw, 16, 8)
+    V = basis(draw, 16, 8)
+    W = basis(draw, 16, 8)
     curve = subspaces.affinity_by_rank(V, W, [1, 4, 8])
-    assert curve.tolist() == pytest.approx(
-        [float(subspace_affinity(V[:, :r], W[:, :r])) for r in (1, 4, 8)]
-    )
+    expected = [float(subspace_affinity(V[:, :rank], W[:, :rank])) for rank in (1, 4, 8)]
+    assert curve.tolist() == pytest.approx(expected)
 
 
 def test_few_inputs_span_no_more_directions_than_they_are(draw):
@@ -57,9 +61,8 @@ def test_dominance_counts_rows_columns_and_layers():
     assert found["diagonal"] == pytest.approx(0.675)
     assert found["off_diagonal"] == pytest.approx(0.225)
     assert (found["rows"], found["columns"]) == (2, 2)
-    assert found["matched_above"] == pytest.approx(
-        7 / 8
-    )  # in the second layer 0.3 < 0.5 in the first row
+    # In the second layer 0.3 < 0.5 in the first row.
+    assert found["matched_above"] == pytest.approx(7 / 8)
     assert dominance(A[1:])["rows"] == 1
 
 
@@ -69,7 +72,8 @@ def test_example_pairs_are_high_moderate_and_low():
 
 
 def test_a_task_vector_tells_rank_energy_and_overlap(draw):
-    U, V = basis(draw, 24, 4), basis(draw, 16, 4)
+    U = basis(draw, 24, 4)
+    V = basis(draw, 16, 4)
     tau = U @ torch.diag(torch.tensor([4.0, 2.0, 1.0, 0.0], dtype=torch.float64)) @ V.mT
     for matrix, right in ((tau, V), (tau.mT, U)):  # tall and wide
         found = task_vector(matrix, 4)
@@ -78,8 +82,9 @@ def test_a_task_vector_tells_rank_energy_and_overlap(draw):
         assert found.effective_rank == pytest.approx(21 / 16)
         assert (found.rank_for(0.7), found.rank_for(0.9), found.rank_for(1.0)) == (1, 2, 3)
         assert task_vector(matrix, 1).rank_for(0.9) is None
-        assert torch.allclose(found.V[:, :3] @ found.V[:, :3].mT, right[:, :3] @ right[:, :3].mT)
-    whole, one = task_vector(tau, 4), task_vector(U[:, :1] @ V[:, :1].mT, 4)
+        assert torch.allclose(projector(found.V[:, :3]), projector(right[:, :3]))
+    whole = task_vector(tau, 4)
+    one = task_vector(U[:, :1] @ V[:, :1].mT, 4)
     assert overlap(whole, one, 4) == overlap(one, whole, 4) == pytest.approx(1)
 
 
@@ -91,7 +96,8 @@ def test_a_task_vector_of_zeros_has_nothing():
 
 
 def test_block_iteration_agrees_with_the_direct_solver(draw, monkeypatch):
-    U, V = (basis(draw, width, 200).float() for width in (300, 260))
+    U = basis(draw, 300, 200).float()
+    V = basis(draw, 260, 200).float()
     tau = U * torch.arange(1, 201) ** -0.5 @ V.mT
     direct = task_vector(tau, 8)
     monkeypatch.setattr(subspaces, "_LARGEST_GRAM", 0)

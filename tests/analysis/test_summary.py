@@ -15,8 +15,10 @@ from fusion_bench_nufilt.analysis.summary import (
 )
 from tests.analysis.helpers import loss_row, pair_rows
 
-ATTENTION, MLP = "layers.0.attn.q", "layers.1.mlp.fc"
+ATTENTION = "layers.0.attn.q"
+MLP = "layers.1.mlp.fc"
 TASKS = ["law", "code"]
+ENERGIES = {"law": torch.tensor([0.5, 0.5]), "code": torch.tensor([0.4, 0.4])}
 
 
 def vector(task, layer, relative_norm, effective_rank, rank_90, energy_in_top):
@@ -28,8 +30,7 @@ def vector(task, layer, relative_norm, effective_rank, rank_90, energy_in_top):
         "rank": 6,
         "effective_rank": effective_rank,
     }
-    energy = torch.tensor([0.5, 0.5] if task == "law" else [0.4, 0.4])
-    return row | {"rank_90": rank_90, "energy_in_top": energy_in_top, "energy": energy}
+    return row | {"rank_90": rank_90, "energy_in_top": energy_in_top, "energy": ENERGIES[task]}
 
 
 def pairs(columns, values, **others):
@@ -173,15 +174,15 @@ def test_one_vector_has_nothing_to_collide_with():
     ]
 
 
+def is_code_in_mlp(row):
+    return row["layer"] == MLP and "code" in (row["vector"], row.get("other_vector"))
+
+
 def test_a_task_vector_counts_in_the_layers_that_it_changes_alone():
     whole = analysis(affinity=AFFINITY)
     whole.vectors = [row for row in whole.vectors if (row["task"], row["layer"]) != ("code", MLP)]
-    for table in (whole.overlaps, whole.affinity):
-        table[:] = [
-            row
-            for row in table
-            if row["layer"] != MLP or "code" not in (row["vector"], row.get("other_vector"))
-        ]
+    whole.overlaps = [row for row in whole.overlaps if not is_code_in_mlp(row)]
+    whole.affinity = [row for row in whole.affinity if not is_code_in_mlp(row)]
     content = summarise(whole)
     assert content["vectors"]["code"]["layers"] == 1
     assert content["vectors"]["code"]["effective_rank"] == 1.0
@@ -222,12 +223,10 @@ def test_tables_have_a_row_for_each_layer_and_leave_empty_what_is_not_known(tmp_
     lines = (tmp_path / "task_vectors.csv").read_text().splitlines()
     assert lines[1] == f"law,{ATTENTION},1.0,0.1,6,2.0,5,0.6"
     assert lines[3] == f"code,{ATTENTION},1.0,0.2,6,1.0,,0.5"
-    assert (tmp_path / "overlaps.csv").read_text().splitlines()[
-        2
-    ] == f"{ATTENTION},attention,law,code,0.5,0.5"
-    assert (tmp_path / "losses.csv").read_text().splitlines()[
-        1
-    ] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0"
+    lines = (tmp_path / "overlaps.csv").read_text().splitlines()
+    assert lines[2] == f"{ATTENTION},attention,law,code,0.5,0.5"
+    lines = (tmp_path / "losses.csv").read_text().splitlines()
+    assert lines[1] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0"
 
 
 # --- the pairs that are drawn ---
@@ -250,7 +249,10 @@ VISION = ["svhn", "mnist", "eurosat", "resisc45", "dtd"]
 )
 def test_pairs_are_those_that_are_named_or_the_papers(pairs, tasks, drawn):
     found = AnalysisConfig(pairs=pairs).named_pairs(tasks)
-    assert found is drawn is None or " ".join(f"{tasks[i]} {tasks[j]}" for i, j in found) == drawn
+    if drawn is None:
+        assert found is None
+    else:
+        assert " ".join(f"{tasks[i]} {tasks[j]}" for i, j in found) == drawn
 
 
 @pytest.mark.parametrize("pairs", ["mnist", "mnist:law", "mnist:dtd:svhn", "mnist:mnist,"])

@@ -12,14 +12,21 @@ from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 from tests.analysis.helpers import second_moment
 
-D_O, D_I = 12, 16
+D_O = 12
+D_I = 16
+
+
+def matrices(draw):
+    return [draw(D_O, D_I) for _ in range(3)]
 
 
 def test_the_losses_are_the_averages_over_explicitly_formed_outputs(draw):
-    W_new, W_old, W_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
-    old, new = [draw(50, D_I), draw(30, D_I)], draw(40, D_I)
+    W_new, W_old, W_task = matrices(draw)
+    old = [draw(50, D_I), draw(30, D_I)]
+    new = draw(40, D_I)
 
-    found = layer_losses(W_new, W_old, W_task, sum(map(second_moment, old)) / 2, second_moment(new))
+    C_old = sum(map(second_moment, old)) / 2
+    found = layer_losses(W_new, W_old, W_task, C_old, second_moment(new))
 
     moved = [(X @ (W_new - W_old).mT).square().sum(dim=1).mean() for X in old]
     before = [(X @ W_old.mT).square().sum(dim=1).mean() for X in old]
@@ -27,13 +34,13 @@ def test_the_losses_are_the_averages_over_explicitly_formed_outputs(draw):
     assert found["stability"] == pytest.approx(float(sum(moved) / 2))
     assert found["relative_stability"] == pytest.approx(float(sum(moved) / sum(before)))
     assert found["plasticity"] == pytest.approx(float(missed))
-    assert found["relative_plasticity"] == pytest.approx(
-        float(missed / (new @ W_task.mT).square().sum(dim=1).mean())
-    )
+    whole = (new @ W_task.mT).square().sum(dim=1).mean()
+    assert found["relative_plasticity"] == pytest.approx(float(missed / whole))
 
 
 def test_inputs_of_zero_have_no_relative_losses(draw):
-    W, zero = draw(D_O, D_I), torch.zeros(D_I, D_I, dtype=torch.float64)
+    W = draw(D_O, D_I)
+    zero = torch.zeros(D_I, D_I, dtype=torch.float64)
     found = layer_losses(W + 1, W, 2 * W, zero, zero)
     assert found == {
         "stability": 0,
@@ -44,14 +51,15 @@ def test_inputs_of_zero_have_no_relative_losses(draw):
 
 
 def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(draw):
-    pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
+    pretrained, tau_old, tau_task = matrices(draw)
     config = FusionConfig(null_rank=5, lora_rank=0)
     old = {"layer": pretrained + tau_old}
     fused, _ = fuse_layers(
         {"layer": pretrained}, old, {"layer": pretrained + tau_task}, config, step=2
     )
     V_p = top_right_singular_vectors(tau_old, 5)
-    inside, anywhere = second_moment(draw(40, 5) @ V_p.mT), second_moment(draw(40, D_I))
+    inside = second_moment(draw(40, 5) @ V_p.mT)
+    anywhere = second_moment(draw(40, D_I))
 
     def stability(C):
         return layer_losses(fused["layer"], old["layer"], pretrained + tau_task, C, C)["stability"]
@@ -62,14 +70,15 @@ def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_data_free_losses_sum_to_the_loss_that_the_method_reports(draw, lora_rank):
-    pretrained, tau_old, tau_task = draw(D_O, D_I), draw(D_O, D_I), draw(D_O, D_I)
+    pretrained, tau_old, tau_task = matrices(draw)
     config = FusionConfig(null_rank=5, lora_rank=lora_rank, task_rank=3)
     task = {"layer": pretrained + tau_task}
     fused, reports = fuse_layers(
         {"layer": pretrained}, {"layer": pretrained + tau_old}, task, config, step=2
     )
 
-    V_p, V_t = top_right_singular_vectors(tau_old, 5), top_right_singular_vectors(tau_task, 3)
+    V_p = top_right_singular_vectors(tau_old, 5)
+    V_t = top_right_singular_vectors(tau_task, 3)
     losses = data_free_losses(fused["layer"] - pretrained, tau_old, tau_task, V_p, V_t)
 
     assert sum(losses) == pytest.approx(reports["layer"].loss_after, rel=1e-6)
