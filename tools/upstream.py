@@ -13,12 +13,14 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent
 NUFILT = TOOLS.parent / "fusion_bench_nufilt" / "nufilt"
 PATCHES = sorted((TOOLS / "patches").glob("*.patch"))
-METHODS, API = "fusion_bench/method/__init__.py", "docs/api/fusion_bench.method/merging.md"
+METHODS = "fusion_bench/method/__init__.py"
+API = "docs/api/fusion_bench.method/merging.md"
 AUTHOR = "fusion-bench-nufilt contributors <contributors@example.org>"
 LICENCE = """\
 Licence: the authors of the contributed files, which are under Apache-2.0 in the plugin
@@ -165,11 +167,9 @@ def format_patch(checkout: Path, paths: list[str], what: str, author: str) -> st
     change.
     """
     name, mail = re.fullmatch(r"(.+) <(.+)>", author).groups()
-    identity = {
-        f"GIT_{role}_{key}": value
-        for role in ("AUTHOR", "COMMITTER")
-        for key, value in (("NAME", name), ("EMAIL", mail))
-    }
+    identity = {}
+    for role in ("AUTHOR", "COMMITTER"):
+        identity |= {f"GIT_{role}_NAME": name, f"GIT_{role}_EMAIL": mail}
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
         _git(checkout, "read-tree", "HEAD", **index)
@@ -215,14 +215,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+>", arguments.author):
         parser.error(f"--author must be 'NAME <MAIL>', got {arguments.author!r}")
-    checkout, what, author = arguments.checkout, arguments.what, arguments.author
+    checkout = arguments.checkout
+    what = arguments.what
     try:
-        paths = mend(checkout) if what == "fixes" else lay(checkout, what)
+        if what == "fixes":
+            paths = mend(checkout)
+            make_patch = partial(fixes, arguments.author)
+        else:
+            paths = lay(checkout, what)
+            make_patch = partial(format_patch, checkout, paths, what, arguments.author)
         if arguments.format_patch is not None:
-            patch = (
-                fixes(author) if what == "fixes" else format_patch(checkout, paths, what, author)
-            )
-            arguments.format_patch.write_text(patch, encoding="utf-8")
+            arguments.format_patch.write_text(make_patch(), encoding="utf-8")
     except ValueError as error:
         parser.exit(1, f"{error}\n")
     print(*paths, "", LICENCE, sep="\n")

@@ -106,12 +106,18 @@ class Odd(nn.Module):
 
     def __init__(self, transposed=True):
         super().__init__()
-        experts, moe, block = nn.Module(), nn.Module(), nn.Module()
-        up, down = ((3, 8, 12), (3, 6, 8)) if transposed else ((3, 12, 8), (3, 8, 6))
-        experts.gate_up_proj = nn.Parameter(torch.randn(up))
-        experts.down_proj = nn.Parameter(torch.randn(down))
-        moe.weight, moe.output_size = nn.Parameter(torch.randn(2, 5, 4)), 5
-        block.experts, block.moe = experts, moe
+        shapes = [(3, 12, 8), (3, 8, 6)]
+        if transposed:
+            shapes = [(3, 8, 12), (3, 6, 8)]
+        experts = nn.Module()
+        experts.gate_up_proj = nn.Parameter(torch.randn(shapes[0]))
+        experts.down_proj = nn.Parameter(torch.randn(shapes[1]))
+        moe = nn.Module()
+        moe.weight = nn.Parameter(torch.randn(2, 5, 4))
+        moe.output_size = 5
+        block = nn.Module()
+        block.experts = experts
+        block.moe = moe
         block.attn = nn.MultiheadAttention(8, 2, kdim=4, vdim=4)
         self.blocks = nn.ModuleList([block])
 
@@ -127,7 +133,8 @@ def random_model(make, seed=0):
 
 @torch.no_grad()
 def finetuned(model, seed):
-    copy, generator = deepcopy(model), torch.Generator().manual_seed(seed)
+    copy = deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in copy.parameters():
         parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     return copy
@@ -147,7 +154,8 @@ def fuse(theta_0, theta, theta_t, config, step=1):
 
 def plain_step(theta_0, theta, theta_t, config, A) -> Tensor:
     """A step as the paper has it: full SVD, P formed, the loss as printed, autograd."""
-    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    tau = theta_t - theta_0
+    tau_merged = theta - theta_0
     V_p = torch.linalg.svd(tau_merged, full_matrices=False).Vh[: config.null_rank].T
     V_t = torch.linalg.svd(tau, full_matrices=False).Vh[: config.task_rank].T
     P = torch.eye(tau.shape[1], dtype=tau.dtype)
@@ -157,7 +165,9 @@ def plain_step(theta_0, theta, theta_t, config, A) -> Tensor:
         P = P - V_p @ V_p.T
     tau_P = tau @ P
     if not tau_merged.any():  # the first task
-        return theta_t.clone() if config.first_task == "paper" else theta + tau_P
+        if config.first_task == "paper":
+            return theta_t.clone()
+        return theta + tau_P
     A = A.clone().requires_grad_()
     B = torch.zeros(tau.shape[1], len(A), dtype=tau.dtype, requires_grad=True)
     T = torch.cat([tau @ V_t, tau_merged @ V_p], dim=1)
@@ -202,7 +212,7 @@ class TestStep(unittest.TestCase):
             if t == 1:  # taken whole
                 merged = theta_t
                 continue
-            stack = (each[None] for each in (theta_0, merged, theta_t - theta_0, A))
+            stack = [each[None] for each in (theta_0, merged, theta_t - theta_0, A)]
             how = dict(is_first_task=False, float64=False)
             (merged,), measures = step.fuse_stack(*stack, config, **how)
         values = {
@@ -253,7 +263,8 @@ class TestStep(unittest.TestCase):
     def test_the_number_of_threads_does_not_change_a_bit(self):
         base = random_model(clip)
         pool = {"_pretrained_": base, "a": finetuned(base, 1), "b": finetuned(base, 2)}
-        before, results = torch.get_num_threads(), []
+        before = torch.get_num_threads()
+        results = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
             results.append(NUFILTMerging(**SMALL).run(pool))
@@ -339,7 +350,8 @@ class TestLayers(unittest.TestCase):
         self.assertGreater(in_blocks, 0.98)
 
     def test_a_layer_maps_its_inputs_to_its_outputs(self):
-        x, model = torch.randn(3, 16), random_model(gpt2)
+        x = torch.randn(3, 16)
+        model = random_model(gpt2)
         (layer,) = select_layers(model, ["h.0.attn.c_attn"]).values()
         module = model.h[0].attn.c_attn
         torch.testing.assert_close(x @ layer.read(model).T + module.bias, module(x))
@@ -426,10 +438,11 @@ class TestModels(unittest.TestCase):
         )
 
     def test_a_seed_is_an_order_and_a_result(self):
-        one, again, other = (
-            nn.utils.parameters_to_vector(self.merge(clip, seed=seed)[2].parameters())
-            for seed in (7, 7, 8)
-        )
+        vectors = []
+        for seed in (7, 7, 8):
+            _, _, merged = self.merge(clip, seed=seed)
+            vectors.append(nn.utils.parameters_to_vector(merged.parameters()))
+        one, again, other = vectors
         self.assertTrue(torch.equal(one, again))
         self.assertFalse(torch.equal(one, other))
 
@@ -503,7 +516,8 @@ class ImagePool:
     """A stand-in for CLIPVisionModelTaskPool, which is set up anew for each step."""
 
     def __init__(self):
-        self._is_setup, self._test_datasets = True, DictConfig({"b": 2, "a": 1, "c": 3})
+        self._is_setup = True
+        self._test_datasets = DictConfig({"b": 2, "a": 1, "c": 3})
 
     def evaluate(self, model):
         return {"tasks": list(self._test_datasets), "anew": not self._is_setup}
@@ -520,7 +534,9 @@ class TextPool:
 
 class TestRun(unittest.TestCase):
     def run_with(self, taskpool, base, folder):
-        names = ("glue-a" if isinstance(taskpool, TextPool) else "a", "b")
+        names = ("a", "b")
+        if isinstance(taskpool, TextPool):
+            names = ("glue-a", "b")
         models = {name: finetuned(base, i) for i, name in enumerate(names)}
         algorithm = NUFILTMerging(
             **SMALL, shuffle_order=False, evaluate_on_every_step=True

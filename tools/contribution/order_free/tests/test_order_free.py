@@ -15,7 +15,9 @@ def svd(X):
 
 
 def spectral_voting(taus):
-    votes, strengths, energy = 0, [], 0
+    votes = 0
+    energy = 0
+    strengths = []
     for tau in taus:
         U, s, V = svd(tau)
         strengths.append(s[0])

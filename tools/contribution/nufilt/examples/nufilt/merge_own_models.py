@@ -10,7 +10,8 @@ from fusion_bench.method import NUFILTMerging
 
 def finetune(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     """Stands for training: a copy with a random step on every parameter."""
-    generator, copy = torch.Generator().manual_seed(seed), deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    copy = deepcopy(model)
     for parameter in copy.parameters():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
     return copy

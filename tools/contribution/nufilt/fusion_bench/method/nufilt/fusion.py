@@ -43,25 +43,25 @@ def fuse_layer(
     dtype = torch.promote_types(theta.dtype, torch.float32)
     is_first_task = torch.equal(theta, theta_0)
     # a stack of one layer
-    theta_0, theta, theta_t = theta_0[None], theta[None], theta_t[None]
+    theta_0 = theta_0[None]
+    theta = theta[None]
+    theta_t = theta_t[None]
+    tau = task_vectors(theta_t, theta_0, dtype)
     if is_first_task and config.first_task == "paper":
         weight = theta_t
-        measures = measures_of_first(task_vectors(theta_t, theta_0, dtype))
+        measures = measures_of_first(tau)
     else:
         A = None
         if config.has_adapter:
             A = initial_A(name, theta.shape[-1], config, seed, step)[None]
         for float64 in (False, True):
             device = torch.device("cpu") if float64 else theta.device
+            if A is not None:
+                A = A.to(device)
+            stack = (theta_0.to(device), theta.to(device), tau.to(device), A)
             try:
                 weight, measures = fuse_stack(
-                    theta_0.to(device),
-                    theta.to(device),
-                    task_vectors(theta_t.to(device), theta_0.to(device), dtype),
-                    None if A is None else A.to(device),
-                    config,
-                    is_first_task=is_first_task,
-                    float64=float64,
+                    *stack, config, is_first_task=is_first_task, float64=float64
                 )
                 break
             except torch.linalg.LinAlgError as error:

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Set, Tuple, Union
+from typing import Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -41,23 +41,26 @@ class Layer:
 
     def write(self, model: nn.Module, matrix: Tensor):
         """Write a matrix into a model."""
-        part = (matrix.T if self.transposed else matrix).reshape(self.stored)
-        model.get_parameter(self.key).detach()[self.rows] = part
+        if self.transposed:
+            matrix = matrix.T
+        model.get_parameter(self.key).detach()[self.rows] = matrix.reshape(self.stored)
 
 
 def all_layers(model: nn.Module) -> List[Layer]:
     """Return all matrices of a model, in the order of its modules."""
-    named = model.named_modules()
-    return [layer for name, module in named for layer in _layers_of(name, module)]
+    layers = []
+    for name, module in model.named_modules():
+        layers += _layers_of(name, module)
+    return layers
 
 
 def _layers_of(name: str, module: nn.Module) -> Iterator[Layer]:
     own = dict(module.named_parameters(recurse=False))
 
     def split(
-        attribute: str, parts: Iterable[str] = ("",), transposed=False, linear=True
+        attribute: str, parts: Sequence[str] = ("",), transposed=False, linear=True
     ) -> Iterator[Layer]:
-        parameter, parts = own.get(attribute), list(parts)
+        parameter = own.get(attribute)
         if parameter is None or parameter.ndim < 2 or not _is_float(parameter):
             return
         size = len(parameter) // len(parts)
@@ -67,7 +70,8 @@ def _layers_of(name: str, module: nn.Module) -> Iterator[Layer]:
         shape = (math.prod(sides), height) if transposed else (height, math.prod(sides))
         key = _join(name, attribute)
         for i, part in enumerate(parts):
-            rows, path = slice(i * size, (i + 1) * size), _join(name, part)
+            path = _join(name, part)
+            rows = slice(i * size, (i + 1) * size)
             yield Layer(path, name, key, shape, rows, stored, transposed, linear)
 
     if isinstance(module, nn.Linear):
@@ -83,19 +87,20 @@ def _layers_of(name: str, module: nn.Module) -> Iterator[Layer]:
         for part in ("q_proj", "k_proj", "v_proj"):
             yield from split(f"{part}_weight", (part,))
     elif "gate_up_proj" in own and own["gate_up_proj"].ndim == 3:  # packed experts
-        (n, *up), (_, *down) = own["gate_up_proj"].shape, own["down_proj"].shape
+        n, *up = own["gate_up_proj"].shape
+        _, *down = own["down_proj"].shape
         if up in ([2 * down[1], down[0]], [down[1], 2 * down[0]]):
             for attribute in ("gate_up_proj", "down_proj"):
-                parts = (f"{i}.{attribute}" for i in range(n))
+                parts = [f"{i}.{attribute}" for i in range(n)]
                 yield from split(attribute, parts, transposed=up[0] == down[1])
     elif "weight" in own and own["weight"].ndim == 3 and hasattr(module, "output_size"):
-        yield from split("weight", map(str, range(len(own["weight"]))))  # GraniteMoE
+        experts = [str(i) for i in range(len(own["weight"]))]  # GraniteMoE
+        yield from split("weight", experts)
 
 
 def _is_float(tensor: Tensor) -> bool:
-    return (
-        tensor.is_floating_point() and tensor.element_size() > 1
-    )  # float8 is quantised
+    # float8 is quantised
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def _join(*parts: str) -> str:
@@ -173,14 +178,13 @@ def select_layers(
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not _is_float(module.weight):
-            dtype = module.weight.dtype
-            raise ValueError(
-                f"'{name}' is stored as {dtype}: quantised weights can't be merged"
-            )
+            what = f"'{name}' is stored as {module.weight.dtype}"
+            raise ValueError(f"{what}: quantised weights can't be merged")
     there = all_layers(model)
     target = _rule(model, there, target_modules)
-    exclude = _rule(model, there, exclude_modules) if exclude_modules else set()
-    chosen, taken = {}, set()
+    exclude = _rule(model, there, exclude_modules or [])
+    chosen = {}
+    taken = set()
     for layer in there:
         place = (id(model.get_parameter(layer.key)), layer.rows.start)
         if layer.name in target - exclude and place not in taken:
@@ -201,12 +205,12 @@ def _rule(
     """Return the names of the layers that the patterns name."""
 
     def matching(pattern: str, convolutions: bool = True) -> Set[str]:
-        return {
-            layer.name
-            for layer in there
-            if (layer.linear or convolutions)
-            and any(re.fullmatch(pattern, name) for name in (layer.name, layer.module))
-        }
+        names = set()
+        for layer in there:
+            if layer.linear or convolutions:
+                if any(re.fullmatch(pattern, x) for x in (layer.name, layer.module)):
+                    names.add(layer.name)
+        return names
 
     if patterns == "all-linear":
         head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -237,11 +241,12 @@ def merged_shares(model: nn.Module, layers: Dict[str, Layer]) -> Tuple[float, fl
         merged[id(model.get_parameter(layer.key))] += math.prod(layer.shape)
     everything = dict(model.named_parameters())
     blocks = [p for key, p in everything.items() if re.fullmatch(BLOCKS + r"\..*", key)]
-    whole, in_blocks = (
-        sum(merged[id(p)] for p in some) / max(1, sum(p.numel() for p in some))
-        for some in (everything.values(), blocks)
-    )
-    return whole, in_blocks if blocks else whole
+
+    def share_of(parameters) -> float:
+        count = sum(p.numel() for p in parameters)
+        return sum(merged[id(p)] for p in parameters) / max(1, count)
+
+    return share_of(everything.values()), share_of(blocks or everything.values())
 
 
 @torch.no_grad()
@@ -249,7 +254,8 @@ def average_others(
     merged: nn.Module, task: nn.Module, layers: Dict, count: int, means: Dict
 ):
     """Take a task into the ``means``, in float32, of ``count`` tasks of all but layers."""
-    ours, theirs = merged.state_dict(keep_vars=True), task.state_dict()
+    ours = merged.state_dict(keep_vars=True)
+    theirs = task.state_dict()
     in_layers = defaultdict(list)
     for layer in layers.values():
         in_layers[id(ours[layer.key])].append(layer)

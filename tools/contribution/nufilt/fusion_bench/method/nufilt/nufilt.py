@@ -113,7 +113,8 @@ class NUFILTMerging(
             pretrained_model = modelpool.load_pretrained_model()
         self._select_layers(pretrained_model)
 
-        merged_model, self._means = deepcopy(pretrained_model), {}
+        merged_model = deepcopy(pretrained_model)
+        self._means = {}
         for step, model_name in enumerate(tqdm(model_names, desc="Merging models")):
             with self.profile("loading models"):
                 task_model = modelpool.load_model(model_name)
@@ -140,19 +141,21 @@ class NUFILTMerging(
             f"NUFILT merges {len(self._layers)} layers, {share:.1%} of all parameters and "
             f"{in_blocks:.1%} of those in blocks; the others are {self.other_params}"
         )
-        doubtful = self.target_modules == "auto" and in_blocks < 0.5
-        log.log(logging.WARNING if doubtful else logging.INFO, text)
+        level = logging.INFO
+        if self.target_modules == "auto" and in_blocks < 0.5:
+            level = logging.WARNING
+        log.log(level, text)
 
     def _check(self, pretrained_model: nn.Module, model: nn.Module, name: str):
         """Refuse a model that can't be merged; the ValueError names the parameter."""
-        state, in_layers = model.state_dict(), {x.key for x in self._layers.values()}
+        state = model.state_dict()
+        in_layers = {layer.key for layer in self._layers.values()}
         for key, expected in pretrained_model.state_dict().items():
             what = f"model '{name}', parameter '{key}'"
             if key not in state or state[key].shape != expected.shape:
                 shape = tuple(state[key].shape) if key in state else "nothing"
-                raise ValueError(
-                    f"{what}: expected {tuple(expected.shape)}, got {shape}"
-                )
+                text = f"{what}: expected {tuple(expected.shape)}, got {shape}"
+                raise ValueError(text)
             taken = key in in_layers or self.other_params != "pretrained"
             if taken and not state[key].isfinite().all():
                 raise ValueError(f"{what} has NaN or infinite values")
@@ -219,18 +222,18 @@ class NUFILTMerging(
 
     def _evaluate(self, merged_model: nn.Module, seen: List[str]) -> Any:
         """Return the task pool's report, on the tasks seen so far if it can be narrowed."""
-        taskpool, model = self._program.taskpool, deepcopy(merged_model)
-        if hasattr(
-            taskpool, "_all_task_names"
-        ):  # Flan-T5 calls the task of glue-cola cola
-            attribute, tasks = "_all_task_names", taskpool._all_task_names
-            seen = {name for task in seen for name in (task, task.split("glue-")[-1])}
+        taskpool = self._program.taskpool
+        model = deepcopy(merged_model)
+        if hasattr(taskpool, "_all_task_names"):  # Flan-T5 calls glue-cola cola
+            attribute = "_all_task_names"
+            tasks = taskpool._all_task_names
+            seen = set(seen) | {task.split("glue-")[-1] for task in seen}
             narrowed = [task for task in tasks if task in seen]
         elif hasattr(taskpool, "_test_datasets"):
-            attribute, tasks = "_test_datasets", taskpool._test_datasets
-            narrowed = type(tasks)(
-                {name: tasks[name] for name in seen if name in tasks}
-            )
+            attribute = "_test_datasets"
+            tasks = taskpool._test_datasets
+            known = {name: tasks[name] for name in seen if name in tasks}
+            narrowed = type(tasks)(known)
         else:
             return taskpool.evaluate(model)
         try:

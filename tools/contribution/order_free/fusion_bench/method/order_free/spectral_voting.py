@@ -105,8 +105,10 @@ class SpectralVotingMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgor
         if not isinstance(modelpool, BaseModelPool):
             modelpool = BaseModelPool(modelpool)
         pretrained = modelpool.load_pretrained_model()
-        merged, names = deepcopy(pretrained), linear_layers(pretrained)
-        votes, means = {}, {}
+        merged = deepcopy(pretrained)
+        names = linear_layers(pretrained)
+        votes = {}
+        means = {}
         for number, model_name in enumerate(tqdm(modelpool.model_names), 1):
             with self.profile("loading models"):
                 model = modelpool.load_model(model_name)
@@ -133,7 +135,8 @@ class SpectralVotingMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgor
         device = self.fabric.device
         if device.type == "mps":  # it has no float64
             device = torch.device("cpu")
-        old, new = pretrained.get_parameter(name), model.get_parameter(name)
+        old = pretrained.get_parameter(name)
+        new = model.get_parameter(name)
         wide = torch.promote_types(old.dtype, torch.float32)
         tau = new.to(device, wide) - old.to(device, wide)
         if tau.any():  # a task that left the layer alone has no vote
@@ -145,18 +148,22 @@ class SpectralVotingMerging(LightningFabricMixin, SimpleProfilerMixin, BaseAlgor
 def linear_layers(model: nn.Module) -> Dict[str, nn.Parameter]:
     """Return the weights to merge; the log says which share of the model they are."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    layers, seen = {}, set()
+    layers = {}
+    seen = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             if module.weight.is_floating_point() and id(module.weight) not in seen:
                 seen.add(id(module.weight))
-                layers[f"{name}.weight" if name else "weight"] = module.weight
+                layers[f"{name}.weight".removeprefix(".")] = module.weight
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer to merge")
     share = sum(x.numel() for x in layers.values())
     share /= sum(x.numel() for x in model.parameters())
-    text = f"merging {len(layers)} linear layers, {share:.1%} of all parameters; the others are averaged"
-    log.log(logging.INFO if share >= 0.5 else logging.WARNING, text)
+    level = logging.INFO
+    if share < 0.5:
+        level = logging.WARNING
+    text = f"merging {len(layers)} linear layers, {share:.1%} of all parameters"
+    log.log(level, f"{text}; the others are averaged")
     return layers
 
 
@@ -174,8 +181,9 @@ def average_others(
     merged: nn.Module, model: nn.Module, names: Dict, number: int, means: Dict
 ):
     """Take a model into the running means, in float32, of all but the layers."""
-    ours, theirs, done = merged.state_dict(keep_vars=True), model.state_dict(), set()
-    done.update(id(ours[name]) for name in names)
+    ours = merged.state_dict(keep_vars=True)
+    theirs = model.state_dict()
+    done = {id(ours[name]) for name in names}
     for key, value in ours.items():
         if id(value) not in done and value.is_floating_point():
             done.add(id(value))
