@@ -79,10 +79,8 @@ def test_the_scores_are_those_of_the_method_by_itself(tmp_path):
     method = result.methods["nufilt"]
     assert mean_of(result, "nufilt", "ACC").mean == alone.matrix.acc
     assert mean_of(result, "nufilt", "BWT").mean == alone.matrix.bwt
-    assert (method.runs[43].extra_parameters, method.runs[43].parameters) == (
-        0,
-        experiment.parameters,
-    )
+    assert method.runs[43].extra_parameters == 0
+    assert method.runs[43].parameters == experiment.parameters
 
 
 @pytest.mark.slow
@@ -184,9 +182,8 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(
     assert broken.failures == {"RuntimeError: out of memory": [43]}
     assert (len(broken.finished), len(whole.finished)) == (1, 2)
     assert "nufilt, seed 43: RuntimeError: out of memory" in caplog.text
-    assert (
-        "fails_on_43" in (tmp_path / "runs" / "nufilt" / "43.json").read_text()
-    )  # where it failed
+    # Where it failed:
+    assert "fails_on_43" in (tmp_path / "runs" / "nufilt" / "43.json").read_text()
     assert not run(tmp_path, seeds=(42, 43), **CHEAP).methods["nufilt"].failures
 
 

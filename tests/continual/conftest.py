@@ -23,7 +23,8 @@ def program(demo, tmp_path, monkeypatch):
         hydra["overrides"] = {"task": list(words)}
         monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
         settings = ("method.max_steps=1", "print_config=false", f"path.log_dir={logs}")
-        models = ("modelpool=nufilt_demo", *(f"~modelpool.models.{name}" for name in LEFT_OUT))
+        left_out = [f"~modelpool.models.{name}" for name in LEFT_OUT]
+        models = ("modelpool=nufilt_demo", *left_out)
         instantiate(compose_run(["method=nufilt", *settings, *models, *words])).run()
         return logs
 

@@ -99,11 +99,8 @@ def test_an_option_wins_over_the_setting_behind_a_name(tmp_path):
         "pretrained",
     )
     settings = manifest(out)["settings"]
-    assert [settings[key] for key in ("null_rank", "other_params", "target_modules")] == [
-        5,
-        "pretrained",
-        "all-linear",
-    ]
+    expected = {"null_rank": 5, "other_params": "pretrained", "target_modules": "all-linear"}
+    assert {key: settings[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("entry_point", ["merge", "compare", "recipe"])

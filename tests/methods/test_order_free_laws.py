@@ -205,9 +205,8 @@ def test_directions_and_votes_in_float32_are_as_good_in_the_tail_of_a_spectrum_a
         assert (sides.mT @ sides - torch.eye(130)).abs().max() < 1e-4
     A, _ = tau.vote()
     votes = torch.linalg.svdvals(A)
-    torch.testing.assert_close(
-        votes, (spectrum(260) / s_1) ** 3, rtol=1e-2, atol=0
-    )  # from 1 to 1e-5
+    expected = (spectrum(260) / s_1) ** 3  # from 1 to 1e-5
+    torch.testing.assert_close(votes, expected, rtol=1e-2, atol=0)
 
 
 def test_the_state_of_best_is_twice_the_layer_and_no_more():
@@ -254,9 +253,8 @@ def test_sum_is_task_arithmetic():
 def test_best_is_the_mean_of_tsv_m_with_an_eighth_of_the_directions_and_of_the_votes_that_count(
     count,
 ):
-    faint = torch.tensor(
-        [1, 0.8, 0.5, 0.2, 0.01], dtype=torch.float64
-    )  # the iteration finds them all
+    # So few that the iteration finds them all.
+    faint = torch.tensor([1, 0.8, 0.5, 0.2, 0.01], dtype=torch.float64)
     taus = [matrix_with_spectrum(48, 40, faint, seed) for seed in range(count)]
     svds = [torch.linalg.svd(tau) for tau in taus]
     tsv = tsv_by_svd(svds, directions=min(4, 40 // count))  # the last one is below a fiftieth

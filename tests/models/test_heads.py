@@ -144,8 +144,6 @@ def test_labels_are_read_as_transformers_and_timm_write_them():
     assert labels({"model_type": "vit", "id2label": {0: "a"}}) == labels(
         {"model_type": "vit", "id2label": {"0": "a"}}
     )
-    assert labels({"architecture": "resnet18", "num_classes": 2, "label_names": ["a", "b"]}) == {
-        "0": "a",
-        "1": "b",
-    }
+    timm = {"architecture": "resnet18", "num_classes": 2, "label_names": ["a", "b"]}
+    assert labels(timm) == {"0": "a", "1": "b"}
     assert labels({}) is None

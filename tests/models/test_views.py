@@ -133,9 +133,8 @@ def test_the_orientation_of_fused_experts_is_told_by_the_two_shapes(sizes):
     shapes = {(2 * hidden, inputs), (inputs, hidden)}
     for transposed in (False, True):
         found = views(Experts(transposed, inputs, hidden))
-        assert {(view.transposed, view.shape) for view in found} == {
-            (transposed, shape) for shape in shapes
-        }
+        assert {view.transposed for view in found} == {transposed}
+        assert {view.shape for view in found} == shapes
 
 
 @pytest.mark.parametrize("make", [*FAMILIES.values(), openclip], ids=[*FAMILIES, "openclip"])
@@ -185,13 +184,8 @@ def test_auto_is_every_projection_in_blocks_and_no_head_or_embedding(family):
 
 def test_auto_in_openclip_is_attention_and_the_first_layer_of_the_mlp_as_in_clip():
     names = {name.split(".", 4)[-1] for name in select_layers(openclip())}
-    assert names == {
-        "attn.in_proj.q",
-        "attn.in_proj.k",
-        "attn.in_proj.v",
-        "attn.out_proj",
-        "mlp.c_fc",
-    }
+    attention = {"attn.in_proj.q", "attn.in_proj.k", "attn.in_proj.v", "attn.out_proj"}
+    assert names == attention | {"mlp.c_fc"}
 
 
 def test_patterns_see_the_module_and_its_parts():
@@ -201,9 +195,8 @@ def test_patterns_see_the_module_and_its_parts():
         "block.mlp.c_fc",
     ]
     packed = [f"block.attn.in_proj.{part}" for part in "qkv"]
-    assert (
-        list(select_layers(block, r"block\.attn")) == list(select_layers(block, ["attn"])) == packed
-    )
+    assert list(select_layers(block, r"block\.attn")) == packed
+    assert list(select_layers(block, ["attn"])) == packed
     assert "block.attn.in_proj.k" not in select_layers(block, "all-linear", ["in_proj.k"])
 
 
@@ -228,17 +221,12 @@ def test_coverage_counts_parameters_and_elements_and_names_what_is_left_out():
 
 
 def test_auto_that_merges_less_than_half_of_the_blocks_warns():
-    covered = coverage(
-        full_clip(), select_layers(full_clip()), TargetConfig()
-    )  # the text tower stays
+    model = full_clip()  # whose text tower stays
+    layers = select_layers(model)
+    covered = coverage(model, layers, TargetConfig())
     assert covered.warning is not None
     assert "merges only 3" in covered.warning
-    assert (
-        coverage(
-            full_clip(), select_layers(full_clip()), TargetConfig(target_modules=["fc1"])
-        ).warning
-        is None
-    )
+    assert coverage(model, layers, TargetConfig(target_modules=["fc1"])).warning is None
     assert coverage(clip(), select_layers(clip()), TargetConfig()).warning is None
 
 
@@ -267,14 +255,9 @@ def test_a_parameter_that_no_view_understands_is_refused_where_it_is_named():
         select_layers(model, ["experts"])
     assert list(select_layers(model, "all-linear")) == ["proj"]
     uneven = Experts(transposed=True)
-    uneven.down_proj = nn.Parameter(
-        torch.ones(3, 3, 5)
-    )  # another number of experts than gate_up_proj has
+    uneven.down_proj = nn.Parameter(torch.ones(3, 3, 5))  # gate_up_proj has two experts
     assert views(uneven) == []
-    assert (
-        "down_proj" in unsupported_modules(uneven)[""]
-        or "gate_up_proj" in unsupported_modules(uneven)[""]
-    )
+    assert has_any(unsupported_modules(uneven)[""], ("down_proj", "gate_up_proj"))
 
 
 @pytest.mark.parametrize(
@@ -284,9 +267,8 @@ def test_a_parameter_that_no_view_understands_is_refused_where_it_is_named():
 def test_quantised_modules_are_refused_by_name(target, dtype):
     model = clip()
     linear = tower(model).encoder.layers[1].mlp.fc1
-    linear.weight = nn.Parameter(
-        torch.zeros(64 * 32, 1).to(dtype), requires_grad=False
-    )  # as bitsandbytes packs it
+    packed = torch.zeros(64 * 32, 1).to(dtype)  # as bitsandbytes packs it
+    linear.weight = nn.Parameter(packed, requires_grad=False)
     with pytest.raises(
         ValueError, match=rf"layers.1.mlp.fc1.weight' .* is stored as {dtype}: quantised weights"
     ):
@@ -324,10 +306,8 @@ def test_heads_of_another_size_are_kept_for_each_task_or_refused_or_as_in_the_pr
     )
     method = NufiltContinualMergingAlgorithm(**options)
     kept = method.run(models)
-    assert [tuple(head["classifier.1.weight"].shape) for head in method.head_tensors.values()] == [
-        (7, 32),
-        (5, 32),
-    ]
+    heads = [head["classifier.1.weight"] for head in method.head_tensors.values()]
+    assert [tuple(head.shape) for head in heads] == [(7, 32), (5, 32)]
     options["heads"] = "none"
     with pytest.raises(ValueError, match=message):
         NufiltContinualMergingAlgorithm(**options).run(models)

@@ -95,9 +95,8 @@ def loads(folder, text="w2 <fim>w3", rows=None):
     """The result is a model of as many rows as its config says, and splits a text as it should."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     words = AutoTokenizer.from_pretrained(folder)
-    assert (
-        model.config.vocab_size == len(model.get_input_embeddings().weight) == (rows or len(words))
-    )
+    count = len(model.get_input_embeddings().weight)
+    assert model.config.vocab_size == count == (rows or len(words))
     ids = words(text, return_tensors="pt").input_ids
     assert torch.isfinite(model(ids).logits).all()
     return words.convert_ids_to_tokens(ids[0])
@@ -127,12 +126,8 @@ def test_every_new_token_keeps_its_row_and_the_others_are_merged_as_without_new_
             assert torch.equal(result[key], value)
 
 
-NEW = [
-    ("code", "<fim>", 48),
-    ("code", "<eot>", 50),
-    ("chat", "<user>", 48),
-    ("chat", "<end>", 51),
-]  # and their rows
+# New tokens, of which model, and their rows in it.
+NEW = [("code", "<fim>", 48), ("code", "<eot>", 50), ("chat", "<user>", 48), ("chat", "<end>", 51)]
 
 
 def test_new_tokens_keep_their_rows_in_every_embedding(grown):
@@ -304,9 +299,9 @@ def test_tied_heads_stay_tied(tmp_path, family):
         found = getattr(model, get)().weight
         expected = getattr(code, get)().weight
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert same(
-        *(tensors(merge(tmp_path, ["code"], name, **MEAN)) for name in ("again", "once_more"))
-    )
+    again = merge(tmp_path, ["code"], "again", **MEAN)
+    once_more = merge(tmp_path, ["code"], "once_more", **MEAN)
+    assert same(tensors(again), tensors(once_more))
 
 
 def test_rows_are_matched_by_token_where_a_tokenizer_has_another_order(grown):

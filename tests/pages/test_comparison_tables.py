@@ -47,27 +47,18 @@ def test_methods_have_mean_and_deviation_with_the_best_two_marked_and_single_mod
 ):
     table = cells(main_table(three))
     for column, text in (("ACC %", "50.0 ± 0.0"), ("BWT %", "-15.0 ± 0.0")):
-        assert [table[name][column].mark for name in ("worst", "good", "best_one")] == [
-            "",
-            "second",
-            "best",
-        ]
+        marks = [table[name][column].mark for name in ("worst", "good", "best_one")]
+        assert marks == ["", "second", "best"]
         assert table["best_one"][column].text == text
-    assert (table["pretrained"]["ACC %"].text, table["individual"]["ACC %"].text) == (
-        "25.0",
-        "95.0",
-    )
+    assert table["pretrained"]["ACC %"].text == "25.0"
+    assert table["individual"]["ACC %"].text == "95.0"
 
 
 def test_what_is_shown_as_equal_is_marked_as_equal():
-    table = cells(
-        main_table(comparison({"one": runs(-0.1), "two": runs(-0.10001), "three": runs(-0.2)}))
-    )
-    assert [table[name]["ACC %"].mark for name in ("one", "two", "three")] == [
-        "best",
-        "best",
-        "second",
-    ]
+    measured = {"one": runs(-0.1), "two": runs(-0.10001), "three": runs(-0.2)}
+    table = cells(main_table(comparison(measured)))
+    marks = [table[name]["ACC %"].mark for name in measured]
+    assert marks == ["best", "best", "second"]
 
 
 @pytest.mark.parametrize("methods", [1, 7])
@@ -90,23 +81,16 @@ def test_the_values_that_the_ranks_preset_ends_with_can_be_typed_and_are_no_join
 
 
 def test_a_failed_method_says_so_with_its_reason_and_is_never_the_best():
-    partly = [finished(42), failed(43, "ValueError: no"), failed(44, "ValueError: no")]
-    table = main_table(
-        comparison(
-            {
-                "good": runs(-0.1),
-                "other": runs(-0.2),
-                "partly": partly,
-                "never": [failed(s, "gone") for s in SEEDS],
-            }
-        )
-    )
+    measured = {
+        "good": runs(-0.1),
+        "other": runs(-0.2),
+        "partly": [finished(42), failed(43, "ValueError: no"), failed(44, "ValueError: no")],
+        "never": [failed(seed, "gone") for seed in SEEDS],
+    }
+    table = main_table(comparison(measured))
     row = cells(table)
-    assert (
-        row["partly"]["ACC %"].text,
-        row["partly"]["ACC %"].mark,
-        row["partly"]["runs"].text,
-    ) == ("60.0", "", "1/3")
+    partly = row["partly"]
+    assert (partly["ACC %"].text, partly["ACC %"].mark, partly["runs"].text) == ("60.0", "", "1/3")
     assert row["never"]["ACC %"].text == "failed"
     assert row["good"]["ACC %"].mark == "best"
     assert table.notes[-2:] == [
@@ -123,12 +107,8 @@ def test_every_row_says_which_data_and_which_extra_parameters_a_method_needs():
         "of an earlier version": runs(-0.3),
     }
     table = cells(main_table(comparison(measured)))
-    assert [table[name]["ACC %"].mark for name in measured] == [
-        "",
-        "",
-        "best",
-        "second",
-    ]  # references are none of these
+    marks = [table[name]["ACC %"].mark for name in measured]
+    assert marks == ["", "", "best", "second"]  # references are none of these
     needs = [(row["extra params"].text, row["data"].text) for row in table.values()]
     assert needs == [
         ("", ""),
@@ -171,11 +151,8 @@ def test_a_printed_number_that_can_not_be_compared_is_marked_and_says_why():
     }
     table = main_table(comparison(measured, modelpool="flan-t5-base_glue", overrides=overrides))
     printed = {name: row["paper ACC"].text for name, row in cells(table).items()}
-    assert (printed["task_arithmetic"], printed["adamerging"], printed["wudi"]) == (
-        "77.6†",
-        "77.6†",
-        "82.2",
-    )
+    expected = {"task_arithmetic": "77.6†", "adamerging": "77.6†", "wudi": "82.2"}
+    assert {name: printed[name] for name in measured} == expected
     assert [note[:52] for note in table.notes if note.startswith("†")] == [
         "† the paper's task_arithmetic: not comparable but wi",
         "† the paper's adamerging: not comparable but with fo",
@@ -205,11 +182,9 @@ def test_each_tasks_score_is_in_its_own_column(three):
 
 
 def test_notes_say_what_the_numbers_are_of(three):
-    assert (
-        main_table(three).notes[0]
-        == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
-    )
-    assert "torch 2.13.0, device cpu" in main_table(three).notes
+    first, *notes = main_table(three).notes
+    assert first == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
+    assert "torch 2.13.0, device cpu" in notes
     one = main_table(comparison({"m": [finished(7)]}, overrides=["taskpool=x"]))
     assert one.notes[:2] == ["some_pool: 3 tasks; seed 7", "with taskpool=x"]
     assert cells(one)["m"]["ACC %"].text == "60.0"

@@ -22,12 +22,8 @@ def matrix(rows, tasks="abc"):
     ("rows", "acc", "bwt", "plasticity"),
     [
         (FULL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),
-        (
-            DIAGONAL,
-            (0.6 + 0.65 + 0.5) / 3,
-            ((0.6 - 0.9) + (0.65 - 0.7)) / 2,
-            0.7,
-        ),  # which is all that is needed
+        # The diagonal and the last row are all that is needed.
+        (DIAGONAL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),
         ([[], [], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, NAN, 0.5),
         ([[0.9], [NAN, NAN], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, -0.3, 0.7),
         ([[0.9], [0.8], [0.6, NAN, 0.5]], 0.55, -0.3, 0.7),
@@ -52,10 +48,8 @@ def test_tasks_without_a_final_score_are_named():
     [
         (FULL, [0.9, 0.75, 0.58333333]),
         (DIAGONAL, [0.9, NAN, 0.58333333]),
-        (
-            [[0.9], [0.8, NAN], [0.6, NAN, 0.5]],
-            [0.9, 0.8, 0.55],
-        ),  # one that never gets a score is not waited for
+        # A task that never gets a score is not waited for.
+        ([[0.9], [0.8, NAN], [0.6, NAN, 0.5]], [0.9, 0.8, 0.55]),
         ([[NAN], [NAN, 0.7], [NAN, 0.6, 0.5]], [NAN, 0.7, 0.55]),
     ],
 )

@@ -51,9 +51,8 @@ def configured(method, *overrides):
     compose another.
     """
     options = [word for word in overrides if word.startswith("method.")]
-    config = compose_run(
-        [f"method={method}", *(word for word in overrides if word not in options)]
-    ).method
+    others = [word for word in overrides if not word.startswith("method.")]
+    config = compose_run([f"method={method}", *others]).method
     for key, value in map(key_value, options):
         OmegaConf.update(config, key.removeprefix("method."), value)
     return config

@@ -115,14 +115,13 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     assert expected <= changed
 
 
-RULE = {
-    field.name for field in fields(RuleConfig)
-}  # options that say how one method of FusionBench is run
+# Options that say how one method of FusionBench is run.
+RULE = {field.name for field in fields(RuleConfig)}
+# Our own methods are compared in tests/methods.
+BASELINES = [name for name in NAMES if name not in METHODS]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name not in METHODS]
-)  # those are compared in tests/methods
+@pytest.mark.parametrize("name", BASELINES)
 def test_a_baseline_made_in_python_has_the_options_of_its_yaml(name):
     written = plain_config(compose_run([f"method=continual/{name}"]).method)
     base = {key: written[key] for key in ("base_method",) if key in written}

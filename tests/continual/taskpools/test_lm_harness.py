@@ -105,9 +105,8 @@ def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monk
         lambda task, *args: reads.append(task.config.task) or read(task, *args),
     )
     names = ["nufilt_cats", "nufilt_dogs", "nufilt_pets"]  # the last one is a group
-    taskpool = pool(
-        folder, names, metric="acc_norm", num_fewshot=0
-    )  # of other tests' pools, none has this setting
+    # No pool of another test has this setting.
+    taskpool = pool(folder, names, metric="acc_norm", num_fewshot=0)
     taskpool.check()
     evaluator = Evaluator(taskpool)
     for asked in (names[1:2], names[:2], names[2:], names[1:2]):
