@@ -56,11 +56,12 @@ def started(monkeypatch):
 def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypatch, started):
     encoded = []
     encode = HFCLIPClassifier.set_classification_task
-    monkeypatch.setattr(
-        HFCLIPClassifier,
-        "set_classification_task",
-        lambda *args: encoded.append(1) or encode(*args),
-    )
+
+    def recorded(classifier, classnames, *args):
+        encoded.append(classnames)
+        return encode(classifier, classnames, *args)
+
+    monkeypatch.setattr(HFCLIPClassifier, "set_classification_task", recorded)
     result = run(tmp_path, seeds=(42, 43))
     assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]  # whole seeds first
     assert len(encoded) == len(DEMO)

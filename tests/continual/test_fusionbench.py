@@ -37,11 +37,12 @@ def test_prompts_are_encoded_once_for_all_steps(pools, monkeypatch):
     modelpool, taskpool = pools
     encoded = []
     encode = HFCLIPClassifier.set_classification_task
-    monkeypatch.setattr(
-        HFCLIPClassifier,
-        "set_classification_task",
-        lambda *args: encoded.append(args[1]) or encode(*args),
-    )
+
+    def recorded(classifier, classnames, *args):
+        encoded.append(classnames)
+        return encode(classifier, classnames, *args)
+
+    monkeypatch.setattr(HFCLIPClassifier, "set_classification_task", recorded)
     evaluator = Evaluator(taskpool)
     model = modelpool.load_pretrained_model()
     first = evaluator.report(model, ["digits", "shapes"])

@@ -130,11 +130,12 @@ def pixels_of(pictures):
 def test_five_items_of_each_class_are_drawn_once_and_none_of_them_is_scored(demo, monkeypatch):
     seen = []
     logits = Images.logits
-    monkeypatch.setattr(
-        Images,
-        "logits",
-        lambda self, model, batch: seen.extend(batch[0]) or logits(self, model, batch),
-    )
+
+    def recorded(self, model, batch):
+        seen.extend(batch[0])
+        return logits(self, model, batch)
+
+    monkeypatch.setattr(Images, "logits", recorded)
     config = compose_run(["modelpool=nufilt_demo"]).modelpool
     config.models = {name: config.models[name] for name in ("_pretrained_", "shapes")}
     options = ["method.base_method.max_steps=8", "method.evaluate=last"]

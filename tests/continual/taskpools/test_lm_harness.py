@@ -99,11 +99,12 @@ def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monk
 
     reads = []
     read = ConfigurableTask.download
-    monkeypatch.setattr(
-        ConfigurableTask,
-        "download",
-        lambda task, *args: reads.append(task.config.task) or read(task, *args),
-    )
+
+    def recorded(task, *args):
+        reads.append(task.config.task)
+        return read(task, *args)
+
+    monkeypatch.setattr(ConfigurableTask, "download", recorded)
     names = ["nufilt_cats", "nufilt_dogs", "nufilt_pets"]  # the last one is a group
     # No pool of another test has this setting.
     taskpool = pool(folder, names, metric="acc_norm", num_fewshot=0)
