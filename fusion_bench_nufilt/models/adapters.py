@@ -4,9 +4,11 @@ can't be merged.
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,97 +19,14 @@ from fusion_bench_nufilt.models.experts import Expert, ExpertRows, find_experts,
 from fusion_bench_nufilt.models.heads import labels
 from fusion_bench_nufilt.models.layers import with_same_ending
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights
-from fusion_bench_nufilt.models.source import LastRead, Source, format_names
+from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 
+_T = TypeVar("_T")
+
 PREFIX = "base_model.model."
-# Options of peft that change the base's own weights or add other terms than B A.
-_REFUSED = {
-    "lora_bias": "lora_bias",
-    "use_qalora": "QALoRA",
-    "kasa_config": "KaSA, which truncates the base",
-}
-# Options with which an adapter is no change of the base's weights, so that peft can't merge it.
-_NO_CHANGE_OF_WEIGHTS = {
-    "arrow_config": "Arrow, which mixes several adapters by the input",
-    "layer_replication": "layer_replication, which adds layers",
-    "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
-}
-# Kinds of adapters that add to the input or choose among adapters, which peft can't merge either.
-_WITHOUT_WEIGHTS = (
-    "PROMPT_TUNING",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "PREFIX_TUNING",
-    "ADAPTION_PROMPT",
-    "CPT",
-    "POLY",
-    "XLORA",
-)
-_REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-WITH_PEFT = "with peft (merge_and_unload), and give that folder"
-SAVE_AGAIN = "save it again from the model that was trained"
-
-
-def check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
-    """Raise a ValueError if an adapter is of a kind that can't be merged."""
-    # The raw file is read, since peft drops fields that it does not know.
-    config: Any = checkpoint.adapter_config
-    adapter = f"adapter '{checkpoint.name}'"
-    kind = config.get("peft_type")
-    if kind in _WITHOUT_WEIGHTS:
-        raise ValueError(
-            f"{adapter} is of type {kind}: only LORA can be merged, and it changes no weights"
-        )
-    if kind != "LORA":
-        raise ValueError(
-            f"{adapter} is of type {kind}: only LORA can be merged; "
-            f"{with_peft(checkpoint, architecture)}"
-        )
-    for option, meaning in _NO_CHANGE_OF_WEIGHTS.items():
-        if config.get(option):
-            raise ValueError(f"{adapter} uses {meaning}: it can't be merged")
-    # Before the loop, which sends to peft: what peft can't merge either must not get that remedy.
-    if config.get("lora_bias"):
-        _check_biases(checkpoint, architecture)
-    for option, meaning in _REFUSED.items():
-        if config.get(option):
-            raise ValueError(f"{adapter} uses {meaning}: {with_peft(checkpoint, architecture)}")
-    initialisation = str(config.get("init_lora_weights", True))
-    # By their start, since PiSSA's may end in a number of iterations: pissa_niter_16.
-    if initialisation.startswith(_REFUSED_INITS):
-        raise ValueError(
-            f"{adapter} was initialised with {initialisation}, which changes the base as well: "
-            "save it with peft's path_initial_model_for_weight_conversion"
-        )
-
-
-def _check_biases(checkpoint: Checkpoint, architecture: Architecture) -> None:
-    """Refuse an adapter that adds a bias to a module without one, which peft can't merge either."""
-    for key in checkpoint.tensors:
-        module, has_bias, _ = key.removeprefix(PREFIX).partition(".lora_B.bias")
-        if has_bias and not architecture.rows(architecture.param(f"{module}.bias")):
-            raise ValueError(
-                f"adapter '{checkpoint.name}' uses lora_bias, and '{module}' of the base has no "
-                "bias: it can't be merged"
-            )
-
-
-def with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
-    """Return the end of a message about an adapter that only peft can merge.
-
-    Into a weight that several modules share, peft adds the updates of all of them.
-    """
-    for names in architecture.shared:
-        for name in names:
-            module = name.rpartition(".")[0]
-            # With dots at both ends, since 'head' must not be found in 'lm_head'.
-            if any(f".{module}." in f".{key}" for key in adapter.tensors):
-                return f"{COPY_HEAD}, merge it into that {WITH_PEFT}"
-    return f"merge it into its base {WITH_PEFT}"
-
 
 # Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
 _EMBEDDING_A = ".lora_embedding_A"
@@ -119,12 +38,16 @@ _MAGNITUDE = ".lora_magnitude_vector"
 # In a model, names have that of the adapter, without which peft saves it; in a file with another
 # name than 'default', peft passes over them and merges nothing.
 _NAMED = re.compile(r"\.lora_[AB]\.(\w+)\.weight$")
+
 # The classes that peft trains for a type of task; for any other type, the adapter names the class.
 _CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
 }
+
+WITH_PEFT = "with peft (merge_and_unload), and give that folder"
+SAVE_AGAIN = "save it again from the model that was trained"
 
 
 @dataclass(frozen=True)
@@ -597,6 +520,119 @@ class LoraAdapter(ModelWeights):
             f"adapter '{self.source.name}' changes nothing in the {len(layers)} layers looked at: "
             f"{reason}"
         ]
+
+
+class LastRead(Generic[_T]):
+    """Keeps the values that were read last, one for each thread that may be reading.
+
+    Factors of fused experts hold those of all experts of a parameter, which are merged one after
+    another, and an update outside the merged layers is added piece by piece. A value is read by one
+    thread, and the others wait for it. A copy in another process begins empty.
+    """
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Hashable, _T] = OrderedDict()
+        self._reading = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def get(self, key: Hashable, read: Callable[[], _T]) -> _T:
+        """Return the value of a key, which is read if it is not there."""
+        with self._reading:
+            if key not in self._values:
+                self._values[key] = read()
+                while len(self._values) > max(4, torch.get_num_threads()):
+                    self._values.popitem(last=False)
+            self._values.move_to_end(key)
+            return self._values[key]
+
+
+# Options of peft that change the base's own weights or add other terms than B A.
+_REFUSED = {
+    "lora_bias": "lora_bias",
+    "use_qalora": "QALoRA",
+    "kasa_config": "KaSA, which truncates the base",
+}
+# Options with which an adapter is no change of the base's weights, so that peft can't merge it.
+_NO_CHANGE_OF_WEIGHTS = {
+    "arrow_config": "Arrow, which mixes several adapters by the input",
+    "layer_replication": "layer_replication, which adds layers",
+    "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
+}
+# Kinds of adapters that add to the input or choose among adapters, which peft can't merge either.
+_WITHOUT_WEIGHTS = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "ADAPTION_PROMPT",
+    "CPT",
+    "POLY",
+    "XLORA",
+)
+_REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
+    """Raise a ValueError if an adapter is of a kind that can't be merged."""
+    # The raw file is read, since peft drops fields that it does not know.
+    config: Any = checkpoint.adapter_config
+    adapter = f"adapter '{checkpoint.name}'"
+    kind = config.get("peft_type")
+    if kind in _WITHOUT_WEIGHTS:
+        raise ValueError(
+            f"{adapter} is of type {kind}: only LORA can be merged, and it changes no weights"
+        )
+    if kind != "LORA":
+        raise ValueError(
+            f"{adapter} is of type {kind}: only LORA can be merged; "
+            f"{with_peft(checkpoint, architecture)}"
+        )
+    for option, meaning in _NO_CHANGE_OF_WEIGHTS.items():
+        if config.get(option):
+            raise ValueError(f"{adapter} uses {meaning}: it can't be merged")
+    # Before the loop, which sends to peft: what peft can't merge either must not get that remedy.
+    if config.get("lora_bias"):
+        _check_biases(checkpoint, architecture)
+    for option, meaning in _REFUSED.items():
+        if config.get(option):
+            raise ValueError(f"{adapter} uses {meaning}: {with_peft(checkpoint, architecture)}")
+    initialisation = str(config.get("init_lora_weights", True))
+    # By their start, since PiSSA's may end in a number of iterations: pissa_niter_16.
+    if initialisation.startswith(_REFUSED_INITS):
+        raise ValueError(
+            f"{adapter} was initialised with {initialisation}, which changes the base as well: "
+            "save it with peft's path_initial_model_for_weight_conversion"
+        )
+
+
+def _check_biases(checkpoint: Checkpoint, architecture: Architecture) -> None:
+    """Refuse an adapter that adds a bias to a module without one, which peft can't merge either."""
+    for key in checkpoint.tensors:
+        module, has_bias, _ = key.removeprefix(PREFIX).partition(".lora_B.bias")
+        if has_bias and not architecture.rows(architecture.param(f"{module}.bias")):
+            raise ValueError(
+                f"adapter '{checkpoint.name}' uses lora_bias, and '{module}' of the base has no "
+                "bias: it can't be merged"
+            )
+
+
+def with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
+    """Return the end of a message about an adapter that only peft can merge.
+
+    Into a weight that several modules share, peft adds the updates of all of them.
+    """
+    for names in architecture.shared:
+        for name in names:
+            module = name.rpartition(".")[0]
+            # With dots at both ends, since 'head' must not be found in 'lm_head'.
+            if any(f".{module}." in f".{key}" for key in adapter.tensors):
+                return f"{COPY_HEAD}, merge it into that {WITH_PEFT}"
+    return f"merge it into its base {WITH_PEFT}"
 
 
 def _last_name(model: str) -> str:

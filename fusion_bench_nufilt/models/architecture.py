@@ -33,19 +33,11 @@ from fusion_bench_nufilt.models.source import Parts, Source, part
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
+log = logging.getLogger(__name__)
+
 Rename = Callable[[str], str]
 Undo = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
-log = logging.getLogger(__name__)
-
-# Words in the names of matrices that are not layers, for architectures that transformers does not
-# know.
-_NOT_LINEAR = re.compile(
-    r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)"
-)
-# Parameters that hold several layers, and their numbers of dimensions.
-_PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
-_GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
 _NOT_TOGETHER = "weights and config do not belong together"
 # Buffers that no training changes, by the last part of their names.
 _COMPUTED = (
@@ -56,7 +48,6 @@ _COMPUTED = (
     "masked_bias",
     "num_batches_tracked",
 )
-_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
 class Layer(NamedTuple):
@@ -350,11 +341,96 @@ class Architecture:
         return {param: tuple(keys) for param, keys in by_param.items() if param not in chosen}
 
 
+def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
+    """Return the name of the weight of a model's embedding, the names of the output head's weights
+    with a row for every token, and all names of both; all are empty if it does not tell.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # not a transformers model, or with two towers
+        return "", [], []
+    if not isinstance(embedding, nn.Embedding):
+        return "", [], []
+    paths = {id(module): path for path, module in model.named_modules()}
+    names_of_head = []
+    tables = {id(embedding.weight)}
+    if isinstance(head, nn.Module):
+        for attribute, table in head.named_parameters():
+            # A head's bias has a row for every token, too, and grows with the vocabulary.
+            if len(table) == embedding.num_embeddings:
+                tables.add(id(table))
+            if table.shape == embedding.weight.shape:
+                names_of_head.append(f"{paths.get(id(head))}.{attribute}")
+    names_of_tables = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in tables:
+            names_of_tables.append(name)
+    return f"{paths.get(id(embedding))}.weight", names_of_head, names_of_tables
+
+
+def shared_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter; one that modules share has several."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return list(names.values())
+
+
 def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
     """Yield the names of a model's buffers that it does not save."""
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
             yield f"{path}.{name}".removeprefix(".")
+
+
+def untie(model: nn.Module, names: Collection[str]) -> None:
+    """Give some of the names of a parameter a parameter of their own, with the same values.
+
+    Raises:
+        ValueError: a module that other names belong to is inside one that is shared as a whole.
+    """
+    shared: set[str] = set()
+    for names_of_one in shared_names(model):
+        if not set(names).isdisjoint(names_of_one):
+            shared.update(names_of_one)
+    old = model.get_parameter(next(iter(names)))
+    own = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        # Names of one weight may also be names of one module, as of T5's embedding in
+        # transformers 4.
+        if any(model.get_submodule(_path(other)) is module for other in shared.difference(names)):
+            parent = model.get_submodule(_path(path))
+            # copy() shares the dict of parameters, where the new one would show under all names.
+            module = copy(module)
+            module._parameters = dict(module._parameters)
+            parent.add_module(path.rpartition(".")[2], module)
+        module.register_parameter(attribute, own)
+    for name in shared:
+        if (model.get_parameter(name) is own) != (name in names):
+            raise ValueError(
+                f"{type(model).__name__} can't hold '{name}' apart from what it is tied to: one "
+                "module holds both"
+            )
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on PyTorch's meta device, which takes no memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    empty = {}
+    for tensor in tensors:
+        meta = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+        empty[id(tensor)] = meta
+    # As deepcopy's memo, these stand for the tensors, and what modules share stays shared.
+    return deepcopy(model, empty)
+
+
+def _path(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
@@ -385,6 +461,15 @@ def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
     return told_by_names, "names of the tensors"
 
 
+def _untie_head(model: Any) -> None:
+    """Give the output head a weight of its own: transformers 5 builds all T5s with tied ones and
+    unties on loading.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight))
+
+
 def _backbone_of(model_type: str) -> str:
     """Return where the backbone lies in models of a type, empty for one that is not known."""
     import transformers
@@ -396,41 +481,15 @@ def _backbone_of(model_type: str) -> str:
         return ""
 
 
-def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
-    """Return the name of the weight of a model's embedding, the names of the output head's weights
-    with a row for every token, and all names of both; all are empty if it does not tell.
-    """
-    try:
-        embedding = model.get_input_embeddings()
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # not a transformers model, or with two towers
-        return "", [], []
-    if not isinstance(embedding, nn.Embedding):
-        return "", [], []
-    paths = {id(module): path for path, module in model.named_modules()}
-    names_of_head = []
-    tables = {id(embedding.weight)}
-    if isinstance(head, nn.Module):
-        for attribute, table in head.named_parameters():
-            # A head's bias has a row for every token, too, and grows with the vocabulary.
-            if len(table) == embedding.num_embeddings:
-                tables.add(id(table))
-            if table.shape == embedding.weight.shape:
-                names_of_head.append(f"{paths.get(id(head))}.{attribute}")
-    names_of_tables = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in tables:
-            names_of_tables.append(name)
-    return f"{paths.get(id(embedding))}.weight", names_of_head, names_of_tables
-
-
-def _untie_head(model: Any) -> None:
-    """Give the output head a weight of its own: transformers 5 builds all T5s with tied ones and
-    unties on loading.
-    """
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight:
-        head.weight = nn.Parameter(torch.empty_like(head.weight))
+# Words in the names of matrices that are not layers, for architectures that transformers does not
+# know.
+_NOT_LINEAR = re.compile(
+    r"(^|[._])(wte|wpe|shared|ln\w*|\w*embed\w*|\w*norm\w*|relative_attention_bias)([._]|$)"
+)
+# Parameters that hold several layers, and their numbers of dimensions.
+_PACKED = {"in_proj_weight": 2, "gate_up_proj": 3, "down_proj": 3}
+_GPT2 = re.compile(r"(.*\.)?attn\.c_attn\.weight")  # (d, 3d) where the layers are transposed
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
 
 
 def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
@@ -477,14 +536,6 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         if _HEAD.fullmatch(path):
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root
-
-
-_KEPT = (
-    "base_model_prefix",
-    "_keys_to_ignore_on_load_unexpected",
-    "get_input_embeddings",
-    "get_output_embeddings",
-)
 
 
 def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module, Rename, Undo]:
@@ -566,6 +617,14 @@ def _by_shape(change: Any) -> bool:
     return any(getattr(operation, "check_dims", False) for operation in operations)
 
 
+_KEPT = (
+    "base_model_prefix",
+    "_keys_to_ignore_on_load_unexpected",
+    "get_input_embeddings",
+    "get_output_embeddings",
+)
+
+
 def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> nn.Module:
     """Return a model of the stored tensors; ``names`` has the names of those that are parameters of
     ``model``.
@@ -616,60 +675,3 @@ def submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
             module.add_module(name, nn.Module())
         module = module.get_submodule(name)
     return module
-
-
-def shared_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter; one that modules share has several."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return list(names.values())
-
-
-def untie(model: nn.Module, names: Collection[str]) -> None:
-    """Give some of the names of a parameter a parameter of their own, with the same values.
-
-    Raises:
-        ValueError: a module that other names belong to is inside one that is shared as a whole.
-    """
-    shared: set[str] = set()
-    for names_of_one in shared_names(model):
-        if not set(names).isdisjoint(names_of_one):
-            shared.update(names_of_one)
-    old = model.get_parameter(next(iter(names)))
-    own = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        module = model.get_submodule(path)
-        # Names of one weight may also be names of one module, as of T5's embedding in
-        # transformers 4.
-        if any(model.get_submodule(_path(other)) is module for other in shared.difference(names)):
-            parent = model.get_submodule(_path(path))
-            # copy() shares the dict of parameters, where the new one would show under all names.
-            module = copy(module)
-            module._parameters = dict(module._parameters)
-            parent.add_module(path.rpartition(".")[2], module)
-        module.register_parameter(attribute, own)
-    for name in shared:
-        if (model.get_parameter(name) is own) != (name in names):
-            raise ValueError(
-                f"{type(model).__name__} can't hold '{name}' apart from what it is tied to: one "
-                "module holds both"
-            )
-
-
-def without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on PyTorch's meta device, which takes no memory."""
-    tensors = [*model.parameters(), *model.buffers()]
-    empty = {}
-    for tensor in tensors:
-        meta = torch.empty_like(tensor, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-        empty[id(tensor)] = meta
-    # As deepcopy's memo, these stand for the tensors, and what modules share stays shared.
-    return deepcopy(model, empty)
-
-
-def _path(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -36,15 +36,20 @@ _ADAPTER = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 _PICKLED_ADAPTER = "adapter_model.bin"
 _PICKLED = "pytorch_model.bin"
-# What a Trainer saves beside weights.
-_OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
+
+#: Weights that run code when they are opened.
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+#: What a result takes over from its base, and what is downloaded besides weights.
+SMALL_FILES = [
+    *("*.json", "*.jinja", "*.py"),
+    *("*vocab*.txt", "merges.txt", "dict*.txt", "*.model", "*.spm", "*.bpe", "*.codes"),
+    *("*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*", CARD),
+]
+#: What training leaves beside a model, or a program for itself.
+NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json", ".*"]
 
 # The fields of a config.json with which the time and the memory to build a model grow.
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
-
-
-class _Index(TypedDict):
-    weight_map: dict[str, str]
 
 
 class _ModelConfig(TypedDict, total=False):
@@ -383,6 +388,21 @@ def is_adapter(folder: Path) -> bool:
     return (folder / _ADAPTER_CONFIG).is_file() and (folder / _ADAPTER).is_file()
 
 
+def _refuse_both(name: str, folder: Path) -> None:
+    """Refuse a folder with an adapter and a whole model, of which either may be meant."""
+    whole = [SINGLE, INDEX, _PICKLED, f"{_PICKLED}.index.json"]
+    found = [file for file in whole if (folder / file).is_file()]
+    if found:
+        raise ValueError(
+            f"'{name}' holds an adapter ('{_ADAPTER}') and a whole model ('{found[0]}'): give a "
+            "folder with only the one that you mean"
+        )
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
     """Return each tensor's file as in the index, or nothing without one; files outside the folder
     are refused.
@@ -407,15 +427,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return files
 
 
-def _refuse_both(name: str, folder: Path) -> None:
-    """Refuse a folder with an adapter and a whole model, of which either may be meant."""
-    whole = [SINGLE, INDEX, _PICKLED, f"{_PICKLED}.index.json"]
-    found = [file for file in whole if (folder / file).is_file()]
-    if found:
-        raise ValueError(
-            f"'{name}' holds an adapter ('{_ADAPTER}') and a whole model ('{found[0]}'): give a "
-            "folder with only the one that you mean"
-        )
+# What a Trainer saves beside weights.
+_OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
 
 
 def _weight_files(name: str, folder: Path) -> list[str]:
@@ -501,6 +514,19 @@ def _conversion(folder: Path) -> str:
     return f"python -c {shlex.quote(code)}"
 
 
+def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Download the small files and some others into a folder that is named after their commit, and
+    return it.
+    """
+    folder = huggingface_hub.snapshot_download(
+        name.partition("@")[0],
+        revision=revision,
+        allow_patterns=[*SMALL_FILES, *files],
+        ignore_patterns=NOT_OF_THE_MODEL,
+    )
+    return Path(folder)
+
+
 def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
     try:
         metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
@@ -541,43 +567,50 @@ def _described(file: str, metadata: SafetensorsFileMetadata) -> dict[str, Tensor
     return tensors
 
 
-def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
-    """Download the small files and some others into a folder that is named after their commit, and
-    return it.
-    """
-    folder = huggingface_hub.snapshot_download(
-        name.partition("@")[0],
-        revision=revision,
-        allow_patterns=[*SMALL_FILES, *files],
-        ignore_patterns=NOT_OF_THE_MODEL,
-    )
-    return Path(folder)
-
-
-#: What a result takes over from its base, and what is downloaded besides weights.
-SMALL_FILES = [
-    *("*.json", "*.jinja", "*.py"),
-    *("*vocab*.txt", "merges.txt", "dict*.txt", "*.model", "*.spm", "*.bpe", "*.codes"),
-    *("*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*", CARD),
-]
-#: What training leaves beside a model, or a program for itself.
-NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json", ".*"]
-#: Weights that run code when they are opened.
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-
-_MODULES = "modules.json"
-_MOST_BYTES = 10**9  # the largest small file, which is held in memory
-
-
-class _Module(TypedDict):
-    path: str
-
-
 def is_small_file(name: str) -> bool:
     """Tell whether a file of this name, without folders, belongs to a model besides its weights."""
     if any(fnmatchcase(name, pattern) for pattern in NOT_OF_THE_MODEL):
         return False
     return any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+
+
+_MOST_BYTES = 10**9  # the largest small file, which is held in memory
+
+
+def read_files(folder: Path, paths: Iterable[Path]) -> dict[str, bytes]:
+    """Return the content of files of a model, by path in its folder.
+
+    Raises:
+        ValueError: a file can't be read, is too large, or is a link out of the folder.
+    """
+    homes = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":  # beside these, the hub's cache has the files
+        homes.append(folder.resolve().parents[1] / "blobs")
+    contents = {}
+    for path in paths:
+        target = path.resolve()
+        # What a result holds may be published, and a link may lead to any file of the user's.
+        if not any(target.is_relative_to(home) for home in homes):
+            raise ValueError(
+                f"'{path}' is a link to '{target}', out of the folder: copy the file there"
+            )
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise ValueError(
+                f"'{path}' has {size / 1e9:.1f} GB and is no weight file: move it elsewhere"
+            )
+        try:
+            contents[path.relative_to(folder).as_posix()] = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"'{path}' can't be read: {error.strerror}") from error
+    return contents
+
+
+_MODULES = "modules.json"
+
+
+class _Module(TypedDict):
+    path: str
 
 
 def module_folders(folder: Path) -> list[str]:
@@ -611,32 +644,3 @@ def module_files(folder: Path) -> dict[str, bytes]:
         paths += [path for path in files if is_small_file(path.name)]
         paths += safetensors
     return read_files(folder, paths)
-
-
-def read_files(folder: Path, paths: Iterable[Path]) -> dict[str, bytes]:
-    """Return the content of files of a model, by path in its folder.
-
-    Raises:
-        ValueError: a file can't be read, is too large, or is a link out of the folder.
-    """
-    homes = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # beside these, the hub's cache has the files
-        homes.append(folder.resolve().parents[1] / "blobs")
-    contents = {}
-    for path in paths:
-        target = path.resolve()
-        # What a result holds may be published, and a link may lead to any file of the user's.
-        if not any(target.is_relative_to(home) for home in homes):
-            raise ValueError(
-                f"'{path}' is a link to '{target}', out of the folder: copy the file there"
-            )
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise ValueError(
-                f"'{path}' has {size / 1e9:.1f} GB and is no weight file: move it elsewhere"
-            )
-        try:
-            contents[path.relative_to(folder).as_posix()] = path.read_bytes()
-        except OSError as error:
-            raise ValueError(f"'{path}' can't be read: {error.strerror}") from error
-    return contents

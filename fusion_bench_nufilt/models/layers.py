@@ -20,6 +20,8 @@ from torch.nn.modules.conv import _ConvNd
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import TargetConfig, matches
 
+log = logging.getLogger(__name__)
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -105,27 +107,6 @@ def unsupported_modules(model: nn.Module) -> dict[str, str]:
                     "is known"
                 )
     return reasons
-
-
-def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
-    """Tell whether a parameter has the shape of a matrix or of several, and is neither an embedding
-    nor a bias.
-    """
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or attribute.endswith("bias"):
-        return False
-    return _long_sides(parameter) >= 2
-
-
-def join(name: str, attribute: str) -> str:
-    """Return the dotted name of a module's attribute; both may be empty, as the root module's name
-    is.
-    """
-    return ".".join(filter(None, (name, attribute)))
-
-
-def _long_sides(tensor: Tensor) -> int:
-    # A class token is (1, 1, d), and no stack of matrices.
-    return sum(size > 1 for size in tensor.shape)
 
 
 def _views_of(name: str, module: nn.Module) -> list[MatrixView]:
@@ -246,48 +227,16 @@ def _orientation(own: dict[str, nn.Parameter]) -> bool | None:
     return None
 
 
-# The dots are not consumed, so that of two numbers side by side both are found.
-_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+def _long_sides(tensor: Tensor) -> int:
+    # A class token is (1, 1, d), and no stack of matrices.
+    return sum(size > 1 for size in tensor.shape)
 
 
-def layer_name(name: str) -> str:
-    """Return the name of a layer, given that of its module: transformers 5 drops the prefix of CLIP
-    vision towers.
+def join(name: str, attribute: str) -> str:
+    """Return the dotted name of a module's attribute; both may be empty, as the root module's name
+    is.
     """
-    # A layer's name seeds its A, so that it must be the same under both versions.
-    return name.removeprefix("vision_model.")
-
-
-def in_module_of_block(tensor: str) -> bool:
-    """Return whether a tensor belongs to a module inside a block, and is not the block's own
-    parameter.
-    """
-    block = block_of(tensor)
-    return block is not None and "." in block.inside
-
-
-def exclude_hint(layer: str) -> str:
-    """Return the end of a message about a layer that only some of the models have."""
-    return f"; exclude_modules=[{layer}] leaves it out"
-
-
-def without_numbers(name: str) -> str:
-    """Return a name with ``*`` for the numbers of blocks, so that the same layers of all blocks
-    have one name.
-    """
-    return _NUMBER.sub("*", name)
-
-
-def with_same_ending(name: str, others: Iterable[str]) -> list[str]:
-    """Return the names that are the same as this one from its block on, as in ``layers.0.mlp``."""
-    in_block = re.search(r"[^.]+\.\d+\..*", name)
-    if in_block is None:
-        return []
-    ending = f".{in_block[0]}"
-    return sorted(other for other in others if f".{other}".endswith(ending))
-
-
-log = logging.getLogger(__name__)
+    return ".".join(filter(None, (name, attribute)))
 
 
 class Family(NamedTuple):
@@ -565,3 +514,53 @@ def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: Target
         share_of_blocks = merged_in_blocks / elements_in_blocks
     others = (len(parameters) - count, 1 - share)
     return Coverage(len(layers), (count, share), others, share_of_blocks, dict(left_out), targets)
+
+
+def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
+    """Tell whether a parameter has the shape of a matrix or of several, and is neither an embedding
+    nor a bias.
+    """
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or attribute.endswith("bias"):
+        return False
+    return _long_sides(parameter) >= 2
+
+
+def layer_name(name: str) -> str:
+    """Return the name of a layer, given that of its module: transformers 5 drops the prefix of CLIP
+    vision towers.
+    """
+    # A layer's name seeds its A, so that it must be the same under both versions.
+    return name.removeprefix("vision_model.")
+
+
+def exclude_hint(layer: str) -> str:
+    """Return the end of a message about a layer that only some of the models have."""
+    return f"; exclude_modules=[{layer}] leaves it out"
+
+
+def in_module_of_block(tensor: str) -> bool:
+    """Return whether a tensor belongs to a module inside a block, and is not the block's own
+    parameter.
+    """
+    block = block_of(tensor)
+    return block is not None and "." in block.inside
+
+
+# The dots are not consumed, so that of two numbers side by side both are found.
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+
+
+def without_numbers(name: str) -> str:
+    """Return a name with ``*`` for the numbers of blocks, so that the same layers of all blocks
+    have one name.
+    """
+    return _NUMBER.sub("*", name)
+
+
+def with_same_ending(name: str, others: Iterable[str]) -> list[str]:
+    """Return the names that are the same as this one from its block on, as in ``layers.0.mlp``."""
+    in_block = re.search(r"[^.]+\.\d+\..*", name)
+    if in_block is None:
+        return []
+    ending = f".{in_block[0]}"
+    return sorted(other for other in others if f".{other}".endswith(ending))

@@ -23,11 +23,6 @@ from fusion_bench_nufilt.models.source import MatchedRows, Source
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 
-# What to do with an embedding that is one weight with the head, where a model has two.
-COPY_HEAD = (
-    "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
-)
-
 
 class ModelWeights:
     """A model with all its weights, in files or in memory.
@@ -278,6 +273,12 @@ class ModelWeights:
         return []
 
 
+# What to do with an embedding that is one weight with the head, where a model has two.
+COPY_HEAD = (
+    "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
+)
+
+
 def tie_weights(
     architecture: Architecture,
     lasting: Sequence[ModelWeights],
@@ -307,6 +308,14 @@ def tie_weights(
         model.tie(architecture)
 
 
+def _separate(architecture: Architecture, model: ModelWeights) -> None:
+    """Untie what is more than one tensor in a model."""
+    for names in architecture.weights:
+        for group in _groups(model, names):
+            if architecture.param_named(names[0]) not in group:
+                architecture.untie(group)
+
+
 def differing(architecture: Architecture, model: ModelWeights) -> list[str]:
     """Return the names of weights that a model has apart from those that they are tied to."""
     differing: list[str] = []
@@ -315,14 +324,6 @@ def differing(architecture: Architecture, model: ModelWeights) -> list[str]:
         if any(other != first for other in others):
             differing += names
     return differing
-
-
-def _separate(architecture: Architecture, model: ModelWeights) -> None:
-    """Untie what is more than one tensor in a model."""
-    for names in architecture.weights:
-        for group in _groups(model, names):
-            if architecture.param_named(names[0]) not in group:
-                architecture.untie(group)
 
 
 def _groups(model: ModelWeights, names: Sequence[str]) -> list[list[str]]:

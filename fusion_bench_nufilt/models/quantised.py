@@ -54,22 +54,6 @@ def relative_spacing(stored: TensorInfo) -> float:
     return torch.finfo(FLOATS[stored.dtype]).eps
 
 
-_FP8 = "F8_E4M3"
-# Suffixes of a weight's key; the weight is multiplied by either.
-_FP8_SCALES = ("_scale_inv", "_scale")
-_INPUT_SCALES = ("input_scale", "activation_scale")
-_SIDES = (128, 128)  # of the blocks, where config.json does not give them
-
-# Suffixes of tensor names in quantised checkpoints that can't be read.
-_NAMES = {
-    ".g_idx": "GPTQ",
-    ".qweight": "GPTQ or AWQ",
-    ".absmax": "bitsandbytes",
-    ".SCB": "bitsandbytes",
-    ".weight_packed": "compressed-tensors in a packed format",
-}
-
-
 _Sides = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
@@ -88,6 +72,40 @@ class Quantisation(TypedDict, total=False):
     format: str | None
     weight_block_size: _Sides | None
     config_groups: dict[str, _Group] | None
+
+
+# Suffixes of tensor names in quantised checkpoints that can't be read.
+_NAMES = {
+    ".g_idx": "GPTQ",
+    ".qweight": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".weight_packed": "compressed-tensors in a packed format",
+}
+
+
+def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None:
+    """Return the name of a quantisation that can't be read, if config.json or the tensors' names
+    show one.
+    """
+    method = config.get("quant_method")
+    form = config.get("format")
+    if method == "compressed-tensors" and form != "float-quantized":
+        return f"{method} in the format {form}"
+    if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
+        return str(method)
+    for name in names:
+        for suffix, quantisation in _NAMES.items():
+            if name.endswith(suffix):
+                return quantisation
+    return None
+
+
+_FP8 = "F8_E4M3"
+# Suffixes of a weight's key; the weight is multiplied by either.
+_FP8_SCALES = ("_scale_inv", "_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_SIDES = (128, 128)  # of the blocks, where config.json does not give them
 
 
 @dataclass(frozen=True)
@@ -236,23 +254,6 @@ def _sides(config: Quantisation) -> Sequence[int]:
         if sides and not isinstance(sides, str):
             return sides
     return _SIDES
-
-
-def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None:
-    """Return the name of a quantisation that can't be read, if config.json or the tensors' names
-    show one.
-    """
-    method = config.get("quant_method")
-    form = config.get("format")
-    if method == "compressed-tensors" and form != "float-quantized":
-        return f"{method} in the format {form}"
-    if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
-        return str(method)
-    for name in names:
-        for suffix, quantisation in _NAMES.items():
-            if name.endswith(suffix):
-                return quantisation
-    return None
 
 
 _MXFP4_BLOCKS = "_blocks"

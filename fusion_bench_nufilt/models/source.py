@@ -5,13 +5,12 @@ in common, the model in memory, and what stands between a source and its reader.
 import hashlib
 import json
 import math
-import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,7 @@ from fusion_bench_nufilt.utils.tensors import (
     raw_bytes,
 )
 
-_T = TypeVar("_T")
-
+Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 # What training wraps a model or its layers in, by the name that this adds to those of tensors.
 # That of DistributedDataParallel and of DeepSpeed is "module", at the start of a name.
 _WRAPPERS = {
@@ -35,7 +33,6 @@ _WRAPPERS = {
     "_fsdp_wrapped_module": "FSDP",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
-Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
 
 
 class Source(ABC):
@@ -161,24 +158,6 @@ def split_rows(
     return split
 
 
-def check_belongs(kept: Tensor, stored: Tensor, name: str, state: "Source") -> None:
-    """Refuse a tensor of the state beside a model unless the model has it, rounded to its dtype."""
-    if not torch.equal(kept.to(stored.dtype), stored):
-        raise ValueError(
-            f"'{state.name}' does not belong to the weights beside it: '{name}' differs; remove it "
-            "if the weights are right"
-        )
-
-
-def format_names(names: Iterable[str | Path]) -> str:
-    """Return the first names in quotes, and how many more there are."""
-    all_names = list(names)
-    text = ", ".join(f"'{name}'" for name in all_names[:4])
-    if len(all_names) > 4:
-        text += f" and {len(all_names) - 4} more"
-    return text
-
-
 class MemorySource(Source):
     """Tensors in memory, which are read where they are, and which a merge may write.
 
@@ -274,50 +253,6 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-class LastRead(Generic[_T]):
-    """Keeps the values that were read last, one for each thread that may be reading.
-
-    Factors of fused experts hold those of all experts of a parameter, which are merged one after
-    another, and an update outside the merged layers is added piece by piece. A value is read by one
-    thread, and the others wait for it. A copy in another process begins empty.
-    """
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[Hashable, _T] = OrderedDict()
-        self._reading = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-
-    def get(self, key: Hashable, read: Callable[[], _T]) -> _T:
-        """Return the value of a key, which is read if it is not there."""
-        with self._reading:
-            if key not in self._values:
-                self._values[key] = read()
-                while len(self._values) > max(4, torch.get_num_threads()):
-                    self._values.popitem(last=False)
-            self._values.move_to_end(key)
-            return self._values[key]
-
-
-class ReadDigests:
-    """The digest of all that is read of each model for a tensor, by the model's role in the
-    merge.
-    """
-
-    def __init__(self) -> None:
-        self._shas: defaultdict[str, Any] = defaultdict(hashlib.sha256)
-
-    def add(self, source: str, value: Tensor) -> None:
-        self._shas[source].update(raw_bytes(value))
-
-    def by_source(self) -> dict[str, str]:
-        return {source: sha.hexdigest() for source, sha in self._shas.items()}
-
-
 @dataclass(frozen=True)
 class MatchedRows:
     """A tensor with the base's rows, given where a source stores each of them."""
@@ -356,3 +291,36 @@ class MatchedRows:
                 break
             end += 1
         return end
+
+
+class ReadDigests:
+    """The digest of all that is read of each model for a tensor, by the model's role in the
+    merge.
+    """
+
+    def __init__(self) -> None:
+        self._shas: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+
+    def add(self, source: str, value: Tensor) -> None:
+        self._shas[source].update(raw_bytes(value))
+
+    def by_source(self) -> dict[str, str]:
+        return {source: sha.hexdigest() for source, sha in self._shas.items()}
+
+
+def check_belongs(kept: Tensor, stored: Tensor, name: str, state: "Source") -> None:
+    """Refuse a tensor of the state beside a model unless the model has it, rounded to its dtype."""
+    if not torch.equal(kept.to(stored.dtype), stored):
+        raise ValueError(
+            f"'{state.name}' does not belong to the weights beside it: '{name}' differs; remove it "
+            "if the weights are right"
+        )
+
+
+def format_names(names: Iterable[str | Path]) -> str:
+    """Return the first names in quotes, and how many more there are."""
+    all_names = list(names)
+    text = ", ".join(f"'{name}'" for name in all_names[:4])
+    if len(all_names) > 4:
+        text += f" and {len(all_names) - 4} more"
+    return text
