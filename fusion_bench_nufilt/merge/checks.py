@@ -21,7 +21,7 @@ from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import coverage, exclude_hint
-from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, differing
+from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
@@ -144,7 +144,7 @@ def check_module(
         origin=architecture.origin,
     )
     task = ModelWeights(module_source(name, model, drawn), architecture)
-    separate = differing(architecture, task)
+    separate = names_apart(architecture, task)
     if separate:
         raise ValueError(
             f"model '{name}' has {format_names(separate)} as weights of their own, which are one "

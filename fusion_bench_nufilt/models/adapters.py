@@ -47,11 +47,11 @@ _CLASSES = {
 }
 
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"
-SAVE_AGAIN = "save it again from the model that was trained"
+_SAVE_AGAIN = "save it again from the model that was trained"
 
 
 @dataclass(frozen=True)
-class LoraUpdate:
+class _LoraUpdate:
     """Where an adapter stores the factors of a layer's update: scaling times B A."""
 
     key_a: str
@@ -77,14 +77,14 @@ class LoraAdapter(ModelWeights):
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.config: Mapping[str, Any] = checkpoint.adapter_config
-        self.updates: dict[str, LoraUpdate] = {}  # by param, as all below
+        self.updates: dict[str, _LoraUpdate] = {}  # by param, as all below
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths
         self.saved_experts: dict[str, ExpertRows] = {}  # places in whole stacks
         self.trained_rows: dict[str, dict[int, int]] = {}  # the stored place of each trained row
         # Whether a layer is stored transposed, as (d_i, d_o).
         self._transposed = {param for param, view in architecture.views.items() if view.transposed}
-        self._factors: LastRead[tuple[Tensor, Tensor, str]] = LastRead()
-        check_config(checkpoint, architecture)
+        self._factors: _LastRead[tuple[Tensor, Tensor, str]] = _LastRead()
+        _check_config(checkpoint, architecture)
         super().__init__(checkpoint, architecture)
 
     # Which tensors there are
@@ -92,7 +92,7 @@ class LoraAdapter(ModelWeights):
     def _find_tensors(self, architecture: Architecture) -> None:
         tensors = self.source.tensors
         if not tensors:
-            raise ValueError(f"adapter '{self.source.name}' has no tensors: {SAVE_AGAIN}")
+            raise ValueError(f"adapter '{self.source.name}' has no tensors: {_SAVE_AGAIN}")
         self.source.check_not_empty(tensors)
         unknown = []
         modules_of_experts = {}  # by the key of A
@@ -111,11 +111,11 @@ class LoraAdapter(ModelWeights):
                 if architecture.stacks_of(outer):
                     modules_of_experts[key] = outer
                 else:
-                    self._add_pair(architecture.name(f"{module}.weight"), module, key)
+                    self._add_pair(architecture.untied_name(f"{module}.weight"), module, key)
             elif name.endswith(_TOKENS):
                 self._add_tokens(architecture, name.removesuffix(_TOKENS), key)
             elif self.config.get("use_dora") and name.endswith(_MAGNITUDE):
-                param = architecture.name(name.removesuffix(_MAGNITUDE) + ".weight")
+                param = architecture.untied_name(name.removesuffix(_MAGNITUDE) + ".weight")
                 self.magnitudes[param] = key
             elif ".base_layer." in name:
                 # the base's own weight, which peft saves along with an adapted embedding or head
@@ -135,7 +135,7 @@ class LoraAdapter(ModelWeights):
             raise ValueError(
                 f"adapter '{self.source.name}': "
                 f"{format_names(unknown)}: no LoRA of a linear layer; "
-                f"{with_peft(self.checkpoint, architecture)}"
+                f"{_with_peft(self.checkpoint, architecture)}"
             )
 
     def _refuse_named(self, unknown: Sequence[str]) -> None:
@@ -163,7 +163,7 @@ class LoraAdapter(ModelWeights):
         if lost:
             raise ValueError(
                 f"adapter '{self.source.name}' uses {format_names(lost)} and lacks tensors of it: "
-                f"{SAVE_AGAIN}"
+                f"{_SAVE_AGAIN}"
             )
 
     def _add_pair(self, param: str, module: str, key_a: str) -> None:
@@ -176,7 +176,7 @@ class LoraAdapter(ModelWeights):
         targets = self.config.get("target_parameters") or ()
         is_parameter = any(f".{module}.weight".endswith(f".{target}") for target in targets)
         target = f"{module}.weight" if is_parameter else module
-        update = LoraUpdate(key_a, key_b, self._scaling(target, key_a, key_b))
+        update = _LoraUpdate(key_a, key_b, self._scaling(target, key_a, key_b))
         self._check_new(param, module)
         transposed = param in self._transposed
         if self.config.get("fan_in_fan_out") and not transposed and not update.of_embedding:
@@ -202,7 +202,7 @@ class LoraAdapter(ModelWeights):
             scaling = self._scaling(parameter, key_a, key_b, count)
             for param, expert in experts.items():
                 self._check_new(param, parameter)
-                self.updates[param] = LoraUpdate(key_a, key_b, scaling, expert)
+                self.updates[param] = _LoraUpdate(key_a, key_b, scaling, expert)
                 self.params[param] = architecture.views[param].part_shape
 
     def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
@@ -214,12 +214,12 @@ class LoraAdapter(ModelWeights):
             self.keys[param] = key
             self.params[param] = rows.shape
         if not experts:
-            self._add_tensor(architecture.name(name), key)
+            self._add_tensor(architecture.untied_name(name), key)
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""
         name = self.source.name
-        param = architecture.name(f"{module}.weight")
+        param = architecture.untied_name(f"{module}.weight")
         numbers = self.config.get("trainable_token_indices")
         if isinstance(numbers, dict):
             of_module = [numbers[end] for end in numbers if f".{module}".endswith(f".{end}")]
@@ -228,7 +228,7 @@ class LoraAdapter(ModelWeights):
         rows = architecture.rows(param)
         claim = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
         if not numbers or len(numbers) != count:
-            raise ValueError(f"adapter '{name}' has {claim}: {SAVE_AGAIN}")
+            raise ValueError(f"adapter '{name}' has {claim}: {_SAVE_AGAIN}")
         if max(numbers) >= rows:
             raise ValueError(
                 f"adapter '{name}' has {claim}: load its base, resize its embeddings "
@@ -268,7 +268,7 @@ class LoraAdapter(ModelWeights):
         if param in self.updates or param in self.keys:
             raise ValueError(
                 f"adapter '{self.source.name}' changes '{param}' twice, as '{name}' too: "
-                f"{SAVE_AGAIN}"
+                f"{_SAVE_AGAIN}"
             )
 
     def _scaling(self, name: str, key_a: str, key_b: str, experts: int = 1) -> float:
@@ -466,7 +466,7 @@ class LoraAdapter(ModelWeights):
         if renamed:
             raise ValueError(
                 f"{adapter} was trained on another class of the model: {lacks}, but "
-                f"'{renamed[0]}'; with that class, {with_peft(self.checkpoint, architecture)}"
+                f"'{renamed[0]}'; with that class, {_with_peft(self.checkpoint, architecture)}"
             )
         raise ValueError(f"{adapter} is for another base: {lacks}")
 
@@ -496,7 +496,7 @@ class LoraAdapter(ModelWeights):
             raise ValueError(
                 f"adapter '{self.source.name}' changes "
                 f"{format_names(dora)} by DoRA outside the merged "
-                f"layers: {could_be_layers}{with_peft(self.checkpoint, architecture)}"
+                f"layers: {could_be_layers}{_with_peft(self.checkpoint, architecture)}"
             )
         if rule != "pretrained":
             return []
@@ -522,7 +522,7 @@ class LoraAdapter(ModelWeights):
         ]
 
 
-class LastRead(Generic[_T]):
+class _LastRead(Generic[_T]):
     """Keeps the values that were read last, one for each thread that may be reading.
 
     Factors of fused experts hold those of all experts of a parameter, which are merged one after
@@ -577,7 +577,7 @@ _WITHOUT_WEIGHTS = (
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
+def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
     """Raise a ValueError if an adapter is of a kind that can't be merged."""
     # The raw file is read, since peft drops fields that it does not know.
     config: Any = checkpoint.adapter_config
@@ -590,7 +590,7 @@ def check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
     if kind != "LORA":
         raise ValueError(
             f"{adapter} is of type {kind}: only LORA can be merged; "
-            f"{with_peft(checkpoint, architecture)}"
+            f"{_with_peft(checkpoint, architecture)}"
         )
     for option, meaning in _NO_CHANGE_OF_WEIGHTS.items():
         if config.get(option):
@@ -600,7 +600,7 @@ def check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
         _check_biases(checkpoint, architecture)
     for option, meaning in _REFUSED.items():
         if config.get(option):
-            raise ValueError(f"{adapter} uses {meaning}: {with_peft(checkpoint, architecture)}")
+            raise ValueError(f"{adapter} uses {meaning}: {_with_peft(checkpoint, architecture)}")
     initialisation = str(config.get("init_lora_weights", True))
     # By their start, since PiSSA's may end in a number of iterations: pissa_niter_16.
     if initialisation.startswith(_REFUSED_INITS):
@@ -621,7 +621,7 @@ def _check_biases(checkpoint: Checkpoint, architecture: Architecture) -> None:
             )
 
 
-def with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
+def _with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
     """Return the end of a message about an adapter that only peft can merge.
 
     Into a weight that several modules share, peft adds the updates of all of them.

@@ -29,7 +29,7 @@ from fusion_bench_nufilt.models.layers import (
     views,
     without_numbers,
 )
-from fusion_bench_nufilt.models.source import Parts, Source, part
+from fusion_bench_nufilt.models.source import Parts, Source, part_key
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
@@ -119,7 +119,7 @@ class Architecture:
                 self._parts[param] = [view.rows for view in views_of_key]
                 for name in self.names(param):
                     for rows in self._parts[param]:
-                        self._params[part(name, rows)] = part(param, rows)
+                        self._params[part_key(name, rows)] = part_key(param, rows)
             for view in views_of_key:
                 self.views[self.param_of(view)] = view
 
@@ -144,7 +144,7 @@ class Architecture:
     def param_of(self, view: MatrixView) -> str:
         param = self._params[view.key]
         if param in self._parts:
-            return part(param, view.rows)
+            return part_key(param, view.rows)
         return param
 
     def names(self, param: str) -> list[str]:
@@ -174,7 +174,7 @@ class Architecture:
         """Give some names of a weight a weight of their own."""
         if any(not parameter.is_meta for parameter in self.model.parameters()):
             self.model = without_values(self.model)  # a model in memory stays as it is
-        untie(self.model, names)
+        untie_parameter(self.model, names)
         self._params |= dict.fromkeys(names, self.first(names))
         self._find_layers()
 
@@ -185,7 +185,7 @@ class Architecture:
         return self.shape(param)[0]
 
     def parts(self, param: str) -> list[str]:
-        return [part(param, rows) for rows in self._parts.get(param, ())]
+        return [part_key(param, rows) for rows in self._parts.get(param, ())]
 
     def shape(self, param: str) -> tuple[int, ...]:
         return tuple(self.model.get_parameter(param).shape)
@@ -203,14 +203,14 @@ class Architecture:
 
     def param(self, key: str) -> str:
         """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
-        name = self.module_name(key)
+        name = self.model_name(key)
         return self._params.get(name, name)
 
-    def name(self, key: str) -> str:
+    def untied_name(self, key: str) -> str:
         """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
         it is tied to.
         """
-        name = self.module_name(key)
+        name = self.model_name(key)
         if any(name in names for names in self.shared):
             return name
         return self._params.get(name, name)
@@ -222,7 +222,7 @@ class Architecture:
             params[self.param(key)].append(key)
         return params
 
-    def module_name(self, key: str) -> str:
+    def model_name(self, key: str) -> str:
         """Return the model's name for a checkpoint's key, renamed as transformers does when it
         loads one.
         """
@@ -267,7 +267,7 @@ class Architecture:
         known = set(map(without_numbers, self._params))
         unused = []
         for key in base.tensors:
-            if self.module_name(key) in self._params:
+            if self.model_name(key) in self._params:
                 continue
             is_ignored = any(re.search(pattern, key) for pattern in ignored)
             if not is_ignored and known.intersection(map(without_numbers, self._names(key))):
@@ -384,7 +384,7 @@ def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
             yield f"{path}.{name}".removeprefix(".")
 
 
-def untie(model: nn.Module, names: Collection[str]) -> None:
+def untie_parameter(model: nn.Module, names: Collection[str]) -> None:
     """Give some of the names of a parameter a parameter of their own, with the same values.
 
     Raises:
@@ -552,7 +552,7 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
     except ModuleNotFoundError:  # transformers 4
         return (
             model,
-            partial(_rename, getattr(model, "_checkpoint_conversion_mapping", None) or {}),
+            partial(_rename_by, getattr(model, "_checkpoint_conversion_mapping", None) or {}),
             dict,
         )
     # Legacy names are left out, since transformers does not bring these back when it saves.
@@ -594,7 +594,7 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
     return model, lambda key: names.get(key) or rename_source_key(key, prefixes, [])[0], undo
 
 
-def _rename(patterns: Mapping[str, str], key: str) -> str:
+def _rename_by(patterns: Mapping[str, str], key: str) -> str:
     for pattern, replacement in patterns.items():
         key, count = re.subn(pattern, replacement, key)
         # The first pattern that fits is the only one, as in transformers 4.
@@ -617,7 +617,7 @@ def _by_shape(change: Any) -> bool:
     return any(getattr(operation, "check_dims", False) for operation in operations)
 
 
-_KEPT = (
+_KEPT_ATTRIBUTES = (
     "base_model_prefix",
     "_keys_to_ignore_on_load_unexpected",
     "get_input_embeddings",
@@ -638,7 +638,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
         is_router = type(module).__name__.endswith("TopKRouter")
         if not module._modules and not is_router:
             leaves[name] = module
-    kept = {name: staticmethod(getattr(model, name)) for name in _KEPT}
+    kept = {name: staticmethod(getattr(model, name)) for name in _KEPT_ATTRIBUTES}
     # Under the model's own name, which messages about its layers have.
     root: Any = type(type(model).__name__, (nn.Module,), kept)()
     joined = sorted(stored.keys() - names.keys(), reverse=True)  # a weight before its bias

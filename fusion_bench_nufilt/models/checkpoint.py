@@ -22,8 +22,8 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.models.quantised import (
     Encoded,
     Quantisation,
-    join_blocks,
-    join_scales,
+    join_fp8,
+    join_mxfp4,
     other_quantisation,
 )
 from fusion_bench_nufilt.models.source import Source, format_names
@@ -31,22 +31,22 @@ from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, InputFile, pr
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest, is_finite
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_ADAPTER = "adapter_model.safetensors"
+_SINGLE = "model.safetensors"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 _PICKLED_ADAPTER = "adapter_model.bin"
-_PICKLED = "pytorch_model.bin"
+_PICKLED_WEIGHTS = "pytorch_model.bin"
 
 #: Weights that run code when they are opened.
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 #: What a result takes over from its base, and what is downloaded besides weights.
-SMALL_FILES = [
+_SMALL_FILES = [
     *("*.json", "*.jinja", "*.py"),
     *("*vocab*.txt", "merges.txt", "dict*.txt", "*.model", "*.spm", "*.bpe", "*.codes"),
     *("*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*", CARD),
 ]
 #: What training leaves beside a model, or a program for itself.
-NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json", ".*"]
+_NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json", ".*"]
 
 # The fields of a config.json with which the time and the memory to build a model grow.
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
@@ -116,8 +116,8 @@ class Checkpoint(Source):
                 "name the model that it was quantised from, or remove quantization_config if it is "
                 "not quantised"
             )
-        self.tensors = join_blocks(name, self.tensors, self.quantisation)
-        self.tensors = join_scales(name, self.tensors, self.quantisation)
+        self.tensors = join_mxfp4(name, self.tensors, self.quantisation)
+        self.tensors = join_fp8(name, self.tensors, self.quantisation)
         self.whole = self.tensors  # before they are split
         self.copies: dict[str, str] = {}  # further keys, and those of which they have the tensors
 
@@ -130,7 +130,7 @@ class Checkpoint(Source):
         if not folder.is_dir():
             _refuse_mistyped(name)
             try:
-                folder = download(name, name.partition("@")[2] or None, [_ADAPTER])
+                folder = download(name, name.partition("@")[2] or None, [_ADAPTER_WEIGHTS])
             except HFValidationError as error:
                 raise ValueError(
                     f"'{name}' is neither a folder nor the name of a hub repository"
@@ -139,7 +139,7 @@ class Checkpoint(Source):
                 raise ValueError(
                     f"'{name}' is no folder, and the hub can't give it: {error}"
                 ) from error
-            shards = set(_weight_map(folder).values()) or {SINGLE}
+            shards = set(_weight_map(folder).values()) or {_SINGLE}
             if is_adapter(folder):
                 _refuse_both(name, folder)
             # What lies in the cache needs no network. Of all else, headers come first: weights are
@@ -258,28 +258,28 @@ class Checkpoint(Source):
         Raises:
             ValueError: a file can't be read, is too large, or is a link out of the folder.
         """
-        paths = [path for path in self.folder.iterdir() if is_small_file(path.name)]
+        paths = [path for path in self.folder.iterdir() if _is_small_file(path.name)]
         paths += (self.folder / "additional_chat_templates").glob("*.jinja")
         wanted = []
         for path in sorted(paths):
             is_index = path.name.endswith(".index.json")
-            if is_index and (path.name != INDEX or self.files == [SINGLE]):
+            if is_index and (path.name != INDEX or self.files == [_SINGLE]):
                 continue  # of other weights
             # The result gets a card and a manifest of its own.
             if path.name in (CARD, MANIFEST):
                 continue
             if path.is_file() and re.fullmatch(names, path.name):
                 wanted.append(path)
-        return read_files(self.folder, wanted)
+        return _read_files(self.folder, wanted)
 
     def module_files(self) -> dict[str, bytes]:
         """Return the files of the modules that sentence-transformers puts behind the model, by path
         in the folder.
         """
-        weights = [f"{module}/*.safetensors" for module in module_folders(self.folder)]
+        weights = [f"{module}/*.safetensors" for module in _module_folders(self.folder)]
         if not weights:
             return {}
-        return module_files(self.folder_with(*weights))
+        return _read_module_files(self.folder_with(*weights))
 
     def _unwrapping(self, wrapper: str) -> str:
         if wrapper == "module":
@@ -385,17 +385,17 @@ def _refuse_mistyped(name: str) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / _ADAPTER_CONFIG).is_file() and (folder / _ADAPTER).is_file()
+    return (folder / _ADAPTER_CONFIG).is_file() and (folder / _ADAPTER_WEIGHTS).is_file()
 
 
 def _refuse_both(name: str, folder: Path) -> None:
     """Refuse a folder with an adapter and a whole model, of which either may be meant."""
-    whole = [SINGLE, INDEX, _PICKLED, f"{_PICKLED}.index.json"]
+    whole = [_SINGLE, INDEX, _PICKLED_WEIGHTS, f"{_PICKLED_WEIGHTS}.index.json"]
     found = [file for file in whole if (folder / file).is_file()]
     if found:
         raise ValueError(
-            f"'{name}' holds an adapter ('{_ADAPTER}') and a whole model ('{found[0]}'): give a "
-            "folder with only the one that you mean"
+            f"'{name}' holds an adapter ('{_ADAPTER_WEIGHTS}') and a whole model ('{found[0]}'): "
+            "give a folder with only the one that you mean"
         )
 
 
@@ -434,10 +434,10 @@ _OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state
 def _weight_files(name: str, folder: Path) -> list[str]:
     if is_adapter(folder):
         _refuse_both(name, folder)
-        return [_ADAPTER]
+        return [_ADAPTER_WEIGHTS]
     # Before the index, in the order in which transformers looks for weights.
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
     files = sorted(set(_weight_map(folder).values()))
     if files:
         absent = [file for file in files if not (folder / file).is_file()]
@@ -461,7 +461,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         raise ValueError(
             f"'{name}' holds no safetensors file, and {format_names(inside)} does: give that one"
         )
-    pickles = [path.name for path in folder.iterdir() if path.suffix in PICKLES]
+    pickles = [path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES]
     pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
     if pickles:
         pickled = (
@@ -494,7 +494,7 @@ def _conversion(folder: Path) -> str:
     """Return the command that saves the pickled weights of a folder as safetensors beside them."""
     if (folder / _PICKLED_ADAPTER).is_file():
         before = json.dumps(str(folder / _PICKLED_ADAPTER))
-        after = json.dumps(str(folder / _ADAPTER))
+        after = json.dumps(str(folder / _ADAPTER_WEIGHTS))
         load = f"torch.load({before}, map_location='cpu', weights_only=True)"
         # safetensors takes no tensors that share memory or are not contiguous.
         copies = f"{{key: value.contiguous().clone() for key, value in {load}.items()}}"
@@ -521,8 +521,8 @@ def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     folder = huggingface_hub.snapshot_download(
         name.partition("@")[0],
         revision=revision,
-        allow_patterns=[*SMALL_FILES, *files],
-        ignore_patterns=NOT_OF_THE_MODEL,
+        allow_patterns=[*_SMALL_FILES, *files],
+        ignore_patterns=_NOT_OF_THE_MODEL,
     )
     return Path(folder)
 
@@ -544,7 +544,7 @@ def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
             f"'{name}': the hub can't give the headers of its weights: {error}"
         ) from error
     files = metadata.files_metadata
-    return {file: _described(file, files[file]) for file in files}
+    return {file: _from_hub(file, files[file]) for file in files}
 
 
 def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
@@ -556,10 +556,10 @@ def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
         )
     except Exception as error:
         raise ValueError(f"'{name}': the hub can't give the header of {file}: {error}") from error
-    return _described(PurePosixPath(file).name, metadata)
+    return _from_hub(PurePosixPath(file).name, metadata)
 
 
-def _described(file: str, metadata: SafetensorsFileMetadata) -> dict[str, TensorInfo]:
+def _from_hub(file: str, metadata: SafetensorsFileMetadata) -> dict[str, TensorInfo]:
     tensors = {}
     for key, tensor in metadata.tensors.items():
         start, stop = tensor.data_offsets
@@ -567,17 +567,17 @@ def _described(file: str, metadata: SafetensorsFileMetadata) -> dict[str, Tensor
     return tensors
 
 
-def is_small_file(name: str) -> bool:
+def _is_small_file(name: str) -> bool:
     """Tell whether a file of this name, without folders, belongs to a model besides its weights."""
-    if any(fnmatchcase(name, pattern) for pattern in NOT_OF_THE_MODEL):
+    if any(fnmatchcase(name, pattern) for pattern in _NOT_OF_THE_MODEL):
         return False
-    return any(fnmatchcase(name, pattern) for pattern in SMALL_FILES)
+    return any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)
 
 
 _MOST_BYTES = 10**9  # the largest small file, which is held in memory
 
 
-def read_files(folder: Path, paths: Iterable[Path]) -> dict[str, bytes]:
+def _read_files(folder: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     """Return the content of files of a model, by path in its folder.
 
     Raises:
@@ -613,7 +613,7 @@ class _Module(TypedDict):
     path: str
 
 
-def module_folders(folder: Path) -> list[str]:
+def _module_folders(folder: Path) -> list[str]:
     """Return the folders that modules.json names beside that of the model itself; a ValueError
     names one that is elsewhere.
     """
@@ -625,15 +625,15 @@ def module_folders(folder: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def module_files(folder: Path) -> dict[str, bytes]:
+def _read_module_files(folder: Path) -> dict[str, bytes]:
     """Return the content of the modules' files, with their weights, by path in the folder; a
     ValueError names pickled weights.
     """
     paths = []
-    for module in module_folders(folder):
+    for module in _module_folders(folder):
         files = [path for path in sorted((folder / module).rglob("*")) if path.is_file()]
         safetensors = [path for path in files if path.suffix == ".safetensors"]
-        pickles = [path for path in files if path.suffix in PICKLES]
+        pickles = [path for path in files if path.suffix in _PICKLE_SUFFIXES]
         # Beside safetensors, pickles are further copies of the weights, and are left behind.
         if pickles and not safetensors:
             raise ValueError(
@@ -641,6 +641,6 @@ def module_files(folder: Path) -> dict[str, bytes]:
                 "refused. Where you trust them, load the folder with sentence-transformers and "
                 "save it again"
             )
-        paths += [path for path in files if is_small_file(path.name)]
+        paths += [path for path in files if _is_small_file(path.name)]
         paths += safetensors
-    return read_files(folder, paths)
+    return _read_files(folder, paths)

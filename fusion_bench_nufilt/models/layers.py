@@ -89,7 +89,7 @@ def unsupported_modules(model: nn.Module) -> dict[str, str]:
         keys_of_views = {view.key for view in _views_of(name, module)}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for attribute, tensor in tensors:
-            key = join(name, attribute)
+            key = _dotted_name(name, attribute)
             label = f"'{key}' of shape {tuple(tensor.shape)}"
             is_weight = attribute == "weight"
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -117,41 +117,41 @@ def _views_of(name: str, module: nn.Module) -> list[MatrixView]:
         if parameter.numel():
             own[attribute] = parameter
     if isinstance(module, nn.Linear):
-        return _whole(name, own, "weight")
+        return _view_of_whole(name, own, "weight")
     if _is_conv1d(module):
-        return _whole(name, own, "weight", transposed=True)
+        return _view_of_whole(name, own, "weight", transposed=True)
     if isinstance(module, _ConvNd):
         # An output of a group sees the inputs of its group alone, and a transposed convolution
         # stores its inputs first: neither is (d_o, d_i).
         if module.groups > 1 or module.transposed:
             return []
-        return _whole(name, own, "weight", linear=False)
+        return _view_of_whole(name, own, "weight", linear=False)
     # By the parameter's name, since a model that is made of names has no MultiheadAttention.
     packed = own.get("in_proj_weight")
     if packed is not None and packed.ndim == 2 and len(packed) % 3 == 0:
-        return _parts(name, own, "in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])
+        return _views_of_parts(name, own, "in_proj_weight", ["in_proj.q", "in_proj.k", "in_proj.v"])
     if isinstance(module, nn.MultiheadAttention):  # keys or values differ in size from queries
         return [
-            *_whole(name, own, "q_proj_weight", "q_proj"),
-            *_whole(name, own, "k_proj_weight", "k_proj"),
-            *_whole(name, own, "v_proj_weight", "v_proj"),
+            *_view_of_whole(name, own, "q_proj_weight", "q_proj"),
+            *_view_of_whole(name, own, "k_proj_weight", "k_proj"),
+            *_view_of_whole(name, own, "v_proj_weight", "v_proj"),
         ]
-    transposed = _orientation(own)
+    transposed = _are_experts_transposed(own)
     if transposed is not None:
         all_views = []
         for attribute in ("gate_up_proj", "down_proj"):
             experts = [f"{expert}.{attribute}" for expert in range(len(own[attribute]))]
-            all_views += _parts(name, own, attribute, experts, transposed=transposed)
+            all_views += _views_of_parts(name, own, attribute, experts, transposed=transposed)
         return all_views
     weight = own.get("weight")
     if weight is not None and weight.ndim == 3:
         sizes = (getattr(module, "output_size", None), getattr(module, "input_size", None))
         if weight.shape[1:] == sizes:
-            return _parts(name, own, "weight", list(map(str, range(len(weight)))))
+            return _views_of_parts(name, own, "weight", list(map(str, range(len(weight)))))
     return []
 
 
-def _whole(
+def _view_of_whole(
     name: str,
     own: Mapping[str, nn.Parameter],
     attribute: str,
@@ -164,10 +164,10 @@ def _whole(
     parameter = own.get(attribute)
     if parameter is None or parameter.dtype not in FLOATS or parameter.ndim < 2:
         return []
-    return _parts(name, own, attribute, [part], transposed=transposed, linear=linear)
+    return _views_of_parts(name, own, attribute, [part], transposed=transposed, linear=linear)
 
 
-def _parts(
+def _views_of_parts(
     name: str,
     own: Mapping[str, nn.Parameter],
     attribute: str,
@@ -186,11 +186,13 @@ def _parts(
     height = sides[0]
     width = math.prod(sides[1:])
     shape = (width, height) if transposed else (height, width)
-    key = join(name, attribute)
+    key = _dotted_name(name, attribute)
     all_views = []
     for number, part in enumerate(parts):
         rows = (number * size, (number + 1) * size)
-        view = MatrixView(join(name, part), name, key, shape, rows, part_shape, transposed, linear)
+        view = MatrixView(
+            _dotted_name(name, part), name, key, shape, rows, part_shape, transposed, linear
+        )
         all_views.append(view)
     return all_views
 
@@ -205,7 +207,7 @@ def _is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def _orientation(own: dict[str, nn.Parameter]) -> bool | None:
+def _are_experts_transposed(own: dict[str, nn.Parameter]) -> bool | None:
     """Tell whether fused experts are stored transposed, or return None if these are not fused
     experts.
 
@@ -232,7 +234,7 @@ def _long_sides(tensor: Tensor) -> int:
     return sum(size > 1 for size in tensor.shape)
 
 
-def join(name: str, attribute: str) -> str:
+def _dotted_name(name: str, attribute: str) -> str:
     """Return the dotted name of a module's attribute; both may be empty, as the root module's name
     is.
     """
@@ -249,7 +251,7 @@ class Family(NamedTuple):
 
 
 _VLM = "vision-language model, whose vision tower and projector count as other parameters"
-_BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
+_IN_BLOCKS = r"(.*\.)?\d+\..*"  # inside a numbered block
 # The first family that fits wins. CLIP and T5 merge the authors' layers, the others all projections
 # in blocks.
 FAMILIES = (
@@ -279,9 +281,9 @@ FAMILIES = (
         r"(?!.*text_model).*(attn|fc1).*",
     ),
     # Before transformers, which its linear layers resemble: its convolutions are merged, too.
-    Family("ConvNeXt", r"(.*\.)?stages\.\d+\..*\.(dwconv|conv_dw)", _BLOCKS, convolutions=True),
-    Family("transformer", _BLOCKS, _BLOCKS),
-    Family("convolutional network", _BLOCKS, _BLOCKS, convolutions=True),
+    Family("ConvNeXt", r"(.*\.)?stages\.\d+\..*\.(dwconv|conv_dw)", _IN_BLOCKS, convolutions=True),
+    Family("transformer", _IN_BLOCKS, _IN_BLOCKS),
+    Family("convolutional network", _IN_BLOCKS, _IN_BLOCKS, convolutions=True),
 )
 
 
@@ -307,14 +309,14 @@ def select_layers(
     """
     all_views = views(model)
     unsupported = unsupported_modules(model)
-    target = _rule(all_views, unsupported, target_modules, _output_head(model))
+    target = _make_rule(all_views, unsupported, target_modules, _output_head(model))
     exclude = _Rule("(?!)")  # which no name matches
     if exclude_modules is not None:
-        exclude = _rule(all_views, unsupported, exclude_modules, head=None)
+        exclude = _make_rule(all_views, unsupported, exclude_modules, head=None)
     for name, reason in unsupported.items():
         is_refused = "quantised" in reason or target.explicit
         # Unless they are named, other matrices without a view count as other parameters.
-        if is_refused and target.names(name) and not exclude.names(name):
+        if is_refused and target.fits(name) and not exclude.fits(name):
             raise ValueError(f"{reason}; exclude_modules can leave it out")
     chosen = [view for view in all_views if target.takes(view) and not exclude.takes(view)]
     if not chosen:
@@ -340,16 +342,16 @@ class _Rule(NamedTuple):
     convolutions: bool = True
     explicit: bool = True  # whether the user named these modules
 
-    def names(self, *names: str) -> bool:
+    def fits(self, *names: str) -> bool:
         return any(
             matches(self.pattern, name, of="target_modules or exclude_modules") for name in names
         )
 
     def takes(self, view: MatrixView) -> bool:
-        return (view.linear or self.convolutions) and self.names(view.name, view.module)
+        return (view.linear or self.convolutions) and self.fits(view.name, view.module)
 
 
-def _rule(
+def _make_rule(
     all_views: Sequence[MatrixView],
     unsupported: Iterable[str],
     patterns: str | Sequence[str],
@@ -363,7 +365,7 @@ def _rule(
     names = [view.name for view in all_views]
     names += unsupported
     if patterns == "auto":
-        return _auto(all_views, names)
+        return _auto_rule(all_views, names)
     if isinstance(patterns, str):
         return _Rule(patterns)
     names += [view.module for view in all_views]
@@ -378,7 +380,7 @@ def _rule(
     return _Rule(rf"(.*\.)?({words})")
 
 
-def _auto(all_views: Sequence[MatrixView], names: Sequence[str]) -> _Rule:
+def _auto_rule(all_views: Sequence[MatrixView], names: Sequence[str]) -> _Rule:
     for family, mark, pattern, convolutions in FAMILIES:
         rule = _Rule(pattern, convolutions, explicit=False)
         count = sum(map(rule.takes, all_views))
@@ -415,7 +417,7 @@ def _list_layers(all_views: Sequence[MatrixView], at_most: int = 8) -> str:
     return text
 
 
-_REST = {
+_TREATMENT = {
     "pretrained": "kept as the pretrained model has them",
     "first": "kept as the first task has them",
     "mean": "averaged",
@@ -446,7 +448,7 @@ class Coverage:
             text += f" and {self.merged_share_of_blocks:.1%} of those in blocks"
         text += (
             f"; {self.others[0]} other parameters ({1 - share:.1%}) are "
-            f"{_REST[self.targets.other_params]}"
+            f"{_TREATMENT[self.targets.other_params]}"
         )
         if self.left_out:
             text += f"; matrices in blocks that are not merged: {self.names_left_out}"
@@ -468,7 +470,7 @@ class Coverage:
             return None
         return (
             f"target_modules=auto merges only {share:.1%} of the elements in blocks; the rest is "
-            f"{_REST[self.targets.other_params]}. Name the layers in target_modules, or say "
+            f"{_TREATMENT[self.targets.other_params]}. Name the layers in target_modules, or say "
             "all-linear, to merge more"
         )
 
@@ -501,7 +503,7 @@ def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: Target
     for key in in_blocks:
         name, _, attribute = key.rpartition(".")
         parameter = parameters[key]
-        is_matrix = looks_like_matrix(model.get_submodule(name), attribute, parameter)
+        is_matrix = _looks_like_matrix(model.get_submodule(name), attribute, parameter)
         # Of a parameter that holds several layers, some may be merged and others not.
         if is_matrix and merged[id(parameter)] < parameter.numel():
             left_out[without_numbers(key)] += 1
@@ -516,7 +518,7 @@ def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: Target
     return Coverage(len(layers), (count, share), others, share_of_blocks, dict(left_out), targets)
 
 
-def looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
+def _looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
     """Tell whether a parameter has the shape of a matrix or of several, and is neither an embedding
     nor a bias.
     """

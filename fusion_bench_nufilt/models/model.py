@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
-from fusion_bench_nufilt.models.architecture import Architecture, Layer, shared_names, untie
+from fusion_bench_nufilt.models.architecture import (
+    Architecture,
+    Layer,
+    shared_names,
+    untie_parameter,
+)
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint, with_same_ending
 from fusion_bench_nufilt.models.source import MatchedRows, Source
@@ -49,10 +54,10 @@ class ModelWeights:
 
     def _find_tensors(self, architecture: Architecture) -> None:
         for key in self.source.tensors:
-            name = architecture.name(key)
+            name = architecture.untied_name(key)
             # Where several keys go by one name, its own wins: of a tied weight that is stored
             # twice, that of the embedding and not the head's.
-            if name not in self.keys or architecture.module_name(key) == name:
+            if name not in self.keys or architecture.model_name(key) == name:
                 self._add_tensor(name, key)
         for names in architecture.shared:
             stored = [name for name in names if name in self.keys]
@@ -296,11 +301,11 @@ def tie_weights(
         first_step: the number of the first task.
     """
     for model in lasting:
-        _separate(architecture, model)
+        _untie_groups(architecture, model)
     for step, task in enumerate(tasks, first_step):
-        names = differing(architecture, task)
+        names = names_apart(architecture, task)
         if names and (targets.changes_others(step) or architecture.selects(targets, names)):
-            _separate(architecture, task)
+            _untie_groups(architecture, task)
         else:
             task.left_out = [name for name in names if name in task.params]
     # After all were asked: until the last one, any model may still untie a weight for the others.
@@ -308,7 +313,7 @@ def tie_weights(
         model.tie(architecture)
 
 
-def _separate(architecture: Architecture, model: ModelWeights) -> None:
+def _untie_groups(architecture: Architecture, model: ModelWeights) -> None:
     """Untie what is more than one tensor in a model."""
     for names in architecture.weights:
         for group in _groups(model, names):
@@ -316,7 +321,7 @@ def _separate(architecture: Architecture, model: ModelWeights) -> None:
                 architecture.untie(group)
 
 
-def differing(architecture: Architecture, model: ModelWeights) -> list[str]:
+def names_apart(architecture: Architecture, model: ModelWeights) -> list[str]:
     """Return the names of weights that a model has apart from those that they are tied to."""
     differing: list[str] = []
     for names in architecture.weights:
@@ -368,7 +373,7 @@ def complete_base(
     for param in [architecture.param_named(names[0]) for names in architecture.weights]:
         if param in base.keys and param not in stored:
             keys = [model.keys[param] for model in models if param in model.keys]
-            keys = [key for key in keys if architecture.module_name(key) == param]
+            keys = [key for key in keys if architecture.model_name(key) == param]
             key = [*keys, param][0]
             base.checkpoint.add_copy(key, base.keys[param])
             base.keys[param] = key
@@ -379,7 +384,7 @@ def untie_model(architecture: Architecture, model: nn.Module) -> None:
     for names in architecture.weights:
         held = next(held for held in shared_names(model) if names[0] in held)
         if not {*held} <= {*names}:
-            untie(model, names)
+            untie_parameter(model, names)
             config: Any = getattr(model, "config", None)
             if config is not None and is_untied(architecture, vars(config)):
                 # Otherwise, transformers ties them again when it loads the saved model.

@@ -54,15 +54,15 @@ def relative_spacing(stored: TensorInfo) -> float:
     return torch.finfo(FLOATS[stored.dtype]).eps
 
 
-_Sides = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+_BlockSides = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
-class _Weights(TypedDict, total=False):
-    block_structure: _Sides | str | None
+class _GroupWeights(TypedDict, total=False):
+    block_structure: _BlockSides | str | None
 
 
-class _Group(TypedDict, total=False):
-    weights: _Weights | None
+class _ConfigGroup(TypedDict, total=False):
+    weights: _GroupWeights | None
 
 
 class Quantisation(TypedDict, total=False):
@@ -70,12 +70,12 @@ class Quantisation(TypedDict, total=False):
 
     quant_method: str | None
     format: str | None
-    weight_block_size: _Sides | None
-    config_groups: dict[str, _Group] | None
+    weight_block_size: _BlockSides | None
+    config_groups: dict[str, _ConfigGroup] | None
 
 
 # Suffixes of tensor names in quantised checkpoints that can't be read.
-_NAMES = {
+_UNREADABLE = {
     ".g_idx": "GPTQ",
     ".qweight": "GPTQ or AWQ",
     ".absmax": "bitsandbytes",
@@ -95,7 +95,7 @@ def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None
     if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
         return str(method)
     for name in names:
-        for suffix, quantisation in _NAMES.items():
+        for suffix, quantisation in _UNREADABLE.items():
             if name.endswith(suffix):
                 return quantisation
     return None
@@ -105,11 +105,11 @@ _FP8 = "F8_E4M3"
 # Suffixes of a weight's key; the weight is multiplied by either.
 _FP8_SCALES = ("_scale_inv", "_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
-_SIDES = (128, 128)  # of the blocks, where config.json does not give them
+_USUAL_SIDES = (128, 128)  # of the blocks, where config.json does not give them
 
 
 @dataclass(frozen=True)
-class Quantised(Encoded):
+class Fp8Tensor(Encoded):
     """An FP8 tensor in a file, and the place of its scales."""
 
     spacing: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).eps
@@ -118,7 +118,7 @@ class Quantised(Encoded):
     scale: TensorInfo
     block: tuple[int, ...]  # the sides of the blocks, each of which has a scale
 
-    def rows(self, first: int, last: int) -> "Quantised":
+    def rows(self, first: int, last: int) -> "Fp8Tensor":
         """Return these entries of the first dimension as a tensor of its own; they must not cut a
         block.
         """
@@ -145,7 +145,7 @@ class Quantised(Encoded):
     def unit(self) -> int:
         return self._height * math.prod(self.shape[1:])
 
-    def around(self, start: int, stop: int) -> tuple["Quantised", int]:
+    def around(self, start: int, stop: int) -> tuple["Fp8Tensor", int]:
         width = math.prod(self.shape[1:])
         height = self._height
         first_row = start // width // height * height
@@ -155,16 +155,16 @@ class Quantised(Encoded):
     def read(self, files: Mapping[str, TensorFile]) -> Tensor:
         """Return the values in float32."""
         stored = TensorInfo(self.file, _FP8, self.shape, self.start, self.stop)
-        tiles = _tiles(files[self.file].read(stored).float(), self.block)
+        tiles = _to_tiles(files[self.file].read(stored).float(), self.block)
         scale = files[self.scale.file].read(self.scale).float()
         sides_of_scale = []
         for count in tiles.shape[::2]:
             sides_of_scale += [count, 1]
         # In place, since a second copy in float32 would be four times what is stored.
-        return _joined(tiles.mul_(scale.reshape(sides_of_scale)), self.shape)
+        return _from_tiles(tiles.mul_(scale.reshape(sides_of_scale)), self.shape)
 
 
-def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
+def _to_tiles(values: Tensor, block: Sequence[int]) -> Tensor:
     """Return values ``(n, m, ...)`` as ``(n / b, b, m / c, c, ...)``, padded with zeros to whole
     blocks.
     """
@@ -179,13 +179,13 @@ def _tiles(values: Tensor, block: Sequence[int]) -> Tensor:
     return values.reshape(sides)
 
 
-def _joined(tiles: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the values of :func:`_tiles` in their original shape."""
+def _from_tiles(tiles: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the values of :func:`_to_tiles` in their original shape."""
     padded = [count * side for count, side in zip(tiles.shape[::2], tiles.shape[1::2], strict=True)]
     return tiles.reshape(padded)[tuple(map(slice, shape))].contiguous()
 
 
-def join_scales(
+def join_fp8(
     model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
 ) -> dict[str, TensorInfo]:
     """Return a model's tensors, with FP8 weights and their scales joined, and without the scales of
@@ -206,8 +206,8 @@ def join_scales(
                 f"{label}: its scales '{scale_key}' are stored as {scale.dtype}, only "
                 f"{', '.join(FLOATS)}"
             )
-        block = _block(label, info.shape, scale.shape, config)
-        joined[key] = Quantised(
+        block = _block_sides(label, info.shape, scale.shape, config)
+        joined[key] = Fp8Tensor(
             info.file, "F32", info.shape, info.start, info.stop, label, scale, block
         )
         # The result is in bfloat16, whose model has no place for scales of activations.
@@ -218,7 +218,7 @@ def join_scales(
     return joined
 
 
-def _block(
+def _block_sides(
     label: str, shape: tuple[int, ...], scale: tuple[int, ...], config: Quantisation
 ) -> tuple[int, ...]:
     """Return the sides of the blocks, on which the shapes and config.json must agree."""
@@ -229,7 +229,7 @@ def _block(
         counts = ones
     elif scale == shape[: len(scale)]:  # one for each row, or for each expert
         counts = (scale + ones)[: len(shape)]
-    sides = (*ones[:-2], *_sides(config))
+    sides = (*ones[:-2], *_configured_sides(config))
     block = []
     if len(counts) == len(shape) >= 2:
         for size, count, side in zip(shape, counts, sides, strict=True):
@@ -244,7 +244,7 @@ def _block(
     return tuple(block)
 
 
-def _sides(config: Quantisation) -> Sequence[int]:
+def _configured_sides(config: Quantisation) -> Sequence[int]:
     """Return the sides of the blocks that config.json gives, or else the usual ones."""
     given: list[Sequence[int] | str | None] = [config.get("weight_block_size")]
     for group in (config.get("config_groups") or {}).values():
@@ -253,7 +253,7 @@ def _sides(config: Quantisation) -> Sequence[int]:
     for sides in given:
         if sides and not isinstance(sides, str):
             return sides
-    return _SIDES
+    return _USUAL_SIDES
 
 
 _MXFP4_BLOCKS = "_blocks"
@@ -267,7 +267,7 @@ _PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1)
 
 
 @dataclass(frozen=True)
-class Packed(Encoded):
+class Mxfp4Tensor(Encoded):
     """An MXFP4 tensor, whose place is that of the blocks."""
 
     spacing: ClassVar[float] = 0.5  # one bit after the point
@@ -275,7 +275,7 @@ class Packed(Encoded):
     blocks: TensorInfo
     scales: TensorInfo
 
-    def rows(self, first: int, last: int) -> "Packed":
+    def rows(self, first: int, last: int) -> "Mxfp4Tensor":
         """Return these experts as a tensor of its own."""
         blocks = self.blocks.rows(first, last)
         scales = self.scales.rows(first, last)
@@ -287,7 +287,7 @@ class Packed(Encoded):
         _, inputs, outputs = self.shape
         return inputs * outputs
 
-    def around(self, start: int, stop: int) -> tuple["Packed", int]:
+    def around(self, start: int, stop: int) -> tuple["Mxfp4Tensor", int]:
         size = self.unit
         first = start // size
         return self.rows(first, -(-stop // size)), first * size
@@ -295,17 +295,17 @@ class Packed(Encoded):
     def read(self, files: Mapping[str, TensorFile]) -> Tensor:
         blocks = files[self.blocks.file].read(self.blocks)
         scales = files[self.scales.file].read(self.scales)
-        return decode(blocks, scales)
+        return decode_mxfp4(blocks, scales)
 
 
-def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the bfloat16 values ``(experts, inputs, outputs)`` of blocks and scales."""
     values = embedding(blocks.int(), _PAIRS).flatten(-2)
     values.ldexp_(scales.int().sub_(127).unsqueeze(-1))
     return values.flatten(-2).transpose(1, 2).contiguous()
 
 
-def join_blocks(
+def join_mxfp4(
     model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
 ) -> dict[str, TensorInfo]:
     """Return a model's tensors, with blocks and scales of MXFP4 joined.
@@ -322,7 +322,7 @@ def join_blocks(
             continue
         name = key.removesuffix(_MXFP4_BLOCKS)
         scales = tensors.get(name + _MXFP4_SCALES)
-        if scales is None or not _fits(blocks, scales):
+        if scales is None or not _are_mxfp4(blocks, scales):
             if config.get("quant_method") != "mxfp4":
                 continue
             given = f"no '{name + _MXFP4_SCALES}'"
@@ -335,10 +335,12 @@ def join_blocks(
         del joined[key], joined[name + _MXFP4_SCALES]
         experts, outputs, count, _ = blocks.shape
         shape = (experts, 32 * count, outputs)
-        joined[name] = Packed(blocks.file, "BF16", shape, blocks.start, blocks.stop, blocks, scales)
+        joined[name] = Mxfp4Tensor(
+            blocks.file, "BF16", shape, blocks.start, blocks.stop, blocks, scales
+        )
     return joined
 
 
-def _fits(blocks: TensorInfo, scales: TensorInfo) -> bool:
+def _are_mxfp4(blocks: TensorInfo, scales: TensorInfo) -> bool:
     """Tell whether two tensors of bytes are blocks of MXFP4 and their scales."""
     return scales.dtype == "U8" and len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)

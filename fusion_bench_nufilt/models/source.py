@@ -84,7 +84,7 @@ class Source(ABC):
 
     def split(self, parts: Mapping[str, Parts]) -> None:
         """Make groups of rows of some tensors tensors of their own, under the keys that
-        :func:`part` gives them.
+        :func:`part_key` gives them.
         """
         self.parts = parts
         self.tensors = split_rows(self.whole, parts)
@@ -139,7 +139,7 @@ class Source(ABC):
                 )
 
 
-def part(key: str, rows: tuple[int, int]) -> str:
+def part_key(key: str, rows: tuple[int, int]) -> str:
     return f"{key}[{rows[0]}:{rows[1]}]"
 
 
@@ -147,12 +147,12 @@ def split_rows(
     tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]
 ) -> dict[str, TensorInfo]:
     """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys
-    of :func:`part`.
+    of :func:`part_key`.
     """
     split: dict[str, TensorInfo] = {}
     for key, info in tensors.items():
         for rows in parts.get(key, ()):
-            split[part(key, rows)] = info.rows(*rows)
+            split[part_key(key, rows)] = info.rows(*rows)
         if not parts.get(key):
             split[key] = info
     return split
@@ -186,7 +186,7 @@ class MemorySource(Source):
         for key, value in self._whole.items():
             for rows in parts.get(key, ()):
                 # A view, so that what is written to a part is written to the model.
-                values[part(key, rows)] = value[slice(*rows)]
+                values[part_key(key, rows)] = value[slice(*rows)]
             if not parts.get(key):
                 values[key] = value
         self._values = values

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.quantised import decode
+from fusion_bench_nufilt.models.quantised import decode_mxfp4
 from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,
@@ -80,7 +80,7 @@ def test_every_code_with_every_scale_is_decoded_to_the_bits_of_transformers():
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).expand(2, 256, 16)
     expected = by_transformers(blocks, scales)
-    found = decode(blocks, scales)
+    found = decode_mxfp4(blocks, scales)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     assert found[:, :, :252].isfinite().all()
