@@ -334,7 +334,7 @@ def test_the_host_s_work_for_a_gpu_has_all_threads(gpus, monkeypatch, stream):
 def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
     """A pass over a weight takes the host longer than the GPU needs to merge it."""
     passes = []
-    for module in ("merge.fuse", "models.checkpoint", "merge.engine"):
+    for module in ("merge.fuse", "models.source", "merge.engine"):
         name = f"fusion_bench_nufilt.{module}.is_finite"
         monkeypatch.setattr(
             name, lambda x: passes.append((x.device.type, x.ndim)) or bool(torch.isfinite(x).all())

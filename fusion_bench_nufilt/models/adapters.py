@@ -1,14 +1,17 @@
-"""LoRA adapters as task models: their targets, what else they change, by param, and which of them
-can't be merged.
+"""LoRA adapters as task models: what they change, by param, and which of them can't be merged.
+
+Beside factors for its targets, an adapter may hold full tensors (``modules_to_save``), rows of
+embeddings (``trainable_token_indices``), biases, and row lengths (DoRA). Factors of fused experts
+are in ``experts.py``.
 """
 
 import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +26,6 @@ from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
-
-_T = TypeVar("_T")
 
 PREFIX = "base_model.model."
 
@@ -83,7 +84,7 @@ class LoraAdapter(ModelWeights):
         self.trained_rows: dict[str, dict[int, int]] = {}  # the stored place of each trained row
         # Whether a layer is stored transposed, as (d_i, d_o).
         self._transposed = {param for param, view in architecture.views.items() if view.transposed}
-        self._factors: _LastRead[tuple[Tensor, Tensor, str]] = _LastRead()
+        self._last_factors = _LastFactors()
         _check_config(checkpoint, architecture)
         super().__init__(checkpoint, architecture)
 
@@ -98,11 +99,12 @@ class LoraAdapter(ModelWeights):
         modules_of_experts = {}  # by the key of A
         for key, info in tensors.items():
             name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
-            if _ORIGINAL in name or (_SAVED in name and key.replace(_SAVED, ".") in tensors):
-                continue  # of the base, and a second copy of what is trained
+            is_second_copy = _SAVED in name and key.replace(_SAVED, ".") in tensors
+            if _ORIGINAL in name or is_second_copy:  # the former is of the base
+                continue
             name = name.replace(_SAVED, ".")
-            of_embedding = _EMBEDDING_A in name
-            module, is_a, _ = name.partition(_EMBEDDING_A if of_embedding else ".lora_A.weight")
+            suffix_of_a = _EMBEDDING_A if _EMBEDDING_A in name else ".lora_A.weight"
+            module, is_a, _ = name.partition(suffix_of_a)
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             # A convolution's A has four sides, and ends among the unknown: of no linear layer.
             if is_a and len(info.shape) == 2:
@@ -118,8 +120,7 @@ class LoraAdapter(ModelWeights):
                 param = architecture.untied_name(name.removesuffix(_MAGNITUDE) + ".weight")
                 self.magnitudes[param] = key
             elif ".base_layer." in name:
-                # the base's own weight, which peft saves along with an adapted embedding or head
-                continue
+                continue  # the base's own, which peft saves with an adapted embedding or head
             elif ".lora_" not in name:
                 self._add_saved(architecture, name, key)
             elif partner == key:
@@ -133,37 +134,8 @@ class LoraAdapter(ModelWeights):
         self._refuse_lost()
         if unknown:
             raise ValueError(
-                f"adapter '{self.source.name}': "
-                f"{format_names(unknown)}: no LoRA of a linear layer; "
-                f"{_with_peft(self.checkpoint, architecture)}"
-            )
-
-    def _refuse_named(self, unknown: Sequence[str]) -> None:
-        """Refuse tensors whose names have the adapter's own, and say how it is taken out."""
-        for key in unknown:
-            named = _NAMED.search(key)
-            if named is None:
-                continue
-            adapter = named[1]
-            of_dora = rf"(?<=magnitude_vector)\.{adapter}\.weight$"
-            remedy = self.checkpoint.stripping(rf"{of_dora}|\.{adapter}(?=\.|$)")
-            raise ValueError(
-                f"adapter '{self.source.name}' was saved from a model that calls it "
-                f"'{adapter}': the name of '{key}' has '{adapter}.', without which peft saves "
-                f"it. {remedy}"
-            )
-
-    def _refuse_lost(self) -> None:
-        """Refuse an adapter without the tensors that options in its configuration promise."""
-        lost = []
-        if self.config.get("use_dora") and not self.updates.keys() <= self.magnitudes.keys():
-            lost.append("use_dora")
-        if self.config.get("trainable_token_indices") and not self.trained_rows:
-            lost.append("trainable_token_indices")
-        if lost:
-            raise ValueError(
-                f"adapter '{self.source.name}' uses {format_names(lost)} and lacks tensors of it: "
-                f"{_SAVE_AGAIN}"
+                f"adapter '{self.source.name}': {format_names(unknown)}: no LoRA of a linear "
+                f"layer; {_with_peft(self.checkpoint, architecture)}"
             )
 
     def _add_pair(self, param: str, module: str, key_a: str) -> None:
@@ -190,86 +162,6 @@ class LoraAdapter(ModelWeights):
         self.params[param] = (d_o, d_i)
         if update.of_embedding or transposed:
             self.params[param] = (d_i, d_o)
-
-    def _add_experts(self, architecture: Architecture, modules: Mapping[str, str]) -> None:
-        """Note the factors of fused experts, by the key of A with the module that has the
-        experts.
-        """
-        for key_a, key_b, parameter, experts in find_experts(
-            self.checkpoint, architecture, modules
-        ):
-            count = next(iter(experts.values())).count
-            scaling = self._scaling(parameter, key_a, key_b, count)
-            for param, expert in experts.items():
-                self._check_new(param, parameter)
-                self.updates[param] = _LoraUpdate(key_a, key_b, scaling, expert)
-                self.params[param] = architecture.views[param].part_shape
-
-    def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
-        """Note a full tensor, which may be a stack of experts that are layers by themselves."""
-        experts = find_saved_experts(self.checkpoint, architecture, key, name)
-        for param, rows in experts.items():
-            self._check_new(param, name)
-            self.saved_experts[param] = rows
-            self.keys[param] = key
-            self.params[param] = rows.shape
-        if not experts:
-            self._add_tensor(architecture.untied_name(name), key)
-
-    def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
-        """Note the rows of an embedding that the adapter trained, which replace the base's."""
-        name = self.source.name
-        param = architecture.untied_name(f"{module}.weight")
-        numbers = self.config.get("trainable_token_indices")
-        if isinstance(numbers, dict):
-            of_module = [numbers[end] for end in numbers if f".{module}".endswith(f".{end}")]
-            numbers = of_module[0] if of_module else None
-        count = self.source.tensors[key].shape[0]
-        rows = architecture.rows(param)
-        claim = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
-        if not numbers or len(numbers) != count:
-            raise ValueError(f"adapter '{name}' has {claim}: {_SAVE_AGAIN}")
-        if max(numbers) >= rows:
-            raise ValueError(
-                f"adapter '{name}' has {claim}: load its base, resize its embeddings "
-                f"as for the training (resize_token_embeddings), merge the adapter into that "
-                f"{WITH_PEFT}"
-            )
-        self._check_new(param, f"{module}{_TOKENS}")
-        self.trained_rows[param] = {number: place for place, number in enumerate(numbers)}
-        self._add_tensor(param, key)
-        self.match_rows(param, range(rows))
-
-    def _share(self, architecture: Architecture) -> None:
-        """Give all names of a weight what peft applies to all of them: a tensor that it saved by
-        itself, such as a resized embedding, and rows that were trained in the embedding.
-        """
-        for names in architecture.shared:
-            stored = [name for name in names if name in self.keys]
-            for name in stored:
-                if self._is_alone(name, architecture):
-                    continue
-                for other in set(names) - self.keys.keys() - self.updates.keys():
-                    self.keys[other] = self.keys[name]
-                    self.params[other] = self.params[name]
-                    if name in self.trained_rows:
-                        self.trained_rows[other] = self.trained_rows[name]
-                        self.matched_rows[other] = self.matched_rows[name]
-
-    def _is_alone(self, name: str, architecture: Architecture) -> bool:
-        """Tell whether peft applies a full tensor to one of the names of a weight alone."""
-        modules = self.config.get("modules_to_save") or ()
-        # By default, peft trains a copy of such a module, and leaves what it is tied to as it was.
-        if any(f".{name}".endswith(f".{module}.weight") for module in modules):
-            return True
-        return name in self.trained_rows and name != architecture.embedding
-
-    def _check_new(self, param: str, name: str) -> None:
-        if param in self.updates or param in self.keys:
-            raise ValueError(
-                f"adapter '{self.source.name}' changes '{param}' twice, as '{name}' too: "
-                f"{_SAVE_AGAIN}"
-            )
 
     def _scaling(self, name: str, key_a: str, key_b: str, experts: int = 1) -> float:
         """Return what the product of two factors is multiplied by; refuse factors that do not
@@ -308,16 +200,111 @@ class LoraAdapter(ModelWeights):
             ) from error
         return values.get(pattern, default)
 
-    def _forget(self, param: str) -> None:
-        super()._forget(param)
-        self.updates.pop(param, None)
-        self.magnitudes.pop(param, None)
+    def _add_experts(self, architecture: Architecture, modules: Mapping[str, str]) -> None:
+        """Note the factors of fused experts, by the key of A with the module that has the
+        experts.
+        """
+        stacks = find_experts(self.checkpoint, architecture, modules)
+        for key_a, key_b, parameter, experts in stacks:
+            count = next(iter(experts.values())).count
+            scaling = self._scaling(parameter, key_a, key_b, count)
+            for param, expert in experts.items():
+                self._check_new(param, parameter)
+                self.updates[param] = _LoraUpdate(key_a, key_b, scaling, expert)
+                self.params[param] = architecture.views[param].part_shape
 
-    def has(self, param: str) -> bool:
-        return param not in self.ignored  # what an adapter does not change is the base's
+    def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
+        """Note a full tensor, which may be a stack of experts that are layers by themselves."""
+        experts = find_saved_experts(self.checkpoint, architecture, key, name)
+        for param, rows in experts.items():
+            self._check_new(param, name)
+            self.saved_experts[param] = rows
+            self.keys[param] = key
+            self.params[param] = rows.shape
+        if not experts:
+            self._add_tensor(architecture.untied_name(name), key)
 
-    def is_update(self, param: str) -> bool:
-        return param in self.updates
+    def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
+        """Note the rows of an embedding that the adapter trained, which replace the base's."""
+        name = self.source.name
+        param = architecture.untied_name(f"{module}.weight")
+        numbers = self.config.get("trainable_token_indices")
+        if isinstance(numbers, dict):
+            of_module = [numbers[end] for end in numbers if f".{module}".endswith(f".{end}")]
+            numbers = of_module[0] if of_module else None
+        count = self.source.tensors[key].shape[0]
+        rows = architecture.rows(param)
+        claim = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
+        if not numbers or len(numbers) != count:
+            raise ValueError(f"adapter '{name}' has {claim}: {_SAVE_AGAIN}")
+        if max(numbers) >= rows:
+            raise ValueError(
+                f"adapter '{name}' has {claim}: load its base, resize its embeddings as for the "
+                f"training (resize_token_embeddings), merge the adapter into that {WITH_PEFT}"
+            )
+        self._check_new(param, f"{module}{_TOKENS}")
+        self.trained_rows[param] = {number: place for place, number in enumerate(numbers)}
+        self._add_tensor(param, key)
+        self.match_rows(param, range(rows))
+
+    def _check_new(self, param: str, name: str) -> None:
+        if param in self.updates or param in self.keys:
+            raise ValueError(
+                f"adapter '{self.source.name}' changes '{param}' twice, as '{name}' too: "
+                f"{_SAVE_AGAIN}"
+            )
+
+    def _share(self, architecture: Architecture) -> None:
+        """Give all names of a weight what peft applies to all of them: a tensor that it saved by
+        itself, such as a resized embedding, and rows that were trained in the embedding.
+        """
+        for names in architecture.shared:
+            stored = [name for name in names if name in self.keys]
+            for name in stored:
+                if self._is_alone(name, architecture):
+                    continue
+                for other in set(names) - self.keys.keys() - self.updates.keys():
+                    self.keys[other] = self.keys[name]
+                    self.params[other] = self.params[name]
+                    if name in self.trained_rows:
+                        self.trained_rows[other] = self.trained_rows[name]
+                        self.matched_rows[other] = self.matched_rows[name]
+
+    def _is_alone(self, name: str, architecture: Architecture) -> bool:
+        """Tell whether peft applies a full tensor to one of the names of a weight alone."""
+        modules = self.config.get("modules_to_save") or ()
+        # By default, peft trains a copy of such a module, and leaves what it is tied to as it was.
+        if any(f".{name}".endswith(f".{module}.weight") for module in modules):
+            return True
+        return name in self.trained_rows and name != architecture.embedding
+
+    def _refuse_named(self, unknown: Sequence[str]) -> None:
+        """Refuse tensors whose names have the adapter's own, and say how it is taken out."""
+        for key in unknown:
+            named = _NAMED.search(key)
+            if named is None:
+                continue
+            adapter = named[1]
+            of_dora = rf"(?<=magnitude_vector)\.{adapter}\.weight$"
+            remedy = self.checkpoint.stripping(rf"{of_dora}|\.{adapter}(?=\.|$)")
+            raise ValueError(
+                f"adapter '{self.source.name}' was saved from a model that calls it "
+                f"'{adapter}': the name of '{key}' has '{adapter}.', without which peft saves "
+                f"it. {remedy}"
+            )
+
+    def _refuse_lost(self) -> None:
+        """Refuse an adapter without the tensors that options in its configuration promise."""
+        lost = []
+        if self.config.get("use_dora") and not self.updates.keys() <= self.magnitudes.keys():
+            lost.append("use_dora")
+        if self.config.get("trainable_token_indices") and not self.trained_rows:
+            lost.append("trainable_token_indices")
+        if lost:
+            raise ValueError(
+                f"adapter '{self.source.name}' uses {format_names(lost)} and lacks tensors of it: "
+                f"{_SAVE_AGAIN}"
+            )
 
     def tell_apart(self, names: Sequence[str]) -> list[object]:
         marks: list[object] = []
@@ -341,12 +328,27 @@ class LoraAdapter(ModelWeights):
             marks.append(tuple(digests))
         return marks
 
+    def has(self, param: str) -> bool:
+        return param not in self.ignored  # what an adapter does not change is the base's
+
+    def is_update(self, param: str) -> bool:
+        return param in self.updates
+
+    @property
+    def trained_modules(self) -> Collection[str]:
+        return self.config.get("modules_to_save") or ()
+
+    def _forget(self, param: str) -> None:
+        super()._forget(param)
+        self.updates.pop(param, None)
+        self.magnitudes.pop(param, None)
+
     # What they hold
 
     def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
         if param in self.saved_experts:
             value = self.saved_experts[param].read(self.source)
-            self._check_finite(param, value)
+            self.source.check_finite(param, value)
             return value.to(theta_0.device), digest(value)
         if param in self.keys:
             return super().weight(param, theta_0)
@@ -368,13 +370,12 @@ class LoraAdapter(ModelWeights):
         """
         update = self.updates[param]
 
-        def read() -> tuple[Tensor, Tensor, str]:
+        def read() -> _Factors:
             a, digest_of_a = self.source.read(update.key_a, device)
             b, digest_of_b = self.source.read(update.key_b, device)
             return a, b, digest_of_a + digest_of_b
 
-        # Kept for the experts that follow, whose factors these hold, too: each input is read once.
-        a, b, digests = self._factors.get((update.key_a, str(device)), read)
+        a, b, digests = self._last_factors.get((update.key_a, str(device)), read)
         if update.expert is not None:
             a, b = update.expert.cut(a, b)
         wide = compute_dtype(a)
@@ -426,10 +427,6 @@ class LoraAdapter(ModelWeights):
 
     def name_of(self, key: str) -> str:
         return key.removeprefix(PREFIX)
-
-    @property
-    def trained_modules(self) -> Collection[str]:
-        return self.config.get("modules_to_save") or ()
 
     def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the base's configuration, with the labels that the adapter trained."""
@@ -494,9 +491,8 @@ class LoraAdapter(ModelWeights):
             if any(param not in architecture.views for param in dora):
                 could_be_layers = ""
             raise ValueError(
-                f"adapter '{self.source.name}' changes "
-                f"{format_names(dora)} by DoRA outside the merged "
-                f"layers: {could_be_layers}{_with_peft(self.checkpoint, architecture)}"
+                f"adapter '{self.source.name}' changes {format_names(dora)} by DoRA outside the "
+                f"merged layers: {could_be_layers}{_with_peft(self.checkpoint, architecture)}"
             )
         if rule != "pretrained":
             return []
@@ -522,16 +518,20 @@ class LoraAdapter(ModelWeights):
         ]
 
 
-class _LastRead(Generic[_T]):
-    """Keeps the values that were read last, one for each thread that may be reading.
+_Factors = tuple[Tensor, Tensor, str]  # A, B, and their digests
+
+
+class _LastFactors:
+    """Keeps the factors that were read last, a pair for each thread that may be reading, so that
+    each input is read once.
 
     Factors of fused experts hold those of all experts of a parameter, which are merged one after
-    another, and an update outside the merged layers is added piece by piece. A value is read by one
+    another, and an update outside the merged layers is added piece by piece. A pair is read by one
     thread, and the others wait for it. A copy in another process begins empty.
     """
 
     def __init__(self) -> None:
-        self._values: OrderedDict[Hashable, _T] = OrderedDict()
+        self._factors: OrderedDict[tuple[str, str], _Factors] = OrderedDict()
         self._reading = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -540,15 +540,15 @@ class _LastRead(Generic[_T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def get(self, key: Hashable, read: Callable[[], _T]) -> _T:
-        """Return the value of a key, which is read if it is not there."""
+    def get(self, key: tuple[str, str], read: Callable[[], _Factors]) -> _Factors:
+        """Return the factors of a key and a device, which are read if they are not there."""
         with self._reading:
-            if key not in self._values:
-                self._values[key] = read()
-                while len(self._values) > max(4, torch.get_num_threads()):
-                    self._values.popitem(last=False)
-            self._values.move_to_end(key)
-            return self._values[key]
+            if key not in self._factors:
+                self._factors[key] = read()
+                while len(self._factors) > max(4, torch.get_num_threads()):
+                    self._factors.popitem(last=False)
+            self._factors.move_to_end(key)
+            return self._factors[key]
 
 
 # Options of peft that change the base's own weights or add other terms than B A.

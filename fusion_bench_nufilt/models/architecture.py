@@ -1,8 +1,10 @@
 """The architecture of a model: which of its tensors hold layers, and what its modules call them.
 
-transformers 5 renames parameters and joins experts when it loads a checkpoint, and undoes this when
-it saves one. Here, layers have the names and shapes of transformers 4 under both versions, so that
-a merge has the same bits.
+A model in memory tells it by its modules. A checkpoint's is built on PyTorch's meta device from its
+config.json, or else guessed from the names and shapes of its tensors. transformers 5 renames
+parameters and joins experts when it loads a checkpoint, and undoes this when it saves one. Here,
+layers have the names and shapes of transformers 4 under both versions, so that a merge has the same
+bits.
 """
 
 import logging
@@ -20,12 +22,13 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import TargetConfig
-from fusion_bench_nufilt.models import Heads, select_layers
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import (
     MatrixView,
     exclude_hint,
     layer_name,
+    select_layers,
     views,
     without_numbers,
 )
@@ -101,7 +104,7 @@ class Architecture:
         names_of_each = shared_names(self.model)
         for names in names_of_each:
             self._params |= dict.fromkeys(names, self.first(names))
-        self._computed = set(_unsaved_buffers(loaded or model))
+        self._unsaved = set(_unsaved_buffers(loaded or model))
         self._find_layers()
         several = [names for names in names_of_each if len(names) > 1]
         #: The names of each weight that the configuration ties.
@@ -117,7 +120,8 @@ class Architecture:
             param = self._params[key]
             if len(views_of_key) > 1:
                 self._parts[param] = [view.rows for view in views_of_key]
-                for name in self.names(param):
+                names = [name for name, its_param in self._params.items() if its_param == param]
+                for name in names:
                     for rows in self._parts[param]:
                         self._params[part_key(name, rows)] = part_key(param, rows)
             for view in views_of_key:
@@ -131,96 +135,7 @@ class Architecture:
         built, origin = _on_meta(base)
         return cls(*as_stored(built, base.tensors), origin, built)
 
-    def first(self, names: Sequence[str]) -> str:
-        """Return the name by which a weight of several names goes: one in the backbone, if there is
-        one, since a head that shares the embedding may come before it.
-        """
-        in_backbone = [name for name in names if name.startswith(f"{self.backbone}.")]
-        return (in_backbone or names)[0]
-
-    def param_named(self, name: str) -> str:
-        return self._params[name]
-
-    def param_of(self, view: MatrixView) -> str:
-        param = self._params[view.key]
-        if param in self._parts:
-            return part_key(param, view.rows)
-        return param
-
-    def names(self, param: str) -> list[str]:
-        """Return the model's names for the tensor of a param; a tied tensor has several."""
-        return [name for name, its_param in self._params.items() if its_param == param]
-
-    @property
-    def last_blocks(self) -> dict[str | None, int]:
-        """The number of the last block of each stack of the model's blocks."""
-        names = [*self._params, *(view.name for view in self.views.values())]
-        return last_block_numbers(map(layer_name, names))
-
-    @property
-    def weights(self) -> list[list[str]]:
-        """The names of what :attr:`shared` has, by the weights that they have in this merge."""
-        names = defaultdict(list)
-        for name in chain(*self.shared):
-            names[self._params[name]].append(name)
-        return list(names.values())
-
-    def selects(self, targets: TargetConfig, names: Collection[str]) -> bool:
-        """Tell whether one of these parameters holds a layer to merge."""
-        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
-        return any(view.key in names for view in selected.values())
-
-    def untie(self, names: Sequence[str]) -> None:
-        """Give some names of a weight a weight of their own."""
-        if any(not parameter.is_meta for parameter in self.model.parameters()):
-            self.model = without_values(self.model)  # a model in memory stays as it is
-        untie_parameter(self.model, names)
-        self._params |= dict.fromkeys(names, self.first(names))
-        self._find_layers()
-
-    def rows(self, param: str) -> int:
-        """Return the number of rows of a tensor, zero for one that the model does not have."""
-        if param not in self._params:
-            return 0
-        return self.shape(param)[0]
-
-    def parts(self, param: str) -> list[str]:
-        return [part_key(param, rows) for rows in self._parts.get(param, ())]
-
-    def shape(self, param: str) -> tuple[int, ...]:
-        return tuple(self.model.get_parameter(param).shape)
-
-    def split(self, source: Source) -> None:
-        """Split the tensors of a model that hold several layers; those of another shape stay
-        whole.
-        """
-        parts = {}
-        for key, info in source.tensors.items():
-            param = self.param(key)
-            if param in self._parts and info.shape == self.shape(param):
-                parts[key] = self._parts[param]
-        source.split(parts)
-
-    def param(self, key: str) -> str:
-        """Return the model's first name for the tensor that a checkpoint stores under ``key``."""
-        name = self.model_name(key)
-        return self._params.get(name, name)
-
-    def untied_name(self, key: str) -> str:
-        """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
-        it is tied to.
-        """
-        name = self.model_name(key)
-        if any(name in names for names in self.shared):
-            return name
-        return self._params.get(name, name)
-
-    def by_param(self, source: Source) -> dict[str, list[str]]:
-        """Return a model's keys by param, in its own order."""
-        params = defaultdict(list)
-        for key in source.tensors:
-            params[self.param(key)].append(key)
-        return params
+    # What tensors are called
 
     def model_name(self, key: str) -> str:
         """Return the model's name for a checkpoint's key, renamed as transformers does when it
@@ -236,43 +151,100 @@ class Architecture:
         name = self._rename(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
+    def untied_name(self, key: str) -> str:
+        """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
+        it is tied to.
+        """
+        name = self.model_name(key)
+        if any(name in names for names in self.shared):
+            return name
+        return self._params.get(name, name)
+
+    def param(self, key: str) -> str:
+        """Return the param of the tensor that a checkpoint stores under ``key``."""
+        name = self.model_name(key)
+        return self._params.get(name, name)
+
+    def param_named(self, name: str) -> str:
+        """Return the param of the tensor that the model calls ``name``."""
+        return self._params[name]
+
+    def param_of(self, view: MatrixView) -> str:
+        """Return the param of the tensor that holds a layer's matrix and nothing else."""
+        param = self._params[view.key]
+        if param in self._parts:
+            return part_key(param, view.rows)
+        return param
+
+    def first(self, names: Sequence[str]) -> str:
+        """Return the name by which a weight of several names goes: one in the backbone, if there is
+        one, since a head that shares the embedding may come before it.
+        """
+        in_backbone = [name for name in names if name.startswith(f"{self.backbone}.")]
+        return (in_backbone or names)[0]
+
+    def by_param(self, source: Source) -> dict[str, list[str]]:
+        """Return a model's keys by param, in its own order."""
+        params = defaultdict(list)
+        for key in source.tensors:
+            params[self.param(key)].append(key)
+        return params
+
+    # Which weights are tied
+
+    @property
+    def weights(self) -> list[list[str]]:
+        """The names of what :attr:`shared` has, by the weights that they have in this merge."""
+        names = defaultdict(list)
+        for name in chain(*self.shared):
+            names[self._params[name]].append(name)
+        return list(names.values())
+
+    def untie(self, names: Sequence[str]) -> None:
+        """Give some names of a weight a weight of their own."""
+        if any(not parameter.is_meta for parameter in self.model.parameters()):
+            self.model = _without_values(self.model)  # a model in memory stays as it is
+        untie_parameter(self.model, names)
+        self._params |= dict.fromkeys(names, self.first(names))
+        self._find_layers()
+
+    def selects(self, targets: TargetConfig, names: Collection[str]) -> bool:
+        """Tell whether one of these parameters holds a layer to merge."""
+        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
+        return any(view.key in names for view in selected.values())
+
+    # What the tensors are
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        return tuple(self.model.get_parameter(param).shape)
+
+    def rows(self, param: str) -> int:
+        """Return the number of rows of a tensor, zero for one that the model does not have."""
+        if param not in self._params:
+            return 0
+        return self.shape(param)[0]
+
+    def parts(self, param: str) -> list[str]:
+        """Return the params of the layers in a parameter that holds several, else none."""
+        return [part_key(param, rows) for rows in self._parts.get(param, ())]
+
+    def split(self, source: Source) -> None:
+        """Split the tensors of a model that hold several layers; those of another shape stay
+        whole.
+        """
+        parts = {}
+        for key, info in source.tensors.items():
+            param = self.param(key)
+            if param in self._parts and info.shape == self.shape(param):
+                parts[key] = self._parts[param]
+        source.split(parts)
+
     def is_computed(self, param: str) -> bool:
         """Return whether a tensor is computed when a model is built, such as the frequencies of
         rotary embeddings, which older versions of transformers stored.
         """
-        computed = param.rpartition(".")[2] in _COMPUTED
-        return computed or not self._computed.isdisjoint(self._names(param))
-
-    def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a module's own parameters of three dimensions in the loaded model,
-        by name.
-        """
-        names = {module, *self._names(module)}
-        return {
-            name: shape for name, shape in self._stacks.items() if name.rpartition(".")[0] in names
-        }
-
-    def holds_layers(self, name: str) -> bool:
-        """Return whether a parameter of the loaded model is stored as layers or holds several."""
-        stack = torch.empty(self._stacks[name], dtype=torch.float32, device="meta")
-        params = [self.param(key) for key in self.undo({name: stack})]
-        return all(self.parts(param) or param in self.views for param in params)
-
-    def _unused(self, base: Source) -> list[str]:
-        """Return stored tensors of layers that the model lacks: their names differ from its own by
-        a number alone.
-        """
-        # transformers passes over these itself: DeepSeek-V3 stores a layer that its model lacks.
-        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        known = set(map(without_numbers, self._params))
-        unused = []
-        for key in base.tensors:
-            if self.model_name(key) in self._params:
-                continue
-            is_ignored = any(re.search(pattern, key) for pattern in ignored)
-            if not is_ignored and known.intersection(map(without_numbers, self._names(key))):
-                unused.append(key)
-        return unused
+        is_known = param.rpartition(".")[2] in _COMPUTED
+        return is_known or not self._unsaved.isdisjoint(self._names(param))
 
     def embeddings(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the params of the tensors with a row for every token, given the stored tensors'
@@ -284,6 +256,8 @@ class Architecture:
             if param in stored and param not in params:
                 params.append(param)
         return [param for param in params if stored[param][0] == stored[params[0]][0]]
+
+    # Which layers are merged
 
     def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config
@@ -334,11 +308,52 @@ class Architecture:
                 f"which its config.json promises: {_NOT_TOGETHER}"
             )
 
+    def _unused(self, base: Source) -> list[str]:
+        """Return stored tensors of layers that the model lacks: their names differ from its own by
+        a number alone.
+        """
+        # transformers passes over these itself: DeepSeek-V3 stores a layer that its model lacks.
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        known = set(map(without_numbers, self._params))
+        unused = []
+        for key in base.tensors:
+            if self.model_name(key) in self._params:
+                continue
+            is_ignored = any(re.search(pattern, key) for pattern in ignored)
+            if not is_ignored and known.intersection(map(without_numbers, self._names(key))):
+                unused.append(key)
+        return unused
+
     def others(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
         """Return the base's keys of every tensor outside the layers, by param."""
         chosen = {layer.param for layer in layers}
         by_param = self.by_param(base)
         return {param: tuple(keys) for param, keys in by_param.items() if param not in chosen}
+
+    @property
+    def last_blocks(self) -> dict[str | None, int]:
+        """The number of the last block of each stack of the model's blocks."""
+        names = [*self._params, *(view.name for view in self.views.values())]
+        return last_block_numbers(map(layer_name, names))
+
+    # Where an adapter's parameters are
+
+    def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a module's own parameters of three dimensions in the loaded model,
+        by name.
+        """
+        names = {module, *self._names(module)}
+        stacks = {}
+        for name, shape in self._stacks.items():
+            if name.rpartition(".")[0] in names:
+                stacks[name] = shape
+        return stacks
+
+    def holds_layers(self, name: str) -> bool:
+        """Return whether a parameter of the loaded model is stored as layers or holds several."""
+        stack = torch.empty(self._stacks[name], dtype=torch.float32, device="meta")
+        params = [self.param(key) for key in self.undo({name: stack})]
+        return all(self.parts(param) or param in self.views for param in params)
 
 
 def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
@@ -416,7 +431,12 @@ def untie_parameter(model: nn.Module, names: Collection[str]) -> None:
             )
 
 
-def without_values(model: nn.Module) -> nn.Module:
+def _path(name: str) -> str:
+    """Return the path of the module whose parameter or submodule has a name."""
+    return name.rpartition(".")[0]
+
+
+def _without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a model on PyTorch's meta device, which takes no memory."""
     tensors = [*model.parameters(), *model.buffers()]
     empty = {}
@@ -427,10 +447,6 @@ def without_values(model: nn.Module) -> nn.Module:
         empty[id(tensor)] = meta
     # As deepcopy's memo, these stand for the tensors, and what modules share stays shared.
     return deepcopy(model, empty)
-
-
-def _path(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
@@ -513,7 +529,7 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         if not (is_packed or is_plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
             continue
         try:
-            module = submodule(root, parents)
+            module = _submodule(root, parents)
             if is_packed:
                 values = torch.empty(info.shape, dtype=torch.float32, device="meta")
                 module.register_parameter(last, nn.Parameter(values))
@@ -550,11 +566,8 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import rename_source_key, revert_weight_conversion
     except ModuleNotFoundError:  # transformers 4
-        return (
-            model,
-            partial(_rename_by, getattr(model, "_checkpoint_conversion_mapping", None) or {}),
-            dict,
-        )
+        patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+        return model, partial(_rename_by, patterns), dict
     # Legacy names are left out, since transformers does not bring these back when it saves.
     changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     joining = [change for change in changes if hasattr(change, "operations")]
@@ -575,7 +588,7 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
             idle.append(change)
     used = [change for change in changes if change.was_used() and change not in idle]
     prefixes = [change for change in used if _adds_prefix(change)]
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # keys of parameters that are renamed and no more, by name
     undo: Undo = dict
     undone = [change for change in used if change not in prefixes]
     if undone:
@@ -585,16 +598,21 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
         holder.get_parameter = lambda name: SimpleNamespace(shape=None)
         undo = partial(revert_weight_conversion, holder)
         stored = undo(parameters)
-        # What comes out as the same object was renamed and no more.
+        # What was renamed and no more comes out as the same object.
         key_of = {id(tensor): key for key, tensor in stored.items()}
         for name, tensor in parameters.items():
             if id(tensor) in key_of:
                 names[name] = key_of[id(tensor)]
         model = _rebuilt(model, stored, {key: name for name, key in names.items()})
-    return model, lambda key: names.get(key) or rename_source_key(key, prefixes, [])[0], undo
+
+    def rename(key: str) -> str:
+        return names.get(key) or rename_source_key(key, prefixes, [])[0]
+
+    return model, rename, undo
 
 
 def _rename_by(patterns: Mapping[str, str], key: str) -> str:
+    """Rename a key by the regular expressions of a class of transformers 4."""
     for pattern, replacement in patterns.items():
         key, count = re.subn(pattern, replacement, key)
         # The first pattern that fits is the only one, as in transformers 4.
@@ -645,7 +663,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
     for key in [*names, *joined]:
         path, _, attribute = key.rpartition(".")
         *parents, last = path.split(".")
-        parent = submodule(root, parents)
+        parent = _submodule(root, parents)
         path_before, _, attribute_before = names.get(key, "").rpartition(".")
         leaf = leaves.get(path_before)
         has_same_attribute = leaf is not None and attribute_before == attribute
@@ -654,7 +672,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
             continue
         if attribute == "weight" and stored[key].ndim == 2:
             parent.add_module(last, nn.Linear(1, 1, bias=False, device="meta"))
-        own: Any = submodule(root, path.split(".") if path else [])
+        own: Any = _submodule(root, path.split(".") if path else [])
         if attribute == "weight" and stored[key].ndim == 3:
             # The sizes by which a stack of matrices is told from any other weight of three sides.
             _, own.output_size, own.input_size = stored[key].shape
@@ -666,7 +684,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
     return root
 
 
-def submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
+def _submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
     """Return the module at a path, making missing ones; a KeyError names a part that can't be a
     module's name.
     """

@@ -1,4 +1,9 @@
-"""A checkpoint folder: the tensors in its files, and everything beside the weights."""
+"""A checkpoint: a folder, or a repository of the hub, with a model or an adapter.
+
+:class:`Checkpoint` is its tensors, as a source, and what its small files say. Which files of a
+folder are its weights, what the hub gives, and which files beside the weights belong to a model
+follow in this order. A folder that can't be read is refused with what makes it readable.
+"""
 
 import difflib
 import hashlib
@@ -28,7 +33,7 @@ from fusion_bench_nufilt.models.quantised import (
 )
 from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, InputFile, printable, read_json
-from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest, is_finite
+from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -37,15 +42,15 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _PICKLED_ADAPTER = "adapter_model.bin"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 
-#: Weights that run code when they are opened.
+# Weights that run code when they are opened.
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-#: What a result takes over from its base, and what is downloaded besides weights.
+# What a result takes over from its base, and what is downloaded besides weights.
 _SMALL_FILES = [
     *("*.json", "*.jinja", "*.py"),
     *("*vocab*.txt", "merges.txt", "dict*.txt", "*.model", "*.spm", "*.bpe", "*.codes"),
     *("*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*", CARD),
 ]
-#: What training leaves beside a model, or a program for itself.
+# What training leaves beside a model, or a program for itself.
 _NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json", ".*"]
 
 # The fields of a config.json with which the time and the memory to build a model grow.
@@ -104,11 +109,11 @@ class Checkpoint(Source):
             twice = sorted(self.tensors.keys() & tensors.keys())
             if twice:
                 raise ValueError(
-                    f"'{name}' has "
-                    f"{format_names(twice)} in '{file}' and in another file: remove one of "
-                    "them"
+                    f"'{name}' has {format_names(twice)} in '{file}' and in another file: remove "
+                    "one of them"
                 )
             self.tensors |= tensors
+        # From here on, config.json can be read, which is refused for far more layers than tensors.
         other = other_quantisation(self.tensors, self.quantisation)
         if other:
             raise ValueError(
@@ -121,34 +126,34 @@ class Checkpoint(Source):
         self.whole = self.tensors  # before they are split
         self.copies: dict[str, str] = {}  # further keys, and those of which they have the tensors
 
+    # How it is opened
+
     @classmethod
     def open(cls, name: str) -> "Checkpoint":
         """Read the headers of a folder or, where there is none, of a hub repository
         ``owner/model@revision``.
         """
         folder = Path(name).expanduser()
-        if not folder.is_dir():
-            _refuse_mistyped(name)
-            try:
-                folder = download(name, name.partition("@")[2] or None, [_ADAPTER_WEIGHTS])
-            except HFValidationError as error:
-                raise ValueError(
-                    f"'{name}' is neither a folder nor the name of a hub repository"
-                ) from error
-            except Exception as error:  # no network, no such repository, no access
-                raise ValueError(
-                    f"'{name}' is no folder, and the hub can't give it: {error}"
-                ) from error
-            shards = set(_weight_map(folder).values()) or {_SINGLE}
-            if is_adapter(folder):
-                _refuse_both(name, folder)
-            # What lies in the cache needs no network. Of all else, headers come first: weights are
-            # downloaded once these have passed all checks.
-            elif not all((folder / file).is_file() for file in shards):
-                adapter = (folder / _ADAPTER_CONFIG).is_file()
-                # The folder is named after its commit: headers and weights are of one version.
-                return cls(name, folder, _hub_headers(name, folder.name, adapter))
-        return cls.from_folder(name, folder)
+        if folder.is_dir():
+            return cls.from_folder(name, folder)
+        _refuse_mistyped(name)
+        try:
+            folder = _download(name, name.partition("@")[2] or None, [_ADAPTER_WEIGHTS])
+        except HFValidationError as error:
+            raise ValueError(
+                f"'{name}' is neither a folder nor the name of a hub repository"
+            ) from error
+        except Exception as error:  # no network, no such repository, no access
+            raise ValueError(
+                f"'{name}' is no folder, and the hub can't give it: {error}"
+            ) from error
+        shards = set(_weight_map(folder).values()) or {_SINGLE}
+        # What lies in the cache needs no network. Of all else, headers come first: weights are
+        # downloaded once these have passed all checks.
+        if is_adapter(folder) or all((folder / file).is_file() for file in shards):
+            return cls.from_folder(name, folder)
+        # The folder is named after its commit: headers and weights are of one version.
+        return cls(name, folder, _hub_headers(name, folder))
 
     @classmethod
     def from_folder(cls, name: str, folder: Path, inside: str = "") -> "Checkpoint":
@@ -161,8 +166,8 @@ class Checkpoint(Source):
         lost = sorted(promised.difference(*headers.values()))
         if lost:
             raise ValueError(
-                f"'{name}': {INDEX} names tensors that its files lack: "
-                f"{format_names(lost)}; fetch it again"
+                f"'{name}': {INDEX} names tensors that its files lack: {format_names(lost)}; fetch "
+                "it again"
             )
         return checkpoint
 
@@ -187,7 +192,7 @@ class Checkpoint(Source):
         if not self.remote:
             return
         files = [str(PurePosixPath(self._inside, file)) for file in self.files]
-        folder = download(self.name, self.revision, files)
+        folder = _download(self.name, self.revision, files)
         local = self.from_folder(self.name, folder, self._inside)
         self.folder = local.folder
         copies = {key: local.whole[of] for key, of in self.copies.items()}
@@ -202,18 +207,33 @@ class Checkpoint(Source):
         """
         if self.revision is None:
             return self.folder
-        return download(self.name, self.revision, files)
+        return _download(self.name, self.revision, files)
+
+    # What it is called, and what tells it from others
 
     @property
     def label(self) -> str:
         """The name without the user's directories, for files that others will see."""
-        if Path(self.name).expanduser().is_dir():
+        if self.revision is None:
             return printable(Path(self.name).absolute().name)
         return printable(self.name)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.tensors.values())
+    def identity(self) -> Input:
+        """Return what tells this checkpoint from others, without reading its weights: its revision
+        on the hub, or its files.
+        """
+        if self.revision is not None:
+            return Input(name=self.label, revision=self.revision)
+        files = {name: file.identity() for name, file in self.opened.items()}
+        # An edit of these changes a merge though the weights are the same: lora_alpha, for one,
+        # scales an adapter's update.
+        for name in ("config.json", _ADAPTER_CONFIG, MANIFEST):
+            path = self.folder / name
+            if path.is_file():
+                files[name] = InputFile(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+        return Input(name=self.label, files=files)
+
+    # What is beside the weights
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -281,45 +301,7 @@ class Checkpoint(Source):
             return {}
         return _read_module_files(self.folder_with(*weights))
 
-    def _unwrapping(self, wrapper: str) -> str:
-        if wrapper == "module":
-            # Only at the start of a name, or of a string in the index: a layer may be called so.
-            return self.stripping(r'(^|(?<="))module\.')
-        return self.stripping(rf"{wrapper}\.")
-
-    def stripping(self, pattern: str) -> str:
-        """Return how what matches an expression is taken out of the names of the tensors."""
-        folder = self.folder
-        first = ""
-        if not Path(self.name).expanduser().is_dir():
-            repository = self.name.partition("@")[0]
-            first = f"`hf download {repository} --local-dir FOLDER`, and "
-            folder = Path("FOLDER")
-        code = (
-            "import re; from pathlib import Path; from safetensors.torch import load_file, "
-            f"save_file; folder = Path({json.dumps(str(folder))}); "
-            f"strip = lambda text: re.sub({pattern!r}, '', text); "
-            "[save_file({strip(key): value for key, value in load_file(file).items()}, "
-            "file.with_suffix('.new'), {'format': 'pt'}) or file.with_suffix('.new').replace(file) "
-            "for file in folder.glob('*.safetensors')]; "
-            "[file.write_text(strip(file.read_text())) for file in folder.glob('*.index.json')]"
-        )
-        return f"Take it out in place with: {first}python -c {shlex.quote(code)}"
-
-    def identity(self) -> Input:
-        """Return what tells this checkpoint from others, without reading its weights: its revision
-        on the hub, or its files.
-        """
-        if self.revision is not None:
-            return Input(name=self.label, revision=self.revision)
-        files = {name: file.identity() for name, file in self.opened.items()}
-        # An edit of these changes a merge though the weights are the same: lora_alpha, for one,
-        # scales an adapter's update.
-        for name in ("config.json", "adapter_config.json", MANIFEST):
-            path = self.folder / name
-            if path.is_file():
-                files[name] = InputFile(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-        return Input(name=self.label, files=files)
+    # Its tensors
 
     def same(self, key: str, other: str) -> bool:
         """Tell whether two tensors hold the same values, which are fetched for that."""
@@ -333,28 +315,48 @@ class Checkpoint(Source):
         self.whole = {**self.whole, key: self.whole[of]}
         self.split(self.parts)
 
-    def file(self, key: str) -> TensorFile:
-        return self.opened[self.tensors[key].file]
+    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
+        info = self.tensors[key]
+        # One reading serves values and digest, which is of the stored bytes whatever the device.
+        if isinstance(info, Encoded):
+            stored = info.read(self.opened)
+        else:
+            stored = self.opened[info.file].read(info)
+        tensor = stored.to(device)
+        self.check_finite(key, tensor)
+        return tensor, digest(stored)
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         info = self.tensors[key]
         if isinstance(info, Encoded):
             return info.elements(self.opened, start, stop)
-        return self.file(key).elements(info, start, stop)
+        return self.opened[info.file].elements(info, start, stop)
 
-    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
-        # One reading serves values and digest, which is of the stored bytes whatever the device.
-        stored = self._stored(key)
-        tensor = stored.to(device)
-        if not is_finite(tensor):
-            raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
-        return tensor, digest(stored)
+    # How names are mended
 
-    def _stored(self, key: str) -> Tensor:
-        info = self.tensors[key]
-        if isinstance(info, Encoded):
-            return info.read(self.opened)
-        return self.file(key).read(info)
+    def _unwrapping(self, wrapper: str) -> str:
+        if wrapper == "module":
+            # Only at the start of a name, or of a string in the index: a layer may be called so.
+            return self.stripping(r'(^|(?<="))module\.')
+        return self.stripping(rf"{wrapper}\.")
+
+    def stripping(self, pattern: str) -> str:
+        """Return how what matches an expression is taken out of the names of the tensors."""
+        folder = self.folder
+        first = ""
+        if self.revision is not None:
+            first = f"`{_hub_command(self.name)}`, and "
+            folder = Path("FOLDER")
+        code = (
+            "import re; from pathlib import Path; from safetensors.torch import load_file, "
+            f"save_file; folder = Path({json.dumps(str(folder))}); "
+            f"strip = lambda text: re.sub({pattern!r}, '', text); "
+            "[save_file({strip(key): value for key, value in load_file(file).items()}, "
+            "file.with_suffix('.new'), {'format': 'pt'}) or file.with_suffix('.new').replace(file) "
+            "for file in folder.glob('*.safetensors')]; "
+            "[file.write_text(strip(file.read_text())) for file in folder.glob('*.index.json')]"
+        )
+        return f"Take it out in place with: {first}python -c {shlex.quote(code)}"
 
 
 def _refuse_mistyped(name: str) -> None:
@@ -385,18 +387,18 @@ def _refuse_mistyped(name: str) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
+    """Tell whether a folder holds an adapter that can be read."""
     return (folder / _ADAPTER_CONFIG).is_file() and (folder / _ADAPTER_WEIGHTS).is_file()
 
 
 def _refuse_both(name: str, folder: Path) -> None:
     """Refuse a folder with an adapter and a whole model, of which either may be meant."""
-    whole = [_SINGLE, INDEX, _PICKLED_WEIGHTS, f"{_PICKLED_WEIGHTS}.index.json"]
-    found = [file for file in whole if (folder / file).is_file()]
-    if found:
-        raise ValueError(
-            f"'{name}' holds an adapter ('{_ADAPTER_WEIGHTS}') and a whole model ('{found[0]}'): "
-            "give a folder with only the one that you mean"
-        )
+    for file in (_SINGLE, INDEX, _PICKLED_WEIGHTS, f"{_PICKLED_WEIGHTS}.index.json"):
+        if (folder / file).is_file():
+            raise ValueError(
+                f"'{name}' holds an adapter ('{_ADAPTER_WEIGHTS}') and a whole model ('{file}'): "
+                "give a folder with only the one that you mean"
+            )
 
 
 class _Index(TypedDict):
@@ -420,9 +422,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
             wrong.append(file)
     if wrong:
         raise ValueError(
-            f"'{folder / INDEX}' names "
-            f"{format_names(dict.fromkeys(wrong))}: no safetensors files of this "
-            "folder"
+            f"'{folder / INDEX}' names {format_names(dict.fromkeys(wrong))}: no safetensors files "
+            "of this folder"
         )
     return files
 
@@ -432,6 +433,9 @@ _OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state
 
 
 def _weight_files(name: str, folder: Path) -> list[str]:
+    """Return the names of the files of weights in a folder; a ValueError says what else it
+    holds.
+    """
     if is_adapter(folder):
         _refuse_both(name, folder)
         return [_ADAPTER_WEIGHTS]
@@ -443,8 +447,8 @@ def _weight_files(name: str, folder: Path) -> list[str]:
         absent = [file for file in files if not (folder / file).is_file()]
         if absent:
             raise ValueError(
-                f"'{name}': {INDEX} names shards that are not there: "
-                f"{format_names(absent)}; fetch them"
+                f"'{name}': {INDEX} names shards that are not there: {format_names(absent)}; fetch "
+                "them"
             )
         return files
     files = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -464,12 +468,9 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     pickles = [path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES]
     pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
     if pickles:
-        pickled = (
-            f"pickled weights ({format_names(pickles)}), which run code when opened and are refused"
-        )
         raise ValueError(
-            f"'{name}' holds {pickled}. Where you trust them, convert them with: "
-            f"{_conversion(folder)}"
+            f"'{name}' holds pickled weights ({format_names(pickles)}), which run code when opened "
+            f"and are refused. Where you trust them, convert them with: {_conversion(folder)}"
         )
     raise ValueError(f"'{name}' holds no safetensors file")
 
@@ -514,12 +515,12 @@ def _conversion(folder: Path) -> str:
     return f"python -c {shlex.quote(code)}"
 
 
-def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
+def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     """Download the small files and some others into a folder that is named after their commit, and
     return it.
     """
     folder = huggingface_hub.snapshot_download(
-        name.partition("@")[0],
+        _repository(name),
         revision=revision,
         allow_patterns=[*_SMALL_FILES, *files],
         ignore_patterns=_NOT_OF_THE_MODEL,
@@ -527,14 +528,24 @@ def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     return Path(folder)
 
 
-def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
+def _repository(name: str) -> str:
+    """Return the hub's ``owner/model`` of a user's ``owner/model@revision``."""
+    return name.partition("@")[0]
+
+
+def _hub_command(name: str) -> str:
+    """Return the command that gets a hub repository into a folder."""
+    return f"hf download {_repository(name)} --local-dir FOLDER"
+
+
+def _hub_headers(name: str, folder: Path) -> _Files:
+    """Return the tensors of the weights in a hub repository, whose small files are in a folder."""
     try:
-        metadata = huggingface_hub.get_safetensors_metadata(name.partition("@")[0], revision=commit)
+        metadata = huggingface_hub.get_safetensors_metadata(_repository(name), revision=folder.name)
     except NotASafetensorsRepoError as error:
         remedy = "Convert it with https://huggingface.co/spaces/safetensors/convert"
-        if adapter:
-            repository = name.partition("@")[0]
-            remedy = f"Get it with `hf download {repository} --local-dir FOLDER`, and give FOLDER"
+        if (folder / _ADAPTER_CONFIG).is_file():
+            remedy = f"Get it with `{_hub_command(name)}`, and give FOLDER"
         raise ValueError(
             f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and "
             f"are refused. {remedy}"
@@ -543,16 +554,14 @@ def _hub_headers(name: str, commit: str, adapter: bool) -> _Files:
         raise ValueError(
             f"'{name}': the hub can't give the headers of its weights: {error}"
         ) from error
-    files = metadata.files_metadata
-    return {file: _from_hub(file, files[file]) for file in files}
+    return {file: _from_hub(file, header) for file, header in metadata.files_metadata.items()}
 
 
 def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
     """Return the tensors of one file of a hub repository."""
-    repository = name.partition("@")[0]
     try:
         metadata = huggingface_hub.parse_safetensors_file_metadata(
-            repository, file, revision=commit
+            _repository(name), file, revision=commit
         )
     except Exception as error:
         raise ValueError(f"'{name}': the hub can't give the header of {file}: {error}") from error
@@ -560,6 +569,7 @@ def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
 
 
 def _from_hub(file: str, metadata: SafetensorsFileMetadata) -> dict[str, TensorInfo]:
+    """Return the tensors that a header describes; their offsets do not count the header."""
     tensors = {}
     for key, tensor in metadata.tensors.items():
         start, stop = tensor.data_offsets
@@ -606,9 +616,6 @@ def _read_files(folder: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     return contents
 
 
-_MODULES = "modules.json"
-
-
 class _Module(TypedDict):
     path: str
 
@@ -617,11 +624,12 @@ def _module_folders(folder: Path) -> list[str]:
     """Return the folders that modules.json names beside that of the model itself; a ValueError
     names one that is elsewhere.
     """
-    modules = read_json(folder / _MODULES, list[_Module]) or []
+    file = folder / "modules.json"
+    modules = read_json(file, list[_Module]) or []
     paths = [PurePosixPath(module["path"]) for module in modules if module["path"]]
     for path in paths:
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"'{folder / _MODULES}' names '{path}', which is not in the folder")
+            raise ValueError(f"'{file}' names '{path}', which is not in the folder")
     return [str(path) for path in paths]
 
 

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .architecture import Architecture
-from .checkpoint import Checkpoint
-from .source import Source, format_names
+from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.source import Source, format_names
 
-_LAYOUTS = ("rank_major", "grouped_by_expert")
+_OTHER_BASE = "it is for another base"
+_WITH_ITS_PEFT = "merge it into its base with the peft that trained it, and give that folder"
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def find_experts(
             raise ValueError(
                 f"adapter '{adapter.name}' changes the square experts of '{name}', {sides}, and no "
                 "other: whether B A or its transpose is added depends on peft's version: "
-                f"{_WITH_PEFT}"
+                f"{_WITH_ITS_PEFT}"
             )
         is_transposed = orders == {True}
         grouped = _is_grouped(adapter, count, adapter.tensors[key_a].shape[0] // count)
@@ -170,15 +171,14 @@ def _fitting_parameter(
     if len(fitting) > 1:
         raise ValueError(
             f"{factors}, for {format_names(fitting)}: which of them is meant depends on peft's "
-            f"version: {_WITH_PEFT}"
+            f"version: {_WITH_ITS_PEFT}"
         )
     if not fitting:
         raise ValueError(f"{factors}, for one of {stacks}: {_OTHER_BASE}")
     return fitting[0], stacks[fitting[0]]
 
 
-_OTHER_BASE = "it is for another base"
-_WITH_PEFT = "merge it into its base with the peft that trained it, and give that folder"
+_LAYOUTS = ("rank_major", "grouped_by_expert")
 
 
 def _is_grouped(adapter: Checkpoint, count: int, rank: int) -> bool:
@@ -224,7 +224,7 @@ def _places(
             if part not in architecture.views or stop - first != rows.numel():
                 raise ValueError(
                     f"adapter '{adapter}' changes '{name}', which is no stack of layers: "
-                    f"{_WITH_PEFT}"
+                    f"{_WITH_ITS_PEFT}"
                 )
             # The numbers of a stored row stand side by side if it is a column of the parameter.
             flipped = (rows.shape[-1] > 1) != architecture.views[part].transposed

@@ -1,5 +1,5 @@
-"""The layers of a model: how its parameters hold them, which are merged, and how much of the model
-that is.
+"""The layers of a model: how its parameters hold them, which are merged, how much of the model that
+is, and what their names tell.
 
 A layer is a matrix W of shape ``(d_o, d_i)`` whose outputs are ``W x``. A :class:`MatrixView` says
 which rows of which parameter hold it, and whether they hold it transposed.
@@ -13,16 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import TargetConfig, matches
+from fusion_bench_nufilt.utils.tensors import FLOATS
 
 log = logging.getLogger(__name__)
-
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def unsupported_modules(model: nn.Module) -> dict[str, str]:
             label = f"'{key}' of shape {tuple(tensor.shape)}"
             is_weight = attribute == "weight"
             is_parameter = isinstance(tensor, nn.Parameter)
-            if "weight" in attribute and tensor.dtype not in FLOATS:
+            if "weight" in attribute and tensor.dtype not in FLOATS.values():
                 reasons[name] = (
                     f"{label} is stored as {tensor.dtype}: quantised weights can't be merged"
                 )
@@ -162,7 +160,7 @@ def _view_of_whole(
 ) -> list[MatrixView]:
     """Return the matrix that is a whole parameter, if the module has it."""
     parameter = own.get(attribute)
-    if parameter is None or parameter.dtype not in FLOATS or parameter.ndim < 2:
+    if parameter is None or parameter.dtype not in FLOATS.values() or parameter.ndim < 2:
         return []
     return _views_of_parts(name, own, attribute, [part], transposed=transposed, linear=linear)
 

@@ -1,9 +1,10 @@
 """Base, merged and task models, whose tensors are addressed by param, whatever their files call
-them, and the weights that a configuration ties, such as those of the embedding and the output head.
+them; and the weights that a configuration ties, such as those of the embedding and the output head.
 
 Whether tied weights are one is for the models to say: transformers 5 loads two where a checkpoint
 stores two, whatever its configuration says, and an adapter may change one of them alone. What is
-two weights in one of the models is merged as two.
+two weights in one of the models is merged as two, so that a model has a tensor for each name until
+:func:`tie_weights` has asked them all.
 """
 
 import math
@@ -26,7 +27,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint, with_same_ending
 from fusion_bench_nufilt.models.source import MatchedRows, Source
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
+from fusion_bench_nufilt.utils.tensors import compute_dtype, digest
 
 
 class ModelWeights:
@@ -78,18 +79,28 @@ class ModelWeights:
             self.keys.setdefault(name, self.keys[stored])
             self.params.setdefault(name, self.params[stored])
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The source of a model that is in files."""
+        assert isinstance(self.source, Checkpoint)
+        return self.source
+
+    # Which tensors it has
+
     def tell_apart(self, names: Sequence[str]) -> list[object]:
         """Return for each of some names that share a weight what tells its tensor from others."""
         marks: list[object] = []
         distinct: list[str] = []
         for name in names:
             key = self.keys.get(name)
-            equal = [other for other in distinct if key and self.source.same(key, other)]
+            if key is None:
+                marks.append(None)
+                continue
+            equal = [other for other in distinct if self.source.same(key, other)]
             if equal:
                 marks.append(equal[0])
-                continue
-            marks.append(key)
-            if key:
+            else:
+                marks.append(key)
                 distinct.append(key)
         return marks
 
@@ -102,17 +113,16 @@ class ModelWeights:
             if architecture.param_named(name) != name:
                 self._forget(name)
 
+    def ignore(self, param: str) -> None:
+        """Treat a tensor outside the merged layers as missing."""
+        self.ignored.append(param)
+        self._forget(param)
+
     def _forget(self, param: str) -> None:
         """Treat a tensor as one that the model does not have."""
         self.params.pop(param, None)
         self.keys.pop(param, None)
         self.matched_rows.pop(param, None)
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The source of a model that is in files."""
-        assert isinstance(self.source, Checkpoint)
-        return self.source
 
     def has(self, param: str) -> bool:
         """Return whether the model has a tensor of the base, changed or not."""
@@ -121,11 +131,6 @@ class ModelWeights:
     def is_update(self, param: str) -> bool:
         """Return whether the model has a tensor as an update of the base's, which must exist."""
         return False
-
-    def ignore(self, param: str) -> None:
-        """Treat a tensor outside the merged layers as missing."""
-        self.ignored.append(param)
-        self._forget(param)
 
     @property
     def trained_modules(self) -> Collection[str] | None:
@@ -137,30 +142,6 @@ class ModelWeights:
         for param in params:
             self.params.pop(param)
             self.head[param] = self.keys.pop(param)
-
-    def head_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the task's head by their names in the task's model."""
-        tensors = {}
-        for key in self.head.values():
-            value, _ = self.source.read(key)
-            # safetensors refuses tensors that are not contiguous.
-            tensors[self.name_of(key)] = value.contiguous()
-        return tensors
-
-    def name_of(self, key: str) -> str:
-        """Return the name of a stored tensor in the model that was saved."""
-        return key
-
-    def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the configuration of the model that the task's head belongs to, given the
-        base's.
-        """
-        config: Mapping[str, Any] = self.source.config
-        return config
-
-    def module_files(self) -> dict[str, bytes]:
-        """Return the files of the modules that sentence-transformers puts behind the model."""
-        return self.checkpoint.module_files()
 
     def match_rows(self, param: str, rows: Sequence[int]) -> None:
         """Present a tensor with the base's rows: ``rows`` has the number of each here, or -1 to
@@ -176,17 +157,7 @@ class ModelWeights:
         """Return which stored row is a row of a tensor, or -1 if none is."""
         return row
 
-    def row(self, param: str, row: int, base: "ModelWeights") -> Tensor:
-        """Read a row of a tensor, flattened, by its number here; one that is missing is the
-        base's.
-        """
-        width = math.prod(base.params[param][1:])
-        if param in self.keys:
-            stored = self._stored_row(param, row)
-            if stored >= 0:
-                key = self.keys[param]
-                return self.source.elements(key, stored * width, (stored + 1) * width)
-        return base.source.elements(base.keys[param], row * width, (row + 1) * width)
+    # What they hold
 
     def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
         """Read a whole tensor, or the factors of a layer's update; return it and the digest of what
@@ -200,14 +171,8 @@ class ModelWeights:
         flat = theta_0.flatten()
         value = self.matched_rows[param].elements(0, theta_0.numel(), flat)
         value = value.reshape(theta_0.shape)
-        self._check_finite(param, value)
+        self.source.check_finite(param, value)
         return value, digest(value)
-
-    def _check_finite(self, param: str, value: Tensor) -> None:
-        if not is_finite(value):
-            raise ValueError(
-                f"model '{self.source.name}', tensor '{param}' has NaN or infinite values"
-            )
 
     def at_strength(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
         """Return a weight, or the factors of an update, with the update times the model's
@@ -237,6 +202,44 @@ class ModelWeights:
         if param not in self.keys:
             return theta_0
         return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
+
+    def row(self, param: str, row: int, base: "ModelWeights") -> Tensor:
+        """Read a row of a tensor, flattened, by its number here; one that is missing is the
+        base's.
+        """
+        width = math.prod(base.params[param][1:])
+        if param in self.keys:
+            stored = self._stored_row(param, row)
+            if stored >= 0:
+                key = self.keys[param]
+                return self.source.elements(key, stored * width, (stored + 1) * width)
+        return base.source.elements(base.keys[param], row * width, (row + 1) * width)
+
+    def head_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the task's head by their names in the task's model."""
+        tensors = {}
+        for key in self.head.values():
+            value, _ = self.source.read(key)
+            # safetensors refuses tensors that are not contiguous.
+            tensors[self.name_of(key)] = value.contiguous()
+        return tensors
+
+    def name_of(self, key: str) -> str:
+        """Return the name of a stored tensor in the model that was saved."""
+        return key
+
+    def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the configuration of the model that the task's head belongs to, given that of the
+        base.
+        """
+        config: Mapping[str, Any] = self.source.config
+        return config
+
+    def module_files(self) -> dict[str, bytes]:
+        """Return the files of the modules that sentence-transformers puts behind the model."""
+        return self.checkpoint.module_files()
+
+    # What is checked before a merge
 
     def check_layers(self, layers: Sequence[Layer], base: "ModelWeights") -> None:
         """Raise a ValueError if the model lacks layers that it needs for a merge."""
@@ -323,12 +326,11 @@ def _untie_groups(architecture: Architecture, model: ModelWeights) -> None:
 
 def names_apart(architecture: Architecture, model: ModelWeights) -> list[str]:
     """Return the names of weights that a model has apart from those that they are tied to."""
-    differing: list[str] = []
+    apart: list[str] = []
     for names in architecture.weights:
-        first, *others = model.tell_apart(names)
-        if any(other != first for other in others):
-            differing += names
-    return differing
+        if len(_groups(model, names)) > 1:
+            apart += names
+    return apart
 
 
 def _groups(model: ModelWeights, names: Sequence[str]) -> list[list[str]]:
@@ -359,8 +361,9 @@ def carry_over(
     """Enter what is known of weights also under the params that shared them when it was noted."""
     for names in architecture.weights:
         param = architecture.param_named(names[0])
-        if key_of(earlier.get(param, param)) in known:
-            known.setdefault(key_of(param), known[key_of(earlier.get(param, param))])
+        earlier_key = key_of(earlier.get(param, param))
+        if earlier_key in known:
+            known.setdefault(key_of(param), known[earlier_key])
 
 
 def complete_base(
@@ -370,25 +373,31 @@ def complete_base(
     longer tied, under the key that a model has for it.
     """
     stored = architecture.by_param(base.source)
-    for param in [architecture.param_named(names[0]) for names in architecture.weights]:
-        if param in base.keys and param not in stored:
-            keys = [model.keys[param] for model in models if param in model.keys]
-            keys = [key for key in keys if architecture.model_name(key) == param]
-            key = [*keys, param][0]
-            base.checkpoint.add_copy(key, base.keys[param])
-            base.keys[param] = key
+    for names in architecture.weights:
+        param = architecture.param_named(names[0])
+        if param not in base.keys or param in stored:
+            continue
+        copy_key = param
+        for model in models:
+            key = model.keys.get(param)
+            if key is not None and architecture.model_name(key) == param:
+                copy_key = key
+                break
+        base.checkpoint.add_copy(copy_key, base.keys[param])
+        base.keys[param] = copy_key
 
 
 def untie_model(architecture: Architecture, model: nn.Module) -> None:
     """Give a model in memory the weights that the architecture has."""
     for names in architecture.weights:
-        held = next(held for held in shared_names(model) if names[0] in held)
-        if not {*held} <= {*names}:
-            untie_parameter(model, names)
-            config: Any = getattr(model, "config", None)
-            if config is not None and is_untied(architecture, vars(config)):
-                # Otherwise, transformers ties them again when it loads the saved model.
-                config.tie_word_embeddings = False
+        tied_now = next(tied for tied in shared_names(model) if names[0] in tied)
+        if set(tied_now).issubset(names):
+            continue
+        untie_parameter(model, names)
+        config: Any = getattr(model, "config", None)
+        if config is not None and is_untied(architecture, vars(config)):
+            # Otherwise, transformers ties them again when it loads the saved model.
+            config.tie_word_embeddings = False
 
 
 def is_untied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
@@ -396,5 +405,5 @@ def is_untied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
 
     That of an encoder and a decoder may not, since T5 also scales its outputs by it.
     """
-    nothing = all(len(names) == 1 for names in architecture.weights)
-    return nothing and not config.get("is_encoder_decoder")
+    has_no_ties = all(len(names) == 1 for names in architecture.weights)
+    return has_no_ties and not config.get("is_encoder_decoder")

@@ -1,11 +1,13 @@
 """Quantised weights: tensors that a file holds otherwise than as their values.
 
-FP8 has a scale for every block and is read as float32. MXFP4, in which gpt-oss stores its experts,
-is read as bfloat16, which holds its values exactly or overflows: a value is a code of four bits
-times a power of two, which 32 codes share. ``NAME_blocks`` are two codes a byte, the lower half
-first, ``(experts, outputs, blocks, 16)``; ``NAME_scales`` are exponents plus 127, ``(experts,
-outputs, blocks)``. The tensor ``NAME`` is ``(experts, inputs, outputs)``. See the OCP Microscaling
-formats specification.
+Either form is an :class:`Encoded` tensor, which joins the stored tensors that it is read from. FP8
+has a scale for every block and is read as float32.
+
+MXFP4, in which gpt-oss stores its experts, is read as bfloat16, which holds its values exactly or
+overflows: a value is a code of four bits times a power of two, which 32 codes share.
+``NAME_blocks`` are two codes a byte, the lower half first, ``(experts, outputs, blocks, 16)``;
+``NAME_scales`` are exponents plus 127, ``(experts, outputs, blocks)``. The tensor ``NAME`` is
+``(experts, inputs, outputs)``. See the OCP Microscaling formats specification.
 """
 
 import math

@@ -1,5 +1,8 @@
-"""Where a merge reads a model's tensors: what the files of a checkpoint and a model in memory have
-in common, the model in memory, and what stands between a source and its reader.
+"""Where a merge reads a model's tensors.
+
+A :class:`Source` maps keys to tensors that are read one by one. The files of a checkpoint are one
+(``checkpoint.py``), a model in memory is another. :class:`MatchedRows` stands between a source and
+its reader, where rows are in another order; :class:`ReadDigests` notes what was read.
 """
 
 import hashlib
@@ -25,7 +28,8 @@ from fusion_bench_nufilt.utils.tensors import (
     raw_bytes,
 )
 
-Parts = Sequence[tuple[int, int]]  # first and last row of each part of a tensor
+Parts = Sequence[tuple[int, int]]  # where the rows of each part of a tensor start and stop
+
 # What training wraps a model or its layers in, by the name that this adds to those of tensors.
 # That of DistributedDataParallel and of DeepSpeed is "module", at the start of a name.
 _WRAPPERS = {
@@ -119,10 +123,10 @@ class Source(ABC):
         empty = [key for key in keys if 0 in self.tensors[key].shape]
         if empty:
             raise ValueError(
-                f"model '{self.name}' has {len(empty)} empty tensors: "
-                f"{format_names(empty)}. DeepSpeed "
-                "ZeRO-3 leaves these where a model is saved without its gathered weights: save it "
-                "again with save_pretrained(FOLDER, state_dict=accelerator.get_state_dict(model))"
+                f"model '{self.name}' has {len(empty)} empty tensors: {format_names(empty)}. "
+                "DeepSpeed ZeRO-3 leaves these where a model is saved without its gathered "
+                "weights: save it again with save_pretrained(FOLDER, "
+                "state_dict=accelerator.get_state_dict(model))"
             )
 
     def check_floats(self, keys: Iterable[str]) -> None:
@@ -138,8 +142,16 @@ class Source(ABC):
                     "from"
                 )
 
+    def check_finite(self, name: str, value: Tensor) -> None:
+        """Raise a ValueError that names a tensor, of which this is the value, if it is not
+        finite.
+        """
+        if not is_finite(value):
+            raise ValueError(f"model '{self.name}', tensor '{name}' has NaN or infinite values")
+
 
 def part_key(key: str, rows: tuple[int, int]) -> str:
+    """Return the key of a group of rows as a tensor of its own."""
     return f"{key}[{rows[0]}:{rows[1]}]"
 
 
@@ -173,33 +185,35 @@ class MemorySource(Source):
     def __init__(
         self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
     ) -> None:
-        self.name = self.label = name
+        self.name = name
+        self.label = name
         self.config = config or {}
-        self.whole = self.tensors = {key: describe(value) for key, value in tensors.items()}
-        self._whole = self._values = tensors
+        self.whole = {key: describe(value) for key, value in tensors.items()}
+        self.tensors = self.whole
+        self._values = tensors
 
     def split(self, parts: Mapping[str, Parts]) -> None:
         super().split(parts)
         if not parts:
             return
-        values: dict[str, Tensor] = {}
-        for key, value in self._whole.items():
-            for rows in parts.get(key, ()):
+        values = dict(self._values)
+        for key, parts_of_tensor in parts.items():
+            for rows in parts_of_tensor:
                 # A view, so that what is written to a part is written to the model.
-                values[part_key(key, rows)] = value[slice(*rows)]
-            if not parts.get(key):
-                values[key] = value
+                values[part_key(key, rows)] = values[key][slice(*rows)]
         self._values = values
 
     def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
         """Return a tensor, which shares the model's memory on its own device, and no digest."""
         value = self._values[key]
-        if not is_finite(value):
-            raise ValueError(f"model '{self.name}', tensor '{key}' has NaN or infinite values")
+        self.check_finite(key, value)
         return value.to(device), ""
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         return self._values[key].flatten()[start:stop]
+
+    def write(self, key: str, value: Tensor) -> None:
+        self._values[key].copy_(value)
 
     def same(self, key: str, other: str) -> bool:
         """Tell whether two tensors hold the same values, at once where they share their memory."""
@@ -213,15 +227,12 @@ class MemorySource(Source):
         )
         return is_same_memory or super().same(key, other)
 
-    def write(self, key: str, value: Tensor) -> None:
-        self._values[key].copy_(value)
-
     def check_floats(self, keys: Iterable[str]) -> None:
         """Check the values as well, which are at hand: they must be finite."""
         all_keys = list(keys)
         super().check_floats(all_keys)
         for key in all_keys:
-            self.read(key, self._values[key].device)
+            self.check_finite(key, self._values[key])
 
 
 def module_source(name: str, model: nn.Module, without: Collection[str] = ()) -> MemorySource:
@@ -267,10 +278,11 @@ class MatchedRows:
         # Each reading opens the file: rows that follow each other in both models are read at once.
         pieces = []
         end = start
+        end_row = -(-stop // self.width)
         while end < stop:
             first = end
             row = first // self.width
-            end = min(stop, self._end_of_run(row, -(-stop // self.width)) * self.width)
+            end = min(stop, self._end_of_run(row, end_row) * self.width)
             if self.stored[row] < 0:
                 pieces.append(theta_0[first - start : end - start])
             else:
@@ -308,7 +320,7 @@ class ReadDigests:
         return {source: sha.hexdigest() for source, sha in self._shas.items()}
 
 
-def check_belongs(kept: Tensor, stored: Tensor, name: str, state: "Source") -> None:
+def check_belongs(kept: Tensor, stored: Tensor, name: str, state: Source) -> None:
     """Refuse a tensor of the state beside a model unless the model has it, rounded to its dtype."""
     if not torch.equal(kept.to(stored.dtype), stored):
         raise ValueError(

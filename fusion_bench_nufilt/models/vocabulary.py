@@ -18,19 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.source import ReadDigests, check_belongs, format_names
 from fusion_bench_nufilt.utils.files import parse_json
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
-
-from .model import ModelWeights
-from .source import ReadDigests, check_belongs, format_names
-
-_TOKENIZER = (
-    r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"
-    r"|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
-)
-
-_CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
 
 Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
@@ -198,6 +189,12 @@ def new_rows_key(param: str) -> str:
     return f"{param}.new_rows"
 
 
+_TOKENIZER_FILES = (
+    r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"
+    r"|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
+)
+
+
 class _Tokens:
     """The tokens of a model and their rows. Rows whose tokens are unknown are named by their
     numbers.
@@ -216,7 +213,7 @@ class _Tokens:
             else:
                 rows.append(base.rows)
         self.rows: int = min(rows)
-        self.files = model.checkpoint.small_files(_TOKENIZER)
+        self.files = model.checkpoint.small_files(_TOKENIZER_FILES)
         self.words = _words(self.files)
         self.template = _template(self.files)
 
@@ -485,9 +482,12 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, extended: Any)
         # transformers leaves out a size that is its class's default, with which a grown model
         # would be loaded.
         (before.get("text_config") or before).setdefault("vocab_size", base.rows)
-        after = _config(before, config_of_owner, base.rows, result.rows)
+        after = _resized_config(before, config_of_owner, base.rows, result.rows)
         if after != before:
             result.files["config.json"] = json.dumps(after, indent=2).encode()
+
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def _words(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -498,10 +498,13 @@ def _words(files: Mapping[str, bytes]) -> dict[str, Any]:
         if name.endswith(".jinja") or name == "chat_template.json":
             continue
         words[name] = content
-        if name == _CONFIG and b"chat_template" in content:
+        if name == _TOKENIZER_CONFIG and b"chat_template" in content:
             config = _read_config(content)
             words[name] = {key: config[key] for key in config if key != "chat_template"}
     return words
+
+
+_TEMPLATE = "chat_template.jinja"
 
 
 def _template(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -509,7 +512,7 @@ def _template(files: Mapping[str, bytes]) -> dict[str, bytes]:
     template = {name: files[name] for name in files if name.endswith(".jinja")}
     if "chat_template.json" in files:
         template["chat_template.json"] = files["chat_template.json"]
-    in_config = _read_config(files.get(_CONFIG, b"{}")).get("chat_template")
+    in_config = _read_config(files.get(_TOKENIZER_CONFIG, b"{}")).get("chat_template")
     # A file wins over the configuration, as in transformers.
     if template or not in_config:
         return template
@@ -540,7 +543,7 @@ def _with_template(files: Mapping[str, bytes], models: Sequence[_Tokens]) -> dic
     return kept | templates[0]
 
 
-def _config(config: Any, own: Any, before: int, rows: int) -> Any:
+def _resized_config(config: Any, own: Any, before: int, rows: int) -> Any:
     """Return a configuration for this many rows, with the special tokens' numbers of another
     one.
     """
@@ -548,7 +551,7 @@ def _config(config: Any, own: Any, before: int, rows: int) -> Any:
         return config
     changed = {}
     for key, value in config.items():
-        changed[key] = _config(value, own.get(key, {}), before, rows)
+        changed[key] = _resized_config(value, own.get(key, {}), before, rows)
     for key, value in own.items():
         if key.endswith("_token_id"):
             changed[key] = value
