@@ -79,7 +79,9 @@ class Heads:
             for key in self._matrices(task):
                 if not set(trained or ()).isdisjoint(key.split(".")):
                     classifiers.add(key.rpartition(".")[0])
-        self.modules |= self._own(task, config, classifiers)
+        # Beside its head, an adapter's model has all that the base has.
+        whole = task if trained is None else {**self.base, **task}
+        self.modules |= self._own(task, config, classifiers, whole)
         # An adapter lacks all that it leaves alone, which says nothing of its model's head.
         if trained is None and config.get("architectures") != self._class:
             self.modules |= self._of_base(task)
@@ -106,9 +108,11 @@ class Heads:
             paths.update(_paths(name))
         return sorted(paths & self.modules)
 
-    def _own(self, task: Shapes, config: Mapping[str, Any], named: Collection[str]) -> set[str]:
+    def _own(
+        self, task: Shapes, config: Mapping[str, Any], named: Collection[str], whole: Shapes
+    ) -> set[str]:
         """Return the modules of a task's head; ``named`` has its output layers where they are
-        known.
+        known, and ``whole`` the tensors of its model.
         """
         theirs = labels(config)
         outside = {name for name in task if _within(name, named) or self._is_outside(name)}
@@ -129,11 +133,19 @@ class Heads:
         # As many rows as there are labels make no head by themselves: BERT has two token types.
         if not self._is_relabelled(theirs):
             outputs = [name for name in outputs if self.base.get(name) != task[name]]
+        elif theirs is None and self.labels is not None:
+            # An adapter may also train what is no head, such as the projector of a LLaVA.
+            count = len(self.labels)
+            outputs = [
+                name
+                for name in outputs
+                if self.base.get(name) != task[name] or task[name][0] == count
+            ]
         if not outputs:
             return set()
         modules = {name.rpartition(".")[0] for name in outputs}
         head = {name for name in task if name in outside or _within(name, modules)}
-        return _modules(head, task)
+        return _modules(head, whole)
 
     def _is_relabelled(self, theirs: Mapping[str, str] | None) -> bool:
         """Tell whether a task has other labels than the base, and as many if both are known."""

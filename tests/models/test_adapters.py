@@ -105,6 +105,16 @@ def test_an_adapter_is_the_model_that_peft_merges_it_into(tmp_path, make, config
     assert max((result[key] - without[key]).abs().max() for key in result) > 1e-4
 
 
+def test_a_projector_that_an_adapter_trained_is_merged_as_that_of_a_model(tmp_path):
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["multi_modal_projector"]}
+    save_all(tmp_path, llava(), torch.float64, **config)
+    assert not plan(tmp_path, ["adapter"]).heads
+    options = {"method": "sum", "scale": 1.0, "other_params": "mean"}
+    result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
+    expected = tensors(merge(tmp_path, ["task1", "task9"], "expected", **options))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
 def test_layers_that_an_adapter_leaves_alone_stay_as_they_are(tmp_path):
     save_all(tmp_path, llama())
     before = tensors(merge(tmp_path, ["task1"], "one"))

@@ -112,6 +112,21 @@ def test_what_has_as_many_rows_as_there_are_labels_is_no_head_by_that_alone():
         assert not heads.modules
 
 
+def test_what_an_adapter_trained_is_a_head_only_if_it_is_new_or_as_long_as_the_labels():
+    """What the adapter lacks is in its model all the same, so that no module around is the head."""
+    base, config, prefix = build("bert", 3)
+    trained = {"bert.pooler.dense.weight": (32, 32), "bert.pooler.dense.bias": (32,)}
+    heads = Heads("auto", base, config, prefix)
+    heads.add("task", trained, {}, ["pooler"])
+    assert not heads.modules
+    heads.add("task", {"bert.score.weight": (4, 32)}, {}, ["score"])
+    assert heads.modules == {"bert.score"}
+    heads.add(
+        "task", {name: base[name] for name in base if "classifier" in name}, {}, ["classifier"]
+    )
+    assert heads.modules == {"bert.score", "classifier"}
+
+
 @pytest.mark.parametrize("family", ["llama", "bert, masked"])
 def test_a_longer_vocabulary_is_no_head(family):
     base, config, prefix = build(family, 2, bare=True)
