@@ -350,10 +350,17 @@ class Architecture:
         return stacks
 
     def holds_layers(self, name: str) -> bool:
-        """Return whether a parameter of the loaded model is stored as layers or holds several."""
+        """Return whether a parameter of the loaded model is stored as linear layers or holds
+        several.
+        """
         stack = torch.empty(self._stacks[name], dtype=torch.float32, device="meta")
-        params = [self.param(key) for key in self.undo({name: stack})]
-        return all(self.parts(param) or param in self.views for param in params)
+        for key in self.undo({name: stack}):
+            param = self.param(key)
+            # The weight of a one-dimensional convolution has three sides, too, and is one layer.
+            is_linear = param in self.views and self.views[param].linear
+            if not (is_linear or self.parts(param)):
+                return False
+        return True
 
 
 def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:

@@ -217,7 +217,7 @@ def _places(
     for key, stored in architecture.undo({name: numbers}).items():
         param = architecture.param(key)
         parts = architecture.parts(param) or [param]
-        for part, rows in zip(parts, stored.reshape(-1, *stored.shape[-2:]), strict=False):
+        for part, rows in zip(parts, stored.reshape(-1, *stored.shape[-2:]), strict=True):
             number, first = divmod(int(rows.min()), height)
             stop = int(rows.max()) - number * height + 1
             # A slice cuts the layer's factors, so that its rows must stand side by side.

@@ -7,11 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
-from tests.tiny_models import TOWER, clip, llama, llava, t5
+from tests.tiny_models import TOWER, build, clip, llama, llava, t5
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -110,6 +110,26 @@ def test_a_projector_that_an_adapter_trained_is_merged_as_that_of_a_model(tmp_pa
     save_all(tmp_path, llava(), torch.float64, **config)
     assert not plan(tmp_path, ["adapter"]).heads
     options = {"method": "sum", "scale": 1.0, "other_params": "mean"}
+    result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
+    expected = tensors(merge(tmp_path, ["task1", "task9"], "expected", **options))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+def whisper():
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 32, "num_mel_bins": 8}
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    widths = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64)
+    tokens = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = WhisperConfig(**sizes, **heads, **widths, **tokens, decoder_start_token_id=1)
+    return build(WhisperForConditionalGeneration, config, 0)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*(q_proj|conv1)"])
+def test_a_convolution_that_an_adapter_saves_is_no_stack_of_experts(tmp_path, targets):
+    """Of one dimension, its weight has three sides, too."""
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["conv1"]}
+    save_all(tmp_path, whisper(), torch.float64, **config)
+    options = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": targets}
     result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
     expected = tensors(merge(tmp_path, ["task1", "task9"], "expected", **options))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
