@@ -98,11 +98,10 @@ class LoraAdapter(ModelWeights):
         unknown = []
         modules_of_experts = {}  # by the key of A
         for key, info in tensors.items():
-            name = key.removeprefix(PREFIX).replace(".base_layer.bias", ".bias")  # trained biases
-            is_second_copy = _SAVED in name and key.replace(_SAVED, ".") in tensors
-            if _ORIGINAL in name or is_second_copy:  # the former is of the base
+            is_second_copy = _SAVED in key and key.replace(_SAVED, ".") in tensors
+            if _ORIGINAL in key or is_second_copy:  # the former is of the base
                 continue
-            name = name.replace(_SAVED, ".")
+            name = self.name_of(key)
             suffix_of_a = _EMBEDDING_A if _EMBEDDING_A in name else ".lora_A.weight"
             module, is_a, _ = name.partition(suffix_of_a)
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
@@ -426,7 +425,8 @@ class LoraAdapter(ModelWeights):
         return self.elements(param, row * len(theta_0), (row + 1) * len(theta_0), theta_0)
 
     def name_of(self, key: str) -> str:
-        return key.removeprefix(PREFIX)
+        name = key.removeprefix(PREFIX).replace(_SAVED, ".")
+        return name.replace(".base_layer.bias", ".bias")  # of trained biases
 
     def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the base's configuration, with the labels that the adapter trained."""

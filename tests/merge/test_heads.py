@@ -267,9 +267,10 @@ def test_tasks_whose_folders_have_one_name_keep_their_heads_apart(tmp_path):
     assert sizes == {"last": 5, "last-2": 10}
 
 
-def test_an_adapters_trained_classifier_is_a_head(tmp_path):
-    train("bert")[0].save_pretrained(tmp_path / "base")
-    model = hf.BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=4)
+def save_bert_adapter(folder):
+    """Folders `base` and `adapter`, of LoRA and a trained classifier; return peft's model."""
+    train("bert")[0].save_pretrained(folder / "base")
+    model = hf.BertForSequenceClassification.from_pretrained(folder / "base", num_labels=4)
     # An adapter for this type of task comes with its classifier.
     lora = LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS")
     adapted = get_peft_model(model, lora)
@@ -277,7 +278,12 @@ def test_an_adapters_trained_classifier_is_a_head(tmp_path):
         if value.requires_grad:
             generator = torch.Generator().manual_seed(len(name))
             value.data += 0.02 * torch.randn(value.shape, generator=generator)
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(folder / "adapter")
+    return adapted
+
+
+def test_an_adapters_trained_classifier_is_a_head(tmp_path):
+    adapted = save_bert_adapter(tmp_path)
     out = merge(tmp_path, ["adapter"])
     merged = adapted.merge_and_unload().eval()
     loaded = load_task(out, "adapter")
@@ -285,6 +291,18 @@ def test_an_adapters_trained_classifier_is_a_head(tmp_path):
     assert torch.equal(loaded.classifier.weight, merged.classifier.weight)
     words = torch.arange(3, 19).reshape(2, 8)
     torch.testing.assert_close(loaded(words).logits, merged(words).logits)
+
+
+def test_a_head_under_the_name_of_pefts_wrapper_is_kept_under_that_of_the_model(tmp_path):
+    adapted = save_bert_adapter(tmp_path)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    state = load_file(path)
+    for key in [key for key in state if ".classifier." in key]:
+        state[key.replace("classifier.", "classifier.modules_to_save.")] = state.pop(key)
+    save_file(state, path)
+    loaded = load_task(merge(tmp_path, ["adapter"]), "adapter")
+    merged = adapted.merge_and_unload()
+    assert torch.equal(loaded.classifier.weight, merged.classifier.weight)
 
 
 def test_a_merge_is_made_again_when_the_names_of_labels_change(tmp_path):
