@@ -221,7 +221,9 @@ class LoraAdapter(ModelWeights):
             self.keys[param] = key
             self.params[param] = rows.shape
         if not experts:
-            self._add_tensor(architecture.untied_name(name), key)
+            param = architecture.untied_name(name)
+            self._check_new(param, name)
+            self._add_tensor(param, key)
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
+from fusion_bench_nufilt.models.adapters import PREFIX
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
 from tests.tiny_models import TOWER, build, clip, llama, llava, t5
 
@@ -113,6 +114,22 @@ def test_a_projector_that_an_adapter_trained_is_merged_as_that_of_a_model(tmp_pa
     result = tensors(merge(tmp_path, ["task1", "adapter"], "out", **options))
     expected = tensors(merge(tmp_path, ["task1", "task9"], "expected", **options))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+TWICE = {
+    "factors": ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.weight"),
+    "rows": ({"trainable_token_indices": [1, 2]}, "model.embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize("what", TWICE)
+def test_what_an_adapter_changes_and_holds_in_full_is_refused_in_whatever_order(tmp_path, what):
+    config, name = TWICE[what]
+    save_all(tmp_path, llama(tie_word_embeddings=False), **config)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({**load_file(path), f"{PREFIX}{name}": tensors(tmp_path / "base")[name]}, path)
+    with pytest.raises(ValueError, match=f"adapter' changes '{name}' twice"):
+        plan_adapter(tmp_path)
 
 
 def whisper():
