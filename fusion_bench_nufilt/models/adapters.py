@@ -38,7 +38,7 @@ _TOKENS = ".token_adapter.trainable_tokens_delta"
 _MAGNITUDE = ".lora_magnitude_vector"
 # In a model, names have that of the adapter, without which peft saves it; in a file with another
 # name than 'default', peft passes over them and merges nothing.
-_NAMED = re.compile(r"\.lora_[AB]\.(\w+)\.weight$")
+_NAMED = re.compile(r"\.lora_(?:[AB]\.(\w+)\.weight|embedding_[AB]\.(\w+))$")
 
 # The classes that peft trains for a type of task; for any other type, the adapter names the class.
 _CLASSES = {
@@ -102,7 +102,7 @@ class LoraAdapter(ModelWeights):
             if _ORIGINAL in key or is_second_copy:  # the former is of the base
                 continue
             name = self.name_of(key)
-            suffix_of_a = _EMBEDDING_A if _EMBEDDING_A in name else ".lora_A.weight"
+            suffix_of_a = _EMBEDDING_A if name.endswith(_EMBEDDING_A) else ".lora_A.weight"
             module, is_a, _ = name.partition(suffix_of_a)
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             # A convolution's A has four sides, and ends among the unknown: of no linear layer.
@@ -285,7 +285,7 @@ class LoraAdapter(ModelWeights):
             named = _NAMED.search(key)
             if named is None:
                 continue
-            adapter = named[1]
+            adapter = named[1] or named[2]
             of_dora = rf"(?<=magnitude_vector)\.{adapter}\.weight$"
             remedy = self.checkpoint.stripping(rf"{of_dora}|\.{adapter}(?=\.|$)")
             raise ValueError(

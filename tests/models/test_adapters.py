@@ -390,13 +390,21 @@ def test_a_b_without_its_a_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("adapter", ["default", "sft"])
-def test_names_with_that_of_the_adapter_are_refused_with_what_takes_it_out(tmp_path, adapter):
-    config = {"use_dora": True, "modules_to_save": ["lm_head"]}
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_dora": True, "modules_to_save": ["lm_head"]},
+        {"target_modules": ["embed_tokens"], "modules_to_save": ["q_proj"]},
+    ],
+)
+def test_names_with_that_of_the_adapter_are_refused_with_what_takes_it_out(
+    tmp_path, adapter, config
+):
     save_all(tmp_path, llama(tie_word_embeddings=False), **config)
     expected = tensors(merge(tmp_path, ["adapter"], "expected", other_params="mean"))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", adapter_name=adapter)
-    state = {key: value for key, value in model.state_dict().items() if f".{adapter}." in key}
+    state = {key: value for key, value in model.state_dict().items() if adapter in key.split(".")}
     save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(
         ValueError, match=f"saved from a model that calls it '{adapter}': "
