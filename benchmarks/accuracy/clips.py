@@ -49,30 +49,30 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     seed = arguments.seed
-    mini8, out = arguments.mini8.resolve(), arguments.out.resolve()
+    mini8 = arguments.mini8.resolve()
+    out = arguments.out.resolve()
     data = (arguments.data or mini8 / "../../data/mini8").resolve()
     for benchmark in arguments.benchmarks:
         folder = out / benchmark
         if benchmark == "demo":
-            models, templates = make_demo(folder, seed), demo_templates()
+            models = make_demo(folder, seed)
+            templates = demo_templates()
+            recipe = DEMO
         else:
-            names = EIGHT if benchmark == "mini8" else (*EIGHT, "cars")
+            names = EIGHT
+            drawn_templates = {}
+            if benchmark != "mini8":
+                names = (*EIGHT, "cars")
+                drawn_templates = demo_templates()
             reshuffle(data, names, folder / "data", seed)
-            templates = {} if benchmark == "mini8" else demo_templates()
-            for task in templates:
+            for task in drawn_templates:
                 draw_task(task, folder / "data", seed)
             models = folder / "models"
-            tasks = (*names, *templates)
-            templates = train(mini8, folder / "data", models, tasks, templates, seed)
+            tasks = (*names, *drawn_templates)
+            templates = train(mini8, folder / "data", models, tasks, drawn_templates, seed)
+            recipe = MINI8
         write_images(folder / "data", templates, folder / "images")
-        write_pool(
-            out / "config",
-            benchmark,
-            models,
-            folder / "images",
-            templates,
-            DEMO if benchmark == "demo" else MINI8,
-        )
+        write_pool(out / "config", benchmark, models, folder / "images", templates, recipe)
 
 
 def reshuffle(data: Path, names: tuple[str, ...], out: Path, seed: int) -> None:
@@ -164,38 +164,41 @@ def write_pool(
     recipe: dict[str, float],
 ) -> None:
     """Write a model pool and a task pool like those in ``examples/local_clip``."""
-    name, clip = f"clips_{benchmark}", str(models / "clip")
+    name = f"clips_{benchmark}"
+    clip = str(models / "clip")
     loaders = "fusion_bench_nufilt.continual.taskpools.local_tasks"
-    pretrained = models / "_pretrained_" if (models / "_pretrained_").is_dir() else models / "clip"
+    pretrained = models / "_pretrained_"
+    if not pretrained.is_dir():
+        pretrained = models / "clip"
+    model_paths = {"_pretrained_": str(pretrained)}
+    train_datasets = {}
+    test_datasets = {}
+    for task, template in templates.items():
+        model_paths[task] = str(models / task)
+        train_datasets[task] = {
+            "_target_": f"{loaders}.load_images",
+            "name": task,
+            "path": str(images / "train" / task),
+        }
+        test_datasets[task] = {
+            "_target_": f"{loaders}.load_image_task",
+            "name": task,
+            "path": str(images / task),
+            "template": template,
+        }
     modelpool = {
         "defaults": [{"/taskpool@taskpool": name}, "_self_"],
         "_target_": "fusion_bench.modelpool.CLIPVisionModelPool",
         "_recursive_": False,
         "processor": clip,
-        "models": {"_pretrained_": str(pretrained)}
-        | {task: str(models / task) for task in templates},
-        "train_datasets": {
-            task: {
-                "_target_": f"{loaders}.load_images",
-                "name": task,
-                "path": str(images / "train" / task),
-            }
-            for task in templates
-        },
+        "models": model_paths,
+        "train_datasets": train_datasets,
         "recipe": recipe,
     }
     taskpool = {
         "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
         "_recursive_": False,
-        "test_datasets": {
-            task: {
-                "_target_": f"{loaders}.load_image_task",
-                "name": task,
-                "path": str(images / task),
-                "template": template,
-            }
-            for task, template in templates.items()
-        },
+        "test_datasets": test_datasets,
         "clip_model": clip,
         "processor": clip,
         "data_processor": {"_target_": "fusion_bench_nufilt.demo.to_pixels", "_partial_": True},

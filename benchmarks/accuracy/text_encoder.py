@@ -32,7 +32,10 @@ from transformers import AutoModel, AutoTokenizer
 
 from fusion_bench_nufilt.continual.evaluation import Results, TasksByName
 
-STEPS, BATCH, WARMUP, TEMPERATURE = 80, 16, 4, 0.05
+STEPS = 80
+BATCH = 16
+WARMUP = 4
+TEMPERATURE = 0.05
 RATES = {"full": 1e-4, "muon": 2e-4, "lora": 1e-3, "lora_own": 1e-3}
 ADAPTER = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -53,7 +56,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    base, out = arguments.model.resolve(), arguments.out.resolve()
+    base = arguments.model.resolve()
+    out = arguments.out.resolve()
     trains = {
         name: write_task(name, task, arguments.clones, out / "tasks", arguments.seed)
         for name, task in TASKS.items()
@@ -71,18 +75,17 @@ class Encoder:
     def __init__(self, base: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         model = AutoModel.from_pretrained(base, dtype=torch.float32).eval()
+        self.classes = {}
         with torch.no_grad():
-            self.classes = {
-                name: self.encode(
-                    model, [f"{task.question} {answer}" for answer in task.answers.values()]
-                )
-                for name, task in TASKS.items()
-            }
+            for name, task in TASKS.items():
+                prompts = [f"{task.question} {answer}" for answer in task.answers.values()]
+                self.classes[name] = self.encode(model, prompts)
 
     def encode(self, model: nn.Module, texts: Sequence[str]) -> Tensor:
         """Return the embeddings ``(n, d)`` of texts: the means of their tokens', normalised."""
         inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True)
-        tokens, mask = model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
+        tokens = model(**inputs).last_hidden_state
+        mask = inputs["attention_mask"].unsqueeze(-1)
         return F.normalize((tokens * mask).sum(1) / mask.sum(1), dim=-1)
 
     def logits(self, model: nn.Module, task: str, texts: Sequence[str]) -> Tensor:
@@ -103,13 +106,12 @@ class TextTaskPool(BaseTaskPool, TasksByName):
 
     def __init__(self, base: str, tasks: str) -> None:
         super().__init__()
-        self.encoder, self.task_names = Encoder(Path(base)), list(TASKS)
-        self.rows = {
-            name: [
-                json.loads(line) for line in (Path(tasks) / f"{name}.json").read_text().splitlines()
-            ]
-            for name in TASKS
-        }
+        self.encoder = Encoder(Path(base))
+        self.task_names = list(TASKS)
+        self.rows = {}
+        for name in TASKS:
+            lines = (Path(tasks) / f"{name}.json").read_text().splitlines()
+            self.rows[name] = [json.loads(line) for line in lines]
 
     @torch.no_grad()
     def evaluate(
@@ -119,17 +121,21 @@ class TextTaskPool(BaseTaskPool, TasksByName):
         results = {}
         for name in tasks or self.task_names:
             rows = self.rows[name][:limit]
-            predicted = self.encoder.logits(model, name, [row["text"] for row in rows]).argmax(1)
-            right = predicted == torch.tensor([row["label"] for row in rows])
-            results[name] = {"accuracy": right.float().mean().item()}
+            texts = [row["text"] for row in rows]
+            labels = torch.tensor([row["label"] for row in rows])
+            predicted = self.encoder.logits(model, name, texts).argmax(1)
+            results[name] = {"accuracy": (predicted == labels).float().mean().item()}
         return results
 
 
 def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path, seed: int) -> None:
     """Train on one task, and save the full model, and an adapter as such, too."""
-    own_seed = 1 + list(TASKS).index(name) if kind == "lora_own" else 0  # of A
-    torch.manual_seed(seed + own_seed)
-    encoder, model = Encoder(base), AutoModel.from_pretrained(base, dtype=torch.float32)
+    seed_of_A = seed
+    if kind == "lora_own":
+        seed_of_A += 1 + list(TASKS).index(name)
+    torch.manual_seed(seed_of_A)
+    encoder = Encoder(base)
+    model = AutoModel.from_pretrained(base, dtype=torch.float32)
     if kind.startswith("lora"):
         model = get_peft_model(model, ADAPTER)
     model.train()
@@ -145,23 +151,22 @@ def finetune(kind: str, name: str, examples: Examples, base: Path, out: Path, se
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / WARMUP, 1 - i / STEPS)
     )
-    answers, right = list(TASKS[name].answers.values()), []
-    drawn = (examples * STEPS)[: STEPS * BATCH]
-    random.Random(seed).shuffle(drawn)
-    for start in range(0, len(drawn), BATCH):
-        texts, words = zip(*drawn[start : start + BATCH], strict=True)
+    answers = list(TASKS[name].answers.values())
+    accuracies = []
+    examples = (examples * STEPS)[: STEPS * BATCH]
+    random.Random(seed).shuffle(examples)
+    for start in range(0, len(examples), BATCH):
+        texts, words = zip(*examples[start : start + BATCH], strict=True)
         targets = torch.tensor([answers.index(word) for word in words])
         logits = encoder.logits(model, name, texts)
-        right.append((logits.argmax(1) == targets).float().mean().item())
+        accuracies.append((logits.argmax(1) == targets).float().mean().item())
         optimizer.zero_grad()
         F.cross_entropy(logits, targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    print(
-        f"{kind} {name}: {sum(right[-10:]) / 10:.2f} of the last training examples right",
-        flush=True,
-    )
+    accuracy = sum(accuracies[-10:]) / 10
+    print(f"{kind} {name}: {accuracy:.2f} of the last training examples right", flush=True)
     if kind.startswith("lora"):
         model.save_pretrained(out / "adapters" / kind / name)
         model = model.merge_and_unload()

@@ -68,36 +68,42 @@ SIZES = {
 }
 MERGED_LAYER = re.compile(r"(?!.*vision).*layers\.\d+\..*proj\.weight")
 SHARD_BYTES = 5 * 10**9
-# The ratio of the norms of update and weight, the update's rank, and the exponent by which its
-# singular values fall.
-CHANGE, RANK, DECAY = 0.01, 512, -0.7
+CHANGE = 0.01  # ratio of the norms of update and weight
+RANK = 512  # of an update
+DECAY = -0.7  # exponent by which its singular values fall
 
 
 def make_checkpoints(config, folder, device="cpu"):
     """Write the folders `base`, `merged` (one task) and `task`, tensor by tensor, with values drawn
     on a device.
     """
+    kind = LlamaForCausalLM
+    if isinstance(config, LlavaConfig):
+        kind = LlavaForConditionalGeneration
     with torch.device("meta"):
-        kind = (
-            LlavaForConditionalGeneration if isinstance(config, LlavaConfig) else LlamaForCausalLM
-        )
         model = kind._from_config(config)
-    config.architectures, config.dtype = [kind.__name__], "bfloat16"
+    config.architectures = [kind.__name__]
+    config.dtype = "bfloat16"
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    shards, size = [{}], 0
+    shards = [{}]
+    size = 0
+    parameters = 0
+    merged_layers = 0
     for key, shape in shapes.items():
         if size > SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][key] = shape
-        size += 2 * torch.Size(shape).numel()
+        numel = torch.Size(shape).numel()
+        size += 2 * numel
+        parameters += numel
+        if MERGED_LAYER.fullmatch(key):
+            merged_layers += 1
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    index = {
-        "metadata": {},
-        "weight_map": {
-            key: name for name, shard in zip(names, shards, strict=True) for key in shard
-        },
-    }
+    weight_map = {}
+    for name, shard in zip(names, shards, strict=True):
+        weight_map |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": weight_map}
     folders = [folder / name for name in ("base", "merged", "task")]
     for path in folders:
         path.mkdir(parents=True)
@@ -112,20 +118,17 @@ def make_checkpoints(config, folder, device="cpu"):
                 file.write(header(shard))
             for key, shape in shard.items():
                 base = torch.randn(shape, generator=generator, device=device).mul_(0.02)
-                for file, changed in zip(files, (False, True, True), strict=True):
-                    value = (
-                        base + update(shape, generator)
-                        if changed and MERGED_LAYER.fullmatch(key)
-                        else base
-                    )
+                for path, file in zip(folders, files, strict=True):
+                    value = base
+                    if path.name != "base" and MERGED_LAYER.fullmatch(key):
+                        value = base + update(shape, generator)
                     file.write(value.bfloat16().cpu().view(torch.uint8).numpy().data)
-    return sum(torch.Size(shape).numel() for shape in shapes.values()), sum(
-        map(bool, map(MERGED_LAYER.fullmatch, shapes))
-    )
+    return parameters, merged_layers
 
 
 def header(shapes):
-    content, start = {"__metadata__": {"format": "pt"}}, 0
+    content = {"__metadata__": {"format": "pt"}}
+    start = 0
     for key, shape in shapes.items():
         stop = start + 2 * torch.Size(shape).numel()
         content[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, stop]}
@@ -139,10 +142,14 @@ def update(shape, generator):
     norm.
     """
     d_o, d_i = shape
-    rank, drawn = min(RANK, d_o, d_i), {"generator": generator, "device": generator.device}
-    sigma = torch.arange(1, rank + 1.0, device=generator.device) ** DECAY
-    value = torch.randn(d_o, rank, **drawn) * sigma @ torch.randn(rank, d_i, **drawn)
-    return value * (CHANGE * 0.02 * (d_o * d_i) ** 0.5 / value.norm())
+    device = generator.device
+    rank = min(RANK, d_o, d_i)
+    sigma = torch.arange(1, rank + 1.0, device=device) ** DECAY
+    left = torch.randn(d_o, rank, generator=generator, device=device)
+    right = torch.randn(rank, d_i, generator=generator, device=device)
+    value = left * sigma @ right
+    norm = CHANGE * 0.02 * (d_o * d_i) ** 0.5  # a weight's entries have a deviation of 0.02
+    return value * (norm / value.norm())
 
 
 def make_adapters(folder, count=8, rank=16):
@@ -150,35 +157,40 @@ def make_adapters(folder, count=8, rank=16):
     folders.
     """
     index = json.loads((folder / "base" / "model.safetensors.index.json").read_text())
-    generator, factors = torch.Generator().manual_seed(1), [{} for _ in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    adapters = [{} for _ in range(count)]
     for key, file in index["weight_map"].items():
         if MERGED_LAYER.fullmatch(key):
             with safe_open(folder / "base" / file, "pt") as base:
                 d_o, d_i = base.get_slice(key).get_shape()
-            for each in factors:
-                name = f"base_model.model.{key.removesuffix('.weight')}.lora"
-                each[f"{name}_A.weight"] = torch.randn(rank, d_i, generator=generator) * d_i**-0.5
-                each[f"{name}_B.weight"] = torch.randn(d_o, rank, generator=generator) * 0.01
+            name = f"base_model.model.{key.removesuffix('.weight')}.lora"
+            for adapter in adapters:
+                A = torch.randn(rank, d_i, generator=generator) * d_i**-0.5
+                B = torch.randn(d_o, rank, generator=generator) * 0.01
+                adapter[f"{name}_A.weight"] = A
+                adapter[f"{name}_B.weight"] = B
     folders = [folder / f"adapter{i}" for i in range(count)]
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-    for path, each in zip(folders, factors, strict=True):
+    for path, adapter in zip(folders, adapters, strict=True):
         path.mkdir(exist_ok=True)
         (path / "adapter_config.json").write_text(json.dumps(settings))
-        save_file(each, path / "adapter_model.safetensors")
+        save_file(adapter, path / "adapter_model.safetensors")
     return folders
 
 
 def models_of(stream, folder):
     """Return the words of `nufilt merge` that name the models of a stream."""
-    tasks = {"next": ["task"], "two": ["merged", "task"], "adapters": []}[stream]
-    folders = [folder / name for name in tasks] or make_adapters(folder)
-    merged = ["--merged", str(folder / "merged")] if stream == "next" else []
-    return [
-        "--base",
-        str(folder / "base"),
-        *merged,
-        *(word for path in folders for word in ("--task", str(path))),
-    ]
+    words = ["--base", str(folder / "base")]
+    if stream == "next":
+        words += ["--merged", str(folder / "merged")]
+        tasks = [folder / "task"]
+    elif stream == "two":
+        tasks = [folder / "merged", folder / "task"]
+    else:
+        tasks = make_adapters(folder)
+    for task in tasks:
+        words += ["--task", str(task)]
+    return words
 
 
 def measure(folder, arguments, stream="next"):
@@ -254,9 +266,12 @@ def main():
         if not about.exists():
             about.parent.mkdir(parents=True, exist_ok=True)
             config = SIZES[size]
-            text, title = config.get_text_config(), size
-            if (whole := text.num_hidden_layers) > (blocks := arguments.blocks or whole):
-                text.num_hidden_layers, title = blocks, f"{size}, {blocks} of {whole} blocks"
+            title = size
+            text_config = config.get_text_config()
+            all_blocks = text_config.num_hidden_layers
+            if arguments.blocks and arguments.blocks < all_blocks:
+                text_config.num_hidden_layers = arguments.blocks
+                title = f"{size}, {arguments.blocks} of {all_blocks} blocks"
             about.write_text(json.dumps([title, *make_checkpoints(config, folder)]))
         title, parameters, layers = json.loads(about.read_text())
         try:
@@ -264,8 +279,8 @@ def main():
                 shutil.rmtree(folder / "out", ignore_errors=True)
                 result = measure(folder, [*options, *words], arguments.stream)
                 row = [", ".join([title, *words]), f"{parameters / 1e9:.2f}B", str(layers)]
-                row += (f"{result[key] / 60:.1f}" for key in ("seconds", "cpu"))
-                row += (f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written"))
+                row += [f"{result[key] / 60:.1f}" for key in ("seconds", "cpu")]
+                row += [f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written")]
                 print("|", " | ".join(row), "|", flush=True)
         finally:
             if not arguments.keep:

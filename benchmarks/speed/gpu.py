@@ -31,6 +31,7 @@ COLUMNS = ("what", "method", "seconds", "GPU memory (GB)", "remark")
 
 
 def add(args: argparse.Namespace, *row: object) -> None:
+    """Append a row of COLUMNS to the file of rows."""
     with args.rows.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -56,64 +57,61 @@ def about(args: argparse.Namespace) -> None:
     }
     query = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
     if shutil.which(query[0]):
-        facts["driver, memory"] = subprocess.run(
-            query, capture_output=True, text=True
-        ).stdout.strip()
+        done = subprocess.run(query, capture_output=True, text=True)
+        facts["driver, memory"] = done.stdout.strip()
     for name, value in facts.items():
         add(args, "about", name, None, None, str(value))
 
 
 def tests(title: str, files: str, args: argparse.Namespace) -> None:
     """Tests that are marked `cuda`, among them the parity vectors."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "cuda",
-        "-p",
-        "no:cacheprovider",
-        *files.split(),
-    ]
-    done = subprocess.run(command, cwd=REPO / "tests", stdout=subprocess.PIPE, text=True).stdout
-    print(done)
-    add(args, title, "ours", None, None, done.strip().splitlines()[-1].strip("= "))
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
+    command += files.split()
+    output = subprocess.run(command, cwd=REPO / "tests", stdout=subprocess.PIPE, text=True).stdout
+    print(output)
+    summary = output.strip().splitlines()[-1].strip("= ")
+    add(args, title, "ours", None, None, summary)
 
 
 def steps(model: str, title: str, tasks: int, times: int, args: argparse.Namespace) -> None:
     """A stream by ours, with models in the GPU's memory and in the machine's; steps of the others,
     added up.
     """
-    shapes, one_step.Steps.patience = (
-        one_step.MODELS["tiny" if args.tiny else model],
-        0.1 if args.tiny else 2.0,
-    )
-    layers, exact = {shape: one_step.make_layer(shape, 0, args.device) for shape in shapes}, {}
+    one_step.Steps.patience = 2.0
+    if args.tiny:
+        model = "tiny"
+        one_step.Steps.patience = 0.1
+    shapes = one_step.MODELS[model]
+    layers = {shape: one_step.make_layer(shape, 0, args.device) for shape in shapes}
+    weights_of_ours = {}
     for method in one_step.SOLVERS:
         with failing_alone(args, title, method):
-            fused = list(
-                one_step.merge(method, list(layers.values()), args.device)
-            )  # first calls are slow
-            exact |= dict(zip(layers, fused, strict=True)) if method == "ours" else {}
-            for home in dict.fromkeys((args.device, "cpu")):
-                seconds, memory = _stream(shapes, tasks, method, home, args.device)
-                name = method if home == args.device else f"{method}, models in main memory"
+            # first calls are slow
+            weights = list(one_step.merge(method, list(layers.values()), args.device))
+            if method == "ours":
+                weights_of_ours = dict(zip(layers, weights, strict=True))
+            seconds, memory = _stream(shapes, tasks, method, args.device, args.device)
+            add(args, title, method, times * seconds, memory, "")
+            if args.device != "cpu":
+                seconds, memory = _stream(shapes, tasks, method, "cpu", args.device)
+                name = f"{method}, models in main memory"
                 add(args, title, name, times * seconds, memory, "")
-    for method in (method for method in one_step.METHODS if method not in one_step.SOLVERS):
+    for method in one_step.METHODS:
+        if method in one_step.SOLVERS:
+            continue
         with failing_alone(args, title, method):
-            total = most = 0.0
+            total = 0.0
+            peak = 0.0
             for done, (shape, number) in enumerate(shapes.items(), 1):
                 weight, seconds, memory = _one_layer(method, layers[shape], args.device)
-                total, most = total + tasks * number * seconds, max(most, memory)
+                total += tasks * number * seconds
+                peak = max(peak, memory)
                 remark = f"{done} of {len(shapes)} shapes, one layer of each"
-                if method == "plain" and exact:
+                if method == "plain" and weights_of_ours:
                     tau = layers[shape][2] - layers[shape][0]
-                    remark += (
-                        f"; differs from ours by {(weight - exact[shape]).norm() / tau.norm():.1e} "
-                        "‖τ‖"
-                    )
-                add(args, title, method, times * total, most, remark)
+                    difference = (weight - weights_of_ours[shape]).norm() / tau.norm()
+                    remark += f"; differs from ours by {difference:.1e} ‖τ‖"
+                add(args, title, method, times * total, peak, remark)
 
 
 def _one_layer(
@@ -124,7 +122,8 @@ def _one_layer(
     """
     merged: list[torch.Tensor] = []
     for _ in range(2):
-        group, one_step.Steps.skipped = one_step.prepared(method, [layer]), 0.0
+        group = one_step.prepared(method, [layer])
+        one_step.Steps.skipped = 0.0
         seconds, memory = one_step.timed(
             lambda group=group: merged.extend(one_step.merge(method, group, device))
         )
@@ -137,25 +136,28 @@ def _stream(shapes: Any, tasks: int, method: str, home: str, device: str) -> tup
     """Merge tasks into all layers, which hold three; return seconds, and GB of GPU memory beside
     the models there.
     """
-    every = dict(enumerate(shape for shape, number in shapes.items() for _ in range(number)))
-    layers = {str(i): one_step.make_layer(shape, i, device) for i, shape in every.items()}
-    theta_0, merged = (
-        {name: layer[k].to(home) for name, layer in layers.items()} for k in range(2)
-    )
-    config, total, most = (
-        dataclasses.replace(one_step.CONFIG, solver=one_step.SOLVERS[method]),
-        0.0,
-        0.0,
-    )
+    layer_shapes: list[one_step.Shape] = []
+    for shape, number in shapes.items():
+        layer_shapes += number * [shape]
+    theta_0 = {}
+    merged = {}
+    for i, shape in enumerate(layer_shapes):
+        layer_0, layer_merged, _, _ = one_step.make_layer(shape, i, device)
+        theta_0[str(i)] = layer_0.to(home)
+        merged[str(i)] = layer_merged.to(home)
+    config = dataclasses.replace(one_step.CONFIG, solver=one_step.SOLVERS[method])
+    total = 0.0
+    peak = 0.0
     for step in range(4, 4 + tasks):
         task = {}
-        for i, shape in every.items():
+        for i, shape in enumerate(layer_shapes):
             other_0, _, other_t, _ = one_step.make_layer(shape, 10_000 * step + i, device)
             task[str(i)] = theta_0[str(i)] + (other_t - other_0).to(home)
         merge_one = partial(fuse_layers, theta_0, merged, task, config, step=step, device=device)
         seconds, memory = one_step.timed(lambda: merged.update(merge_one()[0]))  # noqa: B023
-        total, most = total + seconds, max(most, memory)
-    return total, most
+        total += seconds
+        peak = max(peak, memory)
+    return total, peak
 
 
 def order_free(args: argparse.Namespace) -> None:
@@ -188,86 +190,77 @@ def folders(args: argparse.Namespace) -> None:
     """
     from folders import SIZES, make_checkpoints, measure
 
-    config = SIZES["tiny" if args.tiny else "7B"]
-    every, blocks, start = (
-        config.num_hidden_layers,
-        min(4, config.num_hidden_layers // 2),
-        10,
-    )  # to start takes 10 s
+    model = "Llama-7B"
+    config = SIZES["7B"]
+    if args.tiny:
+        model = "tiny Llama"
+        config = SIZES["tiny"]
+    start_seconds = 10  # of a process
+    embeddings = 1.3  # they count as so many blocks
+    all_blocks = config.num_hidden_layers
+    blocks = min(4, all_blocks // 2)
     for _ in range(2):
-        begin, folder = time.time(), args.scratch / f"{blocks}_blocks"
+        begin = time.time()
+        folder = args.scratch / f"{blocks}_blocks"
         config.num_hidden_layers = blocks
         make_checkpoints(config, folder, args.device)
-        made, free = time.time() - begin, shutil.disk_usage(args.scratch).free
+        made = time.time() - begin
+        free = shutil.disk_usage(args.scratch).free
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         result = measure(folder, ["--device", args.device])
         shutil.rmtree(folder)
-        rss, read, written = (f"{1e-9 * result[key]:.3g} GB" for key in ("rss", "read", "written"))
+        GB = {key: f"{1e-9 * result[key]:.3g} GB" for key in ("rss", "read", "written")}
         remark = (
-            f"{rss} of main memory, {read} read, {written} written; the inputs were made in "
-            f"{made:.0f} s"
+            f"{GB['rss']} of main memory, {GB['read']} read, {GB['written']} written; "
+            f"the inputs were made in {made:.0f} s"
         )
-        title = (
-            f"`nufilt merge`, {'tiny Llama' if args.tiny else 'Llama-7B'}, {blocks} of {every} "
-            "blocks"
-        )
+        title = f"`nufilt merge`, {model}, {blocks} of {all_blocks} blocks"
         add(args, title, "ours", result["seconds"], 1e-9 * result["gpu"], remark)
-        left, spent, others = (
-            args.until - time.time() - 5,
-            time.time() - begin,
-            1.3,
-        )  # embeddings count as 1.3 blocks
-        times = min((left - start) / max(1, spent - start), 0.9 * (free + size) / (size * 4 / 3))
-        blocks, before = min(every, int((blocks + others) * times - others)), blocks
-        if blocks <= before:
+        # How many times as much time and disk have room for; the result is a third of the inputs.
+        left = args.until - time.time() - 5
+        spent = time.time() - begin
+        times_in_time = (left - start_seconds) / max(1, spent - start_seconds)
+        times_on_disk = 0.9 * (free + size) / (size * 4 / 3)
+        times = min(times_in_time, times_on_disk)
+        more_blocks = min(all_blocks, int((blocks + embeddings) * times - embeddings))
+        if more_blocks <= blocks:
             return
+        blocks = more_blocks
 
 
+parity = partial(tests, "parity vectors", "nufilt/test_parity.py")
+clip_b32 = partial(steps, "clip-b32", "CLIP B/32, eight tasks", 7, 1)
+clip_l14 = partial(steps, "clip-l14", "CLIP L/14, eight tasks", 7, 1)
+llama_7b_block = partial(steps, "llama-7b-block", "Llama-7B, one task: 32 times a block", 1, 32)
+OTHER_TESTS = "nufilt/test_fusion.py methods merge/test_merge.py"
+other_tests = partial(tests, "other tests marked `cuda`", OTHER_TESTS)
 PARTS: dict[str, tuple[Any, float]] = {  # what is done, and the seconds that it may take
     "about": (about, 30),
-    "parity": (partial(tests, "parity vectors", "nufilt/test_parity.py"), 60),
-    "clip-b32": (partial(steps, "clip-b32", "CLIP B/32, eight tasks", 7, 1), 60),
+    "parity": (parity, 60),
+    "clip-b32": (clip_b32, 60),
     "folders": (folders, 260),
-    "llama-7b-block": (
-        partial(steps, "llama-7b-block", "Llama-7B, one task: 32 times a block", 1, 32),
-        110,
-    ),
-    "clip-l14": (partial(steps, "clip-l14", "CLIP L/14, eight tasks", 7, 1), 60),
+    "llama-7b-block": (llama_7b_block, 110),
+    "clip-l14": (clip_l14, 60),
     "order-free": (order_free, 60),
-    "tests": (
-        partial(
-            tests, "other tests marked `cuda`", "nufilt/test_fusion.py methods merge/test_merge.py"
-        ),
-        60,
-    ),
+    "tests": (other_tests, 60),
 }
 
 
 def run_part(name: str, args: argparse.Namespace) -> None:
     """Run a part in a process of its own, and add a row if it ran over its limit or crashed."""
     limit = max(0, min(PARTS[name][1], args.until - time.time() - 3))
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        str(args.out),
-        "--part",
-        name,
-        "--device",
-        args.device,
-    ]
-    command += [
-        "--scratch",
-        str(args.scratch),
-        "--until",
-        str(time.time() + limit),
-        *["--tiny"] * args.tiny,
-    ]
+    command = [sys.executable, str(Path(__file__).resolve()), str(args.out)]
+    command += ["--part", name, "--device", args.device, "--scratch", str(args.scratch)]
+    command += ["--until", str(time.time() + limit)]
+    if args.tiny:
+        command.append("--tiny")
     with (args.out / "gpu.log").open("a") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            if code := process.wait(limit):
+            code = process.wait(limit)
+            if code:
                 add(args, name, "", None, None, f"failed: its process ended with {code}")
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # it and what it started
@@ -300,10 +293,9 @@ def main(argv: list[str] | None = None) -> None:
     args.rows.write_text("")
     for name in PARTS:
         run_part(name, args)
-        found = pd.DataFrame(
-            map(json.loads, args.rows.read_text().splitlines()), columns=COLUMNS, dtype=object
-        )
-        table = found.drop_duplicates(["what", "method"], keep="last")
+        rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
+        table = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
+        table = table.drop_duplicates(["what", "method"], keep="last")
         text = table.to_markdown(index=False, floatfmt=".3g", missingval="")
         (args.out / "gpu.md").write_text(f"# Merging on a GPU\n\n{text}\n")
         print(f"{name} done, {args.until - time.time():.0f} s left", flush=True)

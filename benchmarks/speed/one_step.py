@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -23,9 +24,8 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # spinning threads stall each other on a busy machine
+# Spinning threads stall each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import psutil
 import torch
@@ -70,9 +70,8 @@ DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
 CONFIG = FusionConfig()  # the paper's setting
 NOTES = {
     "steps": "Seconds, float32, medians, all in one run. A model: one layer of every shape (ours: "
-    "a group) times "
-    "their number. A loop of WUDI or DOP is left after {patience:.0f} s, its remaining equal steps "
-    "added up.",
+    "a group) times their number. A loop of WUDI or DOP is left after {patience:.0f} s, its "
+    "remaining equal steps added up.",
     "limit": "Ours against its matrix products alone at the machine's rate. Parts: layer by layer "
     "on one CPU thread.",
     "memory": "A whole step in a fresh process, results written in place: peak over the three "
@@ -86,39 +85,39 @@ def make_layer(shape: Shape, number: int, device: str) -> Layer:
     """A Gaussian weight, a merged model that holds three tasks, and the next; a task is 1 to 2 % of
     the weight.
     """
-    random = torch.Generator(device).manual_seed(number)
-    drawn: dict[str, Any] = {"generator": random, "device": device}
-    theta_0 = torch.randn(shape, **drawn) * shape[1] ** -0.5
-    scale = theta_0.norm() * (0.01 + 0.01 * torch.rand((), **drawn))
+    random: dict[str, Any] = {
+        "generator": torch.Generator(device).manual_seed(number),
+        "device": device,
+    }
+    theta_0 = torch.randn(shape, **random) * shape[1] ** -0.5
+    scale = theta_0.norm() * (0.01 + 0.01 * torch.rand((), **random))
 
-    def task_vector() -> (
-        Tensor
-    ):  # shuffled rows and columns of random signs turn singular vectors into others
+    def task_vector() -> Tensor:
+        # Shuffled rows and columns of random signs turn singular vectors into others.
         tau = _spectral(shape, device) * scale
         for axis, size in enumerate(shape):
-            signs = torch.randint(0, 2, (size,), **drawn) * 2.0 - 1.0
-            tau = tau.index_select(axis, torch.randperm(size, **drawn)) * (
-                signs if axis else signs[:, None]
-            )
+            signs = torch.randint(0, 2, (size,), **random) * 2.0 - 1.0
+            if axis == 0:
+                signs = signs[:, None]
+            tau = tau.index_select(axis, torch.randperm(size, **random)) * signs
         return tau
 
-    theta, theta_t = theta_0 + sum(task_vector() for _ in range(3)), theta_0 + task_vector()
-    return (
-        theta_0,
-        theta,
-        theta_t,
-        torch.randn(CONFIG.lora_rank, shape[1], **drawn) * CONFIG.init_std,
-    )
+    theta = theta_0 + sum(task_vector() for _ in range(3))
+    theta_t = theta_0 + task_vector()
+    A = torch.randn(CONFIG.lora_rank, shape[1], **random) * CONFIG.init_std
+    return theta_0, theta, theta_t, A
 
 
 @functools.lru_cache(maxsize=1)
 def _spectral(shape: Shape, device: str) -> Tensor:
     """Norm 1, random singular vectors, singular values proportional to k^-0.7."""
-    random, rank = torch.Generator(device).manual_seed(0), min(shape)
-    left, right = (
-        torch.linalg.qr(torch.randn(size, rank, generator=random, device=device)).Q
-        for size in shape
-    )
+    random = torch.Generator(device).manual_seed(0)
+    rank = min(shape)
+    bases = []
+    for size in shape:
+        matrix = torch.randn(size, rank, generator=random, device=device)
+        bases.append(torch.linalg.qr(matrix).Q)
+    left, right = bases
     return (left * _spectrum(rank).to(device)) @ right.T
 
 
@@ -132,7 +131,8 @@ class Steps:
     up the rest.
     """
 
-    patience, skipped = math.inf, 0.0
+    patience = math.inf
+    skipped = 0.0
     write = staticmethod(lambda *_: None)
 
     def __init__(self, items: Any, **_: Any) -> None:
@@ -142,7 +142,10 @@ class Steps:
         begin = now()
         for done, item in enumerate(self.items, 1):
             yield item
-            if done < len(self.items) and (elapsed := now() - begin) > Steps.patience:
+            if done == len(self.items):
+                return
+            elapsed = now() - begin
+            if elapsed > Steps.patience:
                 Steps.skipped += elapsed / done * (len(self.items) - done)
                 return
 
@@ -152,27 +155,19 @@ def merge(
 ) -> Iterator[Tensor]:
     """New weights, layer by layer; layers of equal shape come together."""
     if method in OURS:
-        *models, lora_A = (
-            {str(number): layer[i] for number, layer in enumerate(layers)} for i in range(4)
-        )
+        theta_0 = {}
+        theta = {}  # or the votes, see `prepared`
+        theta_t = {}
+        lora_A = {}
+        for number, layer in enumerate(layers):
+            name = str(number)
+            theta_0[name], theta[name], theta_t[name], lora_A[name] = layer
         if method == "spectral":
-            theta_0, votes, theta_t = models
-            spectral = Spectral(SpectralConfig(), list(votes))
-            states = {}
-            for name, A in votes.items():
-                tau_norm = (theta_t[name] - theta_0[name]).norm()
-                states[name] = {
-                    "votes": A,
-                    "vote_energy": A.double().square().sum(),
-                    "mean": tau_norm * _spectrum(min(A.shape))[0],
-                    "count": torch.tensor(3),
-                }
-            source = MatrixLayers(spectral, theta_0, [theta_t], states=states, first_step=4)
-            yield from merge_matrices(source).values()
+            yield from merge_by_voting(theta_0, theta, theta_t).values()
         else:
             config = dataclasses.replace(config, solver=SOLVERS[method])
-            fused, _ = fuse_layers(*models, config, lora_A=lora_A)
-            yield from fused.values()
+            weights, _ = fuse_layers(theta_0, theta, theta_t, config, lora_A=lora_A)
+            yield from weights.values()
     elif method == "plain":
         yield from (plain_step(*weights, config, A) for *weights, A in layers)
     else:
@@ -181,16 +176,36 @@ def merge(
             yield from (peer_step(*weights) for *weights, _ in layers)
 
 
+def merge_by_voting(
+    theta_0: dict[str, Tensor], votes: dict[str, Tensor], theta_t: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Merge a task into the state of spectral voting after three tasks."""
+    spectral = Spectral(SpectralConfig(), list(votes))
+    states = {}
+    for name, vote in votes.items():
+        tau_norm = (theta_t[name] - theta_0[name]).norm()
+        largest_sigma = tau_norm * _spectrum(min(vote.shape))[0]
+        states[name] = {
+            "votes": vote,
+            "vote_energy": vote.double().square().sum(),
+            "mean": largest_sigma,
+            "count": torch.tensor(3),
+        }
+    source = MatrixLayers(spectral, theta_0, [theta_t], states=states, first_step=4)
+    return merge_matrices(source)
+
+
 def prepared(method: str, layers: list[Layer]) -> list[Layer]:
     """Return what a method starts from: spectral voting has a sum of votes in place of the merged
     weight.
     """
     if method != "spectral":
         return layers
-    return [
-        (theta_0, TaskVector(theta - theta_0).vote()[0].float(), theta_t, A)
-        for theta_0, theta, theta_t, A in layers
-    ]
+    voting = []
+    for theta_0, theta, theta_t, A in layers:
+        votes = TaskVector(theta - theta_0).vote()[0].float()
+        voting.append((theta_0, votes, theta_t, A))
+    return voting
 
 
 @functools.cache
@@ -219,15 +234,13 @@ def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tenso
         )
     if method == "WUDI closed form":
         return module, wudi_closed_form
-    wudi = (
-        module.wudi_merging
-    )  # continually, as in NUFILT's paper: on the task vectors so far and new, 50 steps
-    return (
-        module,
-        lambda theta_0, *models: (
-            theta_0 + wudi([{"": x - theta_0} for x in models], device, 50)[""].detach()
-        ),
-    )
+
+    def wudi(theta_0: Tensor, *models: Tensor) -> Tensor:
+        # Continually, as in NUFILT's paper: on the task vectors so far and new, 50 steps.
+        task_vectors = [{"": model - theta_0} for model in models]
+        return theta_0 + module.wudi_merging(task_vectors, device, 50)[""].detach()
+
+    return module, wudi
 
 
 def wudi_closed_form(theta_0: Tensor, *models: Tensor) -> Tensor:
@@ -249,31 +262,35 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = now) -> tuple
     """
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    begin, held = clock(), torch.cuda.memory_allocated()
+    begin = clock()
+    held = torch.cuda.memory_allocated()
     work()
-    return clock() - begin, 1e-9 * (torch.cuda.max_memory_allocated() - held)
+    seconds = clock() - begin
+    return seconds, 1e-9 * (torch.cuda.max_memory_allocated() - held)
 
 
 def matmul_rate(device: str, largest: int) -> float:
     """FLOP/s of float32 products of square matrices, at the best size."""
     rates = []
-    for n in [n for n in (768, 1536, 3072, 4096) if n <= max(768, largest)]:
-        matmul = Timer(
-            "x @ x",
-            globals={"x": torch.randn(n, n, device=device)},
-            num_threads=torch.get_num_threads(),
-        )
-        rates.append(2 * n**3 / matmul.blocked_autorange(min_run_time=0.5).median)
+    for n in (768, 1536, 3072, 4096):
+        if n > max(768, largest):
+            break
+        x = torch.randn(n, n, device=device)
+        matmul = Timer("x @ x", globals={"x": x}, num_threads=torch.get_num_threads())
+        seconds = matmul.blocked_autorange(min_run_time=0.5).median
+        rates.append(2 * n**3 / seconds)
     return max(rates)
 
 
 @torch.no_grad()
 def split(layers: list[Layer]) -> dict[str, float]:
     """Seconds per layer of the parts of our step, one after another."""
-    theta_0, theta, theta_t, A = (torch.stack(x) for x in zip(*layers, strict=True))
-    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    theta_0, theta, theta_t, A = map(torch.stack, zip(*layers, strict=True))
+    tau = theta_t - theta_0
+    tau_merged = theta - theta_0
     times = [now()]
-    gram, float64 = loop_gram(tau), fast_in_float64(tau.device)
+    gram = loop_gram(tau)
+    float64 = fast_in_float64(tau.device)
     V_t = top_right_singular_vectors(tau, CONFIG.task_rank, gram, float64=float64)
     V_p = top_right_singular_vectors(tau_merged, CONFIG.null_rank, float64=float64)
     tau_filtered = null_space_filter(tau, V_p)
@@ -292,41 +309,49 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
     """Seconds per layer, side by side: each repeat takes every method in turn, on the repeat's
     layer.
     """
-    size = 2 * args.threads if args.device == "cpu" else 16 if math.prod(shape) < 2**23 else 4
+    if args.device == "cpu":
+        size = 2 * args.threads
+    elif math.prod(shape) < 2**23:
+        size = 16
+    else:
+        size = 4
     layers = [make_layer(shape, number, args.device) for number in range(size)]
+    flops = needed_flops(*shape, CONFIG)
     columns: dict[str, list[float]] = defaultdict(list)
     for repeat in range(args.repeats):
-        number, results = repeat % size, {}
-        columns["products"].append(
-            needed_flops(*shape, CONFIG) / matmul_rate(args.device, max(shape))
-        )
+        number = repeat % size
+        weights = {}
+        columns["products"].append(flops / matmul_rate(args.device, max(shape)))
         for method in args.methods:
             if method not in OURS and max(columns[method], default=0.0) > args.patience:
                 continue
-            Steps.patience, Steps.skipped = args.patience, 0.0
-            group = prepared(method, layers if method in OURS else [layers[number]])
+            Steps.patience = args.patience
+            Steps.skipped = 0.0
+            group = [layers[number]]
+            if method in OURS:
+                group = layers
+            group = prepared(method, group)
             begin = now()
             merged = list(merge(method, group, args.device))
-            columns[method].append((now() - begin + Steps.skipped) / len(group))
-            results[method] = merged[number % len(merged)]
+            seconds = (now() - begin + Steps.skipped) / len(group)
+            columns[method].append(seconds)
+            weights[method] = merged[number % len(merged)]
             print(
-                f"  {shape[0]}x{shape[1]} #{repeat + 1} {method}: {columns[method][-1]:.3f} s a "
-                "layer",
+                f"  {shape[0]}x{shape[1]} #{repeat + 1} {method}: {seconds:.3f} s a layer",
                 flush=True,
             )
-        tau, difference = (
-            layers[number][2] - layers[number][0],
-            results["ours"] - results.get("plain", math.nan),
-        )
-        columns[DIFFERENCE].append((difference.norm() / tau.norm()).item())
+        theta_0, _, theta_t, _ = layers[number]
+        difference = weights["ours"] - weights.get("plain", math.nan)
+        columns[DIFFERENCE].append((difference.norm() / (theta_t - theta_0).norm()).item())
         torch.set_num_threads(1)
-        for part, seconds in split(layers if args.device == "cuda" else [layers[number]]).items():
+        group = [layers[number]]
+        if args.device == "cuda":
+            group = layers
+        for part, seconds in split(group).items():
             columns[part].append(seconds)
         torch.set_num_threads(args.threads)
-    columns["GFLOP"], columns[DIFFERENCE] = (
-        [1e-9 * needed_flops(*shape, CONFIG)],
-        [max(columns[DIFFERENCE])],
-    )
+    columns["GFLOP"] = [1e-9 * flops]
+    columns[DIFFERENCE] = [max(columns[DIFFERENCE])]
     return {column: median(values) for column, values in columns.items()}
 
 
@@ -336,19 +361,22 @@ def table_rows(
     """A model's rows in both tables, all methods and ours against the limit, from its shapes and
     their numbers.
     """
-    total = {key: sum(part[key] * count for part, count in parts) for key in parts[0][0]}
+    total = {}
+    for key in parts[0][0]:
+        total[key] = sum(part[key] * count for part, count in parts)
     total[DIFFERENCE] = max(part[DIFFERENCE] for part, _ in parts)
-    ours, peers = (
-        total["ours"],
-        [method for method in METHODS if method in total and method != "ours"],
-    )
-    steps = {method: total[method] for method in METHODS if method in total}
-    steps |= {f"{method} / ours": total[method] / ours for method in peers} | {
-        DIFFERENCE: total[DIFFERENCE]
-    }
+    ours = total["ours"]
+    methods = [method for method in METHODS if method in total]
+    steps = {method: total[method] for method in methods}
+    for method in methods:
+        if method != "ours":
+            steps[f"{method} / ours"] = total[method] / ours
+    steps[DIFFERENCE] = total[DIFFERENCE]
     limit = {key: total[key] for key in ("ours", *PARTS, "GFLOP", "products")}
-    limit |= {"ours / products": ours / total["products"], "GFLOP/s": total["GFLOP"] / ours}
-    return steps, limit | {"matmul GFLOP/s": total["GFLOP"] / total["products"]}
+    limit["ours / products"] = ours / total["products"]
+    limit["GFLOP/s"] = total["GFLOP"] / ours
+    limit["matmul GFLOP/s"] = total["GFLOP"] / total["products"]
+    return steps, limit
 
 
 def measure_memory(
@@ -360,75 +388,75 @@ def measure_memory(
     Of the methods that iterate, all but ours stop early: their memory is known by then.
     """
     torch.set_num_threads(threads)
-    model = [
-        make_layer(shape, number, device)
-        for shape, count in layers.items()
-        for number in range(count)
-    ]
+    model = []
+    for shape, count in layers.items():
+        model += [make_layer(shape, number, device) for number in range(count)]
     model = prepared(method, model)
     _spectral.cache_clear()
     if method not in ("plain", *OURS):
         peer(method, device)
-    Steps.patience, config = 0.0, CONFIG if method in OURS else FusionConfig(max_steps=2)
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # give back what making the inputs freed, and count the peak from here
-    if not reset_peak(where := torch.device(device)):
+    Steps.patience = 0.0
+    config = FusionConfig(max_steps=2)
+    if method in OURS:
+        config = CONFIG
+    # Give back what making the inputs freed, and count the peak from here.
+    ctypes.CDLL(None).malloc_trim(0)
+    if not reset_peak(torch.device(device)):
         raise OSError("the peak of the memory in use can't be reset here")
-    held = torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
+    held = psutil.Process().memory_info().rss
+    if device == "cuda":
+        held = torch.cuda.memory_allocated()
     begin = now()
     for (_, theta, _, _), weight in zip(model, merge(method, model, device, config), strict=True):
-        theta.copy_(
-            weight
-        )  # as FusionBench's methods and ours do: new weights take the place of old ones
-    spent, extra = (
-        now() - begin if method in OURS else "cut short",
-        1e-6 * (read_peak(where) - held),
-    )
+        # As FusionBench's methods and ours do: new weights take the place of old ones.
+        theta.copy_(weight)
+    seconds: float | str = now() - begin
+    if method not in OURS:
+        seconds = "cut short"
+    peak = read_peak(torch.device(device))
     return {
         "three models, MB": 3e-6 * sum(layer[0].nbytes for layer in model),
-        "extra MB": extra,
-        "seconds": spent,
+        "extra MB": 1e-6 * (peak - held),
+        "seconds": seconds,
     }
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on."""
-    cpu = [
-        line.split(": ")[1]
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
-    blas = [
-        line.strip(" -")
-        for line in torch.__config__.show().splitlines()
-        if "Kernel Library" in line
-    ]
-    about = {"gpu": torch.cuda.get_device_name()} if args.device == "cuda" else {}
-    about |= {"cpu": (cpu or ["?"])[0], "cores": psutil.cpu_count(), "threads": args.threads}
-    about |= {name: importlib.metadata.version(name) for name in ("torch", "fusion-bench")}
-    about |= {"blas": (blas or ["?"])[0], "OMP_WAIT_POLICY": os.environ["OMP_WAIT_POLICY"]}
-    return about | {"load before": round(os.getloadavg()[0], 2)}
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    blas = re.search(r"- (.*Kernel Library.*)", torch.__config__.show())
+    about: dict[str, Any] = {}
+    if args.device == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+    about["cpu"] = cpu[1] if cpu else "?"
+    about["cores"] = psutil.cpu_count()
+    about["threads"] = args.threads
+    for name in ("torch", "fusion-bench"):
+        about[name] = importlib.metadata.version(name)
+    about["blas"] = blas[1] if blas else "?"
+    about["OMP_WAIT_POLICY"] = os.environ["OMP_WAIT_POLICY"]
+    about["load before"] = round(os.getloadavg()[0], 2)
+    return about
 
 
 def report(results: dict[str, dict[str, Any]], patience: float) -> str:
     """Markdown, three digits."""
-    lines = [
-        "# One merging step",
-        "",
-        *(f"- {key}: {value}" for key, value in results["machine"].items()),
-    ]
+    lines = ["# One merging step", ""]
+    lines += [f"- {key}: {value}" for key, value in results["machine"].items()]
     for name, note in NOTES.items():
         columns = list(next(iter(results[name].values()), {}))
         lines += ["", note.format(patience=patience), ""]
         lines += ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
         for title, row in results[name].items():
-            cells = [
-                x if isinstance(x, str) else f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}"
-                for x in row.values()
-            ]
-            lines.append("| " + " | ".join([title, *cells]) + " |")
+            cells = [title, *map(cell, row.values())]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def cell(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -467,31 +495,36 @@ def main(argv: list[str] | None = None) -> None:
         "memory": {},
     }
 
-    for method in [] if args.no_memory else args.methods:
+    if not args.no_memory:
         name, layers = next(iter(models.items()))
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-            measured = fresh.submit(
-                measure_memory, method, layers, args.device, args.threads
-            ).result()
-        results["memory"][f"{name}, {method}"] = measured
-        print(f"  {name} {method}: {measured['extra MB']:.0f} MB", flush=True)
+        for method in args.methods:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                task = pool.submit(measure_memory, method, layers, args.device, args.threads)
+                measured = task.result()
+            results["memory"][f"{name}, {method}"] = measured
+            print(f"  {name} {method}: {measured['extra MB']:.0f} MB", flush=True)
 
     Steps.patience = 0.0
     for method in args.methods:  # first calls are slow
-        list(merge(method, prepared(method, [make_layer((192, 160), 0, args.device)]), args.device))
-    shapes = dict.fromkeys(shape for layers in models.values() for shape in layers)
-    measures = {shape: measure_shape(shape, args) for shape in shapes}
-    for name, layers in [*models.items(), *(("one layer", {shape: 1}) for shape in measures)]:
-        title = f"{name}: " + ", ".join(
-            f"{count} of {d_o}x{d_i}" for (d_o, d_i), count in layers.items()
-        )
+        small_layer = make_layer((192, 160), 0, args.device)
+        list(merge(method, prepared(method, [small_layer]), args.device))
+    measures = {}
+    for layers in models.values():
+        for shape in layers:
+            if shape not in measures:
+                measures[shape] = measure_shape(shape, args)
+    parts = [*models.items(), *(("one layer", {shape: 1}) for shape in measures)]
+    for name, layers in parts:
+        counts = [f"{count} of {d_o}x{d_i}" for (d_o, d_i), count in layers.items()]
+        title = f"{name}: {', '.join(counts)}"
         rows = table_rows([(measures[shape], count) for shape, count in layers.items()])
         results["steps"][title], results["limit"][title] = rows
 
     results["machine"]["load after"] = round(os.getloadavg()[0], 2)
+    text = report(results, args.patience)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (args.out / "results.md").write_text(text := report(results, args.patience))
+    (args.out / "results.md").write_text(text)
     print(text)
 
 

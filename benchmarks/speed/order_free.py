@@ -10,18 +10,20 @@ shape times their number.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
-from one_step import CONFIG, MODELS, Shape, make_layer, now, timed
+from one_step import CONFIG, MODELS, Layer, Shape, make_layer, now, timed
 
 from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method
 
 TASKS = 8
 Kinds = Sequence[type[LayerMethod]]
+Clock = Callable[[], float]
 
 
 @torch.no_grad()
@@ -32,50 +34,68 @@ def measure(
     GPU memory.
     """
     layers = [make_layer(shape, number, device) for number in range(TASKS)]
-    theta_0, theta, theta_t, _ = layers[0]
-    rows, clock = [], time.process_time if device == "cpu" else now
+    clock = now
+    if device == "cpu":
+        clock = time.process_time
+    rows = []
     for _ in range(repeats):
-        one_step = partial(
-            fuse_layers, {"layer": theta_0}, {"layer": theta}, {"layer": theta_t}, CONFIG, step=4
-        )
-        step, memory = timed(one_step, clock)
-        stream = (TASKS - 1) * step  # the first task is taken whole
-        rows.append(
-            {
-                "method": "nufilt",
-                "one by one": stream,
-                "at once": stream,
-                "two": step,
-                "memory": memory,
-            }
-        )
-        for kind in kinds:
-            method: LayerMethod = kind(kind.Options(), ["layer"])
-            base = theta_0[None]
-            states, adds, renders, peaks = [method.init_state(["layer"], base)], [], [], []
-            for own_theta_0, _, own_theta_t, _ in layers:
-                add = partial(
-                    method.update,
-                    ["layer"],
-                    states.pop(),
-                    base,
-                    base + (own_theta_t - own_theta_0),
-                    step=1,
-                    strength=1.0,
-                    float64=False,
-                )
-                added, peak = timed(lambda: states.append(add()[0]), clock)  # noqa: B023
-                render = partial(method.merged_weight, ["layer"], states[0], base, float64=False)
-                rendered, most = timed(render, clock)
-                adds, renders, peaks = [*adds, added], [*renders, rendered], [*peaks, peak, most]
-            row = {
-                "one by one": sum(adds + renders),
-                "at once": sum(adds) + renders[-1],
-                "render": renders[-1],
-            }
-            row |= {"method": kind.name, "two": sum(adds[:2]) + renders[1], "memory": max(peaks)}
-            rows.append(row)
+        rows.append(measure_nufilt(layers[0], clock))
+        rows += [measure_order_free(kind, layers, clock) for kind in kinds]
     return pd.DataFrame(rows).groupby("method", sort=False).agg("median")
+
+
+def measure_nufilt(layer: Layer, clock: Clock) -> dict[str, Any]:
+    """Time one step; a stream has one less than tasks, as the first task is taken whole."""
+    models = [{"layer": weight} for weight in layer[:3]]
+    step, memory = timed(partial(fuse_layers, *models, CONFIG, step=4), clock)
+    stream = (TASKS - 1) * step
+    return {
+        "method": "nufilt",
+        "one by one": stream,
+        "at once": stream,
+        "two": step,
+        "memory": memory,
+    }
+
+
+def measure_order_free(
+    kind: type[LayerMethod], layers: Sequence[Layer], clock: Clock
+) -> dict[str, Any]:
+    """Add the layers' tasks to one layer, and render the merged weight after each."""
+    method: LayerMethod = kind(kind.Options(), ["layer"])
+    base = layers[0][0][None]
+    states = [method.init_state(["layer"], base)]  # the last one alone is kept
+    adds = []
+    renders = []
+    peaks = []
+    for theta_0, _, theta_t, _ in layers:
+        update = partial(
+            method.update,
+            ["layer"],
+            states.pop(),
+            base,
+            base + (theta_t - theta_0),
+            step=1,
+            strength=1.0,
+            float64=False,
+        )
+        seconds, peak = timed(lambda: states.append(update()[0]), clock)  # noqa: B023
+        adds.append(seconds)
+        peaks.append(peak)
+        render = partial(method.merged_weight, ["layer"], states[0], base, float64=False)
+        seconds, peak = timed(render, clock)
+        renders.append(seconds)
+        peaks.append(peak)
+    last_render = renders[-1]
+    two_tasks = sum(adds[:2]) + renders[1]
+    return {
+        "method": kind.name,
+        "one by one": sum(adds + renders),
+        "at once": sum(adds) + last_render,
+        "render": last_render,
+        "two": two_tasks,
+        "memory": max(peaks),
+    }
 
 
 def main() -> None:
@@ -92,13 +112,20 @@ def main() -> None:
     torch.set_num_threads(1)
     measure((64, 64), 1)  # first calls are slow
     columns = {}
-    kinds = [find_method(name) for name in args.methods.split(",")] if args.methods else ORDER_FREE
+    kinds = ORDER_FREE
+    if args.methods:
+        kinds = [find_method(name) for name in args.methods.split(",")]
     for model in args.models.split(","):
-        layers = MODELS[model] if model in MODELS else {tuple(map(int, model.split("x"))): 1}
-        total = sum(
-            count * measure(shape, args.repeats, kinds=kinds) for shape, count in layers.items()
-        )
-        columns |= {f"{model}, {tasks}": total[tasks] for tasks in ("one by one", "at once", "two")}
+        if model in MODELS:
+            layers = MODELS[model]
+        else:
+            d_o, d_i = model.split("x")
+            layers = {(int(d_o), int(d_i)): 1}
+        total = 0.0
+        for shape, count in layers.items():
+            total += count * measure(shape, args.repeats, kinds=kinds)
+        for tasks in ("one by one", "at once", "two"):
+            columns[f"{model}, {tasks}"] = total[tasks]
     table = pd.DataFrame(columns)
     print(table.round(1).to_markdown())
 

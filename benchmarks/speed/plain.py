@@ -25,7 +25,8 @@ def plain_step(
     Returns:
         The new merged weight :math:`W + \tau (P + B A)`, ``(d_o, d_i)``.
     """
-    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    tau = theta_t - theta_0
+    tau_merged = theta - theta_0
     ranks = config.ranks(tau.shape[1])
     V_p = torch.linalg.svd(tau_merged, full_matrices=False).Vh[: ranks.null].T
     V_t = torch.linalg.svd(tau, full_matrices=False).Vh[: ranks.task].T
@@ -36,13 +37,16 @@ def plain_step(
         P = P - V_p @ V_p.T
     tau_P = tau @ P
     if not tau_merged.any():  # the first task
-        return theta_t.clone() if config.first_task == "paper" else theta + tau_P
+        if config.first_task == "paper":
+            return theta_t.clone()
+        return theta + tau_P
 
     A = lora_A[: ranks.lora].clone().requires_grad_()
     B = torch.zeros(
         tau.shape[1], ranks.lora, dtype=tau.dtype, device=tau.device, requires_grad=True
     )
-    T, V = torch.cat([tau @ V_t, tau_merged @ V_p], dim=1), torch.cat([V_t, V_p], dim=1)
+    T = torch.cat([tau @ V_t, tau_merged @ V_p], dim=1)
+    V = torch.cat([V_t, V_p], dim=1)
     adam = torch.optim.Adam([A, B], lr=config.lr)
     for _ in range(config.max_steps):
         M = tau_merged + tau_P + tau @ B @ A
@@ -59,17 +63,20 @@ def needed_flops(d_o: int, d_i: int, config: FusionConfig) -> int:
 
     Not counted: eigenvectors of the Gram matrices, Adam, sums.
     """
-    small, steps, ranks = min(d_o, d_i), config.max_steps, config.ranks(d_i)
-    r_p, r_l, r_v = min(ranks.null, small), ranks.lora, min(ranks.task, small)
-    flops = min(
-        d_o * d_i**2 + steps * 2 * d_i**2 * r_l,  # one triangle of G = tau^T tau, for V_t too; G B
-        d_o * d_i * small
-        + steps * 4 * d_o * d_i * r_l,  # the smaller Gram matrix for V_t; tau^T (tau B)
-    )
+    small = min(d_o, d_i)
+    steps = config.max_steps
+    ranks = config.ranks(d_i)
+    r_p = min(ranks.null, small)
+    r_l = ranks.lora
+    r_v = min(ranks.task, small)
+    # One triangle of G = tau^T tau, for V_t too; G B.
+    with_gram = d_o * d_i**2 + steps * 2 * d_i**2 * r_l
+    # The smaller Gram matrix for V_t; tau^T (tau B).
+    without_gram = d_o * d_i * small + steps * 4 * d_o * d_i * r_l
+    flops = min(with_gram, without_gram)
     flops += d_o * d_i * small  # one triangle of the smaller Gram matrix of tau_merged, for V_p
-    flops += (
-        2 * d_o * d_i * (r_p + r_v) if d_o < d_i else 0
-    )  # from left singular vectors to right ones
+    if d_o < d_i:
+        flops += 2 * d_o * d_i * (r_p + r_v)  # from left singular vectors to right ones
     flops += 4 * d_o * d_i * r_p  # (tau V_p) V_p^T
     flops += 4 * d_o * d_i * r_v  # T = -tau_merged V_t + ..., H = tau^T T
     flops += steps * 4 * r_l * d_i * (r_p + r_v)  # Y = A V and the gradient's E V^T

@@ -44,15 +44,23 @@ METHOD = Nufilt(CONFIG, [])
 
 
 def llama_70b():
-    d, kv, ffn = 8192, 1024, 28672
-    block = {"q, o": (d, d), "k, v": (kv, d), "gate, up": (ffn, d), "down": (d, ffn)}
-    number = {"q, o": 2, "k, v": 2, "gate, up": 2, "down": 1}
-    return {kind: (shape, 80 * number[kind]) for kind, shape in block.items()}
+    d = 8192
+    kv = 1024
+    ffn = 28672
+    blocks = 80
+    return {
+        "q, o": ((d, d), 2 * blocks),
+        "k, v": ((kv, d), 2 * blocks),
+        "gate, up": ((ffn, d), 2 * blocks),
+        "down": ((d, ffn), blocks),
+    }
 
 
 def moe_671b():
     """61 blocks with latent attention, of which 58 have 256 experts and a shared one."""
-    d, ffn, expert = 7168, 18432, 2048
+    d = 7168
+    ffn = 18432
+    expert = 2048
     return {
         "q_a": ((1536, d), 61),
         "q_b": ((24576, 1536), 61),
@@ -81,38 +89,44 @@ def operations(d_o, d_i):
     """Operations of a step on a layer; an eigenvalue solver counts as the products that take as
     long.
     """
-    ranks, smaller = CONFIG.ranks(d_i), min(d_o, d_i)
-    r_p, block, with_gram = min(ranks.null, smaller), 2 * ranks.null + 16, d_i <= 2 * d_o
-    flops = d_o * d_i**2 if with_gram else 0
-    flops += d_o * d_i * smaller  # the Gram matrix of what is merged
+    ranks = CONFIG.ranks(d_i)
+    smaller = min(d_o, d_i)
+    r_p = min(ranks.null, smaller)
+    r_l = ranks.lora
+    flops = d_o * d_i * smaller  # the Gram matrix of what is merged
     # V_p comes from block iteration or from a full solver.
-    flops += (
-        12 * smaller * block * (2 * smaller + 4 * block)
-        if smaller >= max(256, 16 * r_p)
-        else 10 * smaller**3
-    )
-    flops += 4 * d_o * d_i * (2 * r_p + 16 + ranks.lora)
-    height = d_i if with_gram else 2 * d_o
-    return flops + CONFIG.max_steps * 2 * d_i * ranks.lora * (
-        height + 2 * (r_p + ranks.task) + 2 * ranks.lora
-    )
+    if smaller >= max(256, 16 * r_p):
+        block = 2 * ranks.null + 16
+        flops += 12 * smaller * block * (2 * smaller + 4 * block)
+    else:
+        flops += 10 * smaller**3
+    flops += 4 * d_o * d_i * (2 * r_p + 16 + r_l)
+    # The loop multiplies by the task vector's Gram matrix, or by the task vector twice.
+    if d_i <= 2 * d_o:
+        flops += d_o * d_i**2
+        height = d_i
+    else:
+        height = 2 * d_o
+    per_step = 2 * d_i * r_l * (height + 2 * (r_p + ranks.task) + 2 * r_l)
+    return flops + CONFIG.max_steps * per_step
 
 
 def measure(shape, shrink):
     """CPU seconds of a step on a layer of this shape."""
-    d_o, d_i = (max(min(side, 512), side // shrink) for side in shape)
+    d_o, d_i = [max(min(side, 512), side // shrink) for side in shape]
     random = torch.Generator().manual_seed(0)
-    decay = (
-        torch.arange(1, min(512, d_o, d_i) + 1.0) ** -0.7
-    )  # as the singular values of task vectors fall
+    rank = min(512, d_o, d_i)
+    decay = torch.arange(1, rank + 1.0) ** -0.7  # as the singular values of task vectors fall
     theta_0 = torch.randn(d_o, d_i, generator=random)
 
     def changed():
-        left, right = (torch.randn(side, len(decay), generator=random) for side in (d_o, d_i))
+        left = torch.randn(d_o, rank, generator=random)
+        right = torch.randn(d_i, rank, generator=random)
         update = (left * decay) @ right.T
         return theta_0 + update * (0.01 * theta_0.norm() / update.norm())
 
-    theta, theta_t = changed(), changed()
+    theta = changed()
+    theta_t = changed()
     begin = time.process_time()
     fuse_layers({"": theta_0}, {"": theta}, {"": theta_t}, CONFIG, step=2)
     seconds = time.process_time() - begin
@@ -134,14 +148,19 @@ def simulate(jobs, workers, cpus, bandwidth, *, copies=False):
     With ``copies`` of the models on every worker, each reads from its own disk, else all from one
     file server.
     """
-    free = [(0.0, worker) for worker in range(workers) for _ in range(cpus)]
-    reading, writing = [0.0] * (workers if copies else 1), 0.0
+    free = []  # when each CPU is free, and its worker
+    for worker in range(workers):
+        free += cpus * [(0.0, worker)]
+    reading = [0.0] * workers  # until when each disk is busy, or the first one as the file server
+    writing = 0.0
     sent = []  # when a layer is computed, and how much of it goes to the driver
     for job in jobs:
         begin, worker = heapq.heappop(free)
-        source = worker if copies else 0
-        reading[source] = max(reading[source], begin) + job.read / bandwidth
-        done = reading[source] + job.seconds
+        disk = 0
+        if copies:
+            disk = worker
+        reading[disk] = max(reading[disk], begin) + job.read / bandwidth
+        done = reading[disk] + job.seconds
         heapq.heappush(free, (done + job.written / bandwidth, worker))
         sent.append((done, job.written))
     for done, nbytes in sorted(sent):
@@ -153,37 +172,47 @@ def print_header(*columns):
     print(f"\n| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|", flush=True)
 
 
+def print_row(*cells):
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
 def table(name, shrink, cpus, bandwidth):
     """What layers take, and what the model takes on so many workers."""
-    kinds, per_byte, jobs = MODELS_OF[name](), digest_seconds(), []
-    print(
-        f"\n| layers of the {name} | shape | number | TFLOP | CPU seconds | MB read | GB of memory "
-        f"|\n{'| --- ' * 7}|"
+    kinds = MODELS_OF[name]()
+    per_byte = digest_seconds()
+    jobs = []
+    largest = 0  # bytes of memory for a layer
+    print_header(
+        f"layers of the {name}",
+        "shape",
+        "number",
+        "TFLOP",
+        "CPU seconds",
+        "MB read",
+        "GB of memory",
     )
     for kind, (shape, number) in kinds.items():
-        nbytes = STORED * shape[0] * shape[1]
+        d_o, d_i = shape
+        nbytes = STORED * d_o * d_i
+        read = MODELS * nbytes
         seconds = measure(shape, shrink) + (MODELS + 1) * nbytes * per_byte
-        memory = METHOD.working_bytes(shape, 4) + MODELS * nbytes
-        flops = operations(*shape)
-        print(
-            f"| {kind} | {shape[0]} x {shape[1]} | {number} | {flops / 1e12:.2f} | {seconds:.1f} "
-            f"| {MODELS * nbytes / 1e6:.0f} | {memory / 1e9:.1f} |"
-        )
-        jobs += number * [Job(seconds, MODELS * nbytes, nbytes)]
-    largest = sorted(
-        METHOD.working_bytes(shape, 4) + MODELS * STORED * shape[0] * shape[1]
-        for shape, _ in kinds.values()
-    )[-1]
-    read, written = sum(job.read for job in jobs) / 1e9, sum(job.written for job in jobs) / 1e9
-    print(f"\n{read:.0f} GB are read of the file server, {written:.0f} GB reach the driver.")
+        memory = METHOD.working_bytes(shape, 4) + read
+        layer_cells = [kind, f"{d_o} x {d_i}", number, f"{operations(d_o, d_i) / 1e12:.2f}"]
+        print_row(*layer_cells, f"{seconds:.1f}", f"{read / 1e6:.0f}", f"{memory / 1e9:.1f}")
+        jobs += number * [Job(seconds, read, nbytes)]
+        largest = max(largest, memory)
+    read = sum(job.read for job in jobs)
+    written = sum(job.written for job in jobs)
+    print(
+        f"\n{read / 1e9:.0f} GB are read of the file server, "
+        f"{written / 1e9:.0f} GB reach the driver."
+    )
     print(f"A worker needs at most {cpus * largest / 1e9:.0f} GB of memory.")
     print_header(f"workers of {cpus} CPUs", "one file server (h)", "copies on every worker (h)")
-    for workers in (2**i for i in range(7)):
-        hours = (
-            simulate(jobs, workers, cpus, bandwidth, copies=copies) / 3600
-            for copies in (False, True)
-        )
-        print(f"| {workers} | {' | '.join(map('{:.2f}'.format, hours))} |")
+    for workers in (1, 2, 4, 8, 16, 32, 64):
+        from_server = simulate(jobs, workers, cpus, bandwidth)
+        from_copies = simulate(jobs, workers, cpus, bandwidth, copies=True)
+        print_row(workers, f"{from_server / 3600:.2f}", f"{from_copies / 3600:.2f}")
 
 
 def check(size, folder, nodes, threads):
@@ -205,11 +234,9 @@ def check(size, folder, nodes, threads):
             path.name: hashlib.sha256(path.read_bytes()).hexdigest()
             for path in (folder / out).glob("*.saf*")
         }
-        return (
-            time.perf_counter() - begin,
-            files,
-            json.loads((folder / out / "nufilt.json").read_text()),
-        )
+        seconds = time.perf_counter() - begin
+        manifest = json.loads((folder / out / "nufilt.json").read_text())
+        return seconds, files, manifest
 
     def start(*arguments, begin_workers=fusion_bench_nufilt.utils.cluster._start):
         begin = time.perf_counter()
@@ -231,13 +258,13 @@ def check(size, folder, nodes, threads):
             cluster.add_node(num_cpus=1)
         seconds, files, manifest = merge(f"on{number}", engine="ray", address=cluster.address)
         layers = [report[0]["seconds"] for report in manifest["layers"].values()]
-        simulated = simulate([Job(each, 0, 0) for each in layers], number, 1, float("inf"))
-        print(
-            f"| workers: {number} | {seconds:.0f} | {starts[-1]:.0f} | {sum(layers):.0f} | "
-            f"{simulated:.0f} "
-            f"| {'yes' if files == expected else 'NO'} |",
-            flush=True,
-        )
+        jobs = [Job(seconds_of_layer, 0, 0) for seconds_of_layer in layers]
+        simulated = simulate(jobs, number, 1, float("inf"))
+        times = [f"{value:.0f}" for value in (seconds, starts[-1], sum(layers), simulated)]
+        files_equal = "NO"
+        if files == expected:
+            files_equal = "yes"
+        print_row(f"workers: {number}", *times, files_equal)
         ray.shutdown()
         cluster.shutdown()
 
