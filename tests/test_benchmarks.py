@@ -124,14 +124,9 @@ def test_the_script_of_many_machines_tells_what_64_workers_take(monkeypatch, cap
 @pytest.mark.slow
 def test_the_script_of_folders_merges_a_tiny_llama(tmp_path):
     command = [sys.executable, str(SPEED / "folders.py"), "--size=tiny"]
+    command.append(f"--folder={tmp_path}/folder")
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(
-        [*command, f"--folder={tmp_path}/folder"],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     assert "| tiny | 0.00B | 14 | " in done.stdout
 
 
@@ -218,9 +213,8 @@ def test_the_language_model_becomes_a_pool_of_fine_tunes(kind, tmp_path, sources
 def test_the_text_encoder_becomes_a_pool_that_is_scored(kind, tmp_path, sources, monkeypatch):
     base = tmp_path / "base"
     size = save_tokenizer(base)
-    hf.BertModel(hf.BertConfig(**SIZES, intermediate_size=24, vocab_size=size)).save_pretrained(
-        base
-    )
+    config = hf.BertConfig(**SIZES, intermediate_size=24, vocab_size=size)
+    hf.BertModel(config).save_pretrained(base)
     monkeypatch.setattr(text_encoder, "STEPS", 10)
     threads = torch.get_num_threads()
     options = ("--model", base, "--clones", tmp_path, "--out", tmp_path)

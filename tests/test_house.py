@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ READS = {
 
 def module_of(file):
     parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(parts).removesuffix(".__init__")
 
 
 MODULES = {module_of(file): file for file in FILES}
@@ -38,27 +39,38 @@ MODULES = {module_of(file): file for file in FILES}
 
 def imports(file, *, inside_functions):
     """Yield the modules of the package that a file imports."""
-    package = module_of(file) if file.name == "__init__.py" else module_of(file).rpartition(".")[0]
+    folder = ".".join(file.relative_to(PACKAGE.parent).parent.parts)
     tree = ast.parse(file.read_text())
-    nodes = ast.walk(tree) if inside_functions else tree.body
+    nodes = tree.body
+    if inside_functions:
+        nodes = ast.walk(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
-            parent = (
-                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
-                if node.level
-                else ""
-            )
-            source = ".".join(part for part in (parent, node.module) if part)
+            source = resolve_name("." * node.level + (node.module or ""), folder)
             for alias in node.names:
                 target = f"{source}.{alias.name}"
-                if target in MODULES or source in MODULES:
-                    yield target if target in MODULES else source
+                if target in MODULES:
+                    yield target
+                elif source in MODULES:
+                    yield source
 
 
 def package_of(module):
-    return module.split(".")[1] if "." in module else ""
+    _, _, inside = module.partition(".")
+    return inside.partition(".")[0]
+
+
+def libraries_of(file):
+    """Return the top-level names that a file imports from outside its package."""
+    libraries = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            libraries |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            libraries.add(node.module.partition(".")[0])
+    return libraries
 
 
 @pytest.mark.parametrize("name", READS)
@@ -85,35 +97,30 @@ USES = {
 @pytest.mark.parametrize("library", USES)
 def test_a_library_is_imported_only_where_it_is_needed(library):
     for module, file in MODULES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module]
-            if library in {name.partition(".")[0] for name in names}:
-                assert package_of(module) in USES[library], f"{module} imports {library}"
+        if library in libraries_of(file):
+            assert package_of(module) in USES[library], f"{module} imports {library}"
 
 
 @pytest.mark.parametrize("name", ["config", "subspace", "adapter", "step"])
 def test_the_mathematics_of_nufilt_imports_torch_alone(name):
     """These files are read, and can be copied, without the package around them."""
-    beside = {"config", "subspace", "adapter", "step"}
-    for node in ast.walk(ast.parse((PACKAGE / "nufilt" / f"{name}.py").read_text())):
-        if isinstance(node, ast.Import):
-            packages = {alias.name.partition(".")[0] for alias in node.names}
-            assert packages <= {"torch", *sys.stdlib_module_names}
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            assert node.module in beside
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module.partition(".")[0] in {"torch", *sys.stdlib_module_names}
+    file = PACKAGE / "nufilt" / f"{name}.py"
+    assert libraries_of(file) <= {"torch", *sys.stdlib_module_names}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.module in {"config", "subspace", "adapter", "step"}
 
 
 def test_there_is_no_import_circle():
-    graph = {
-        module: set(imports(file, inside_functions=False)) - {module}
-        for module, file in MODULES.items()
-    }
-    while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
-        graph = {module: others for module, others in graph.items() if module not in leaves}
+    graph = {}
+    for module, file in MODULES.items():
+        graph[module] = set(imports(file, inside_functions=False)) - {module}
+    while True:  # take away the modules that import none of those left, until there is none
+        leaves = [module for module, others in graph.items() if not others & graph.keys()]
+        if not leaves:
+            break
+        for module in leaves:
+            del graph[module]
     assert not graph, f"these import each other: {sorted(graph)}"
 
 
@@ -123,11 +130,9 @@ def test_models_in_memory_and_folders_are_merged_by_the_same_code():
     }
     users = {"continual": ("continual.layerwise",), "merge": ("merge.folders", "merge.planning")}
     for package, modules in users.items():
-        read = {
-            other
-            for module in modules
-            for other in imports(MODULES[f"{NAME}.{module}"], inside_functions=True)
-        }
+        read = set()
+        for module in modules:
+            read |= set(imports(MODULES[f"{NAME}.{module}"], inside_functions=True))
         assert shared <= read, f"{package} lacks {shared - read}"
 
 
@@ -136,20 +141,12 @@ def test_every_package_that_is_imported_is_declared():
     extras = project["optional-dependencies"]
     lines = project["dependencies"] + extras["lm-eval"] + extras["mergekit"] + extras["ray"]
     declared = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
-    declared |= {
-        "fusion-bench-nufilt",
-        "timm",
-        "pycocoevalcap",
-    }  # the last two come with the models and the harness that need them
+    # The last two come with the models and the harness that need them.
+    declared |= {"fusion-bench-nufilt", "timm", "pycocoevalcap"}
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module]
-            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
-                packages = {
-                    package.lower().replace("_", "-") for package in DISTRIBUTIONS.get(name, [name])
-                }
-                assert packages & declared, (
-                    f"{file} imports {name}, which pyproject.toml does not declare"
-                )
+        for name in libraries_of(file) - sys.stdlib_module_names:
+            distributions = DISTRIBUTIONS.get(name, [name])
+            packages = {package.lower().replace("_", "-") for package in distributions}
+            assert packages & declared, (
+                f"{file} imports {name}, which pyproject.toml does not declare"
+            )

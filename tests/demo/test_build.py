@@ -23,10 +23,14 @@ def copy(demo, tmp_path, monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """The names of the parts that are made from now on."""
-    names, appearing = [], demo_package.atomic_folder
-    monkeypatch.setattr(
-        demo_package, "atomic_folder", lambda target: names.append(target.name) or appearing(target)
-    )
+    names = []
+    atomic_folder = demo_package.atomic_folder
+
+    def noted_folder(target):
+        names.append(target.name)
+        return atomic_folder(target)
+
+    monkeypatch.setattr(demo_package, "atomic_folder", noted_folder)
     return names
 
 
@@ -65,10 +69,12 @@ def test_what_interrupted_and_killed_builds_left_is_swept_away_and_made_again(co
     half = copy / ".digits-123.new"
     half.mkdir()
     (half / WEIGHTS).write_bytes(b"half")
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            demo_package, "finetune", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patch.setattr(demo_package, "finetune", interrupt)
         with pytest.raises(KeyboardInterrupt):
             demo_package.demo_folder()
     assert list(copy.glob("*digits*")) == []
@@ -93,8 +99,10 @@ def test_who_comes_second_waits_and_builds_nothing(copy, made, monkeypatch, caps
 
 
 def test_every_number_of_the_recipe_tells_in_the_fingerprint():
-    other = {replace(TINY, **{name: value + 1}).fingerprint() for name, value in vars(TINY).items()}
-    assert len(other | {TINY.fingerprint()}) == len(vars(TINY)) + 1
+    fingerprints = {TINY.fingerprint()}
+    for name, value in vars(TINY).items():
+        fingerprints.add(replace(TINY, **{name: value + 1}).fingerprint())
+    assert len(fingerprints) == len(vars(TINY)) + 1
 
 
 def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path):
@@ -114,10 +122,10 @@ def test_building_and_loading_tell_what_is_built_and_nothing_else(copy, made, ca
     shutil.rmtree(copy / "digits")
     demo_package.load_vision_model("digits")
     demo_package.load_clip()
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    assert "building the demo, once" in said.err
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert "building the demo, once" in captured.err
 
 
 def test_it_tells_that_it_is_built_while_a_comparison_silences_everything(copy, made, capfd):

@@ -36,11 +36,10 @@ def test_the_pool_holds_nine_models_of_one_architecture(demo):
     pool = instantiate(compose_run(["modelpool=nufilt_demo"]).modelpool)
     assert pool.model_names == list(TASKS)
     pretrained = pool.load_model("_pretrained_").state_dict()
+    shapes = {name: weight.shape for name, weight in pretrained.items()}
     for task in TASKS:
         tuned = pool.load_model(task).state_dict()
-        assert {name: weight.shape for name, weight in tuned.items()} == {
-            k: v.shape for k, v in pretrained.items()
-        }
+        assert {name: weight.shape for name, weight in tuned.items()} == shapes
         assert any(not torch.equal(tuned[name], pretrained[name]) for name in tuned)
 
 
@@ -65,10 +64,11 @@ def test_transformers_has_nothing_to_remark_on_the_processor(demo):
 
 def test_the_tokenizer_has_one_token_for_a_word(demo):
     tokenizer = load_processor().tokenizer
-    for prompt in (p for task in TASKS.values() for p in task.prompts()):
-        ids = tokenizer(prompt)["input_ids"]
-        assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
-        assert len(ids) == len(prompt.split()) + 2
+    for task in TASKS.values():
+        for prompt in task.prompts():
+            ids = tokenizer(prompt)["input_ids"]
+            assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
+            assert len(ids) == len(prompt.split()) + 2
 
 
 def test_the_clip_and_the_pretrained_tower_are_one(demo):

@@ -6,12 +6,14 @@ import torch
 def matrix_with_spectrum(d_o, d_i, spectrum, seed):
     """Return a random matrix ``(d_o, d_i)`` with the given singular values, float64."""
     generator = torch.Generator().manual_seed(seed)
-    k = len(spectrum)
-    U, V = (
-        torch.linalg.qr(torch.randn(d, k, generator=generator, dtype=torch.float64)).Q
-        for d in (d_o, d_i)
-    )
+    U = orthonormal(d_o, len(spectrum), generator)
+    V = orthonormal(d_i, len(spectrum), generator)
     return U * spectrum @ V.mT
+
+
+def orthonormal(d, k, generator):
+    """Return a random matrix ``(d, k)`` with orthonormal columns, float64."""
+    return torch.linalg.qr(torch.randn(d, k, generator=generator, dtype=torch.float64)).Q
 
 
 def random_layer(d_o, d_i, seed, dtype=torch.float64):
@@ -24,6 +26,6 @@ def random_layer(d_o, d_i, seed, dtype=torch.float64):
         return scale * torch.randn(d_o, d_i, generator=generator, dtype=torch.float64)
 
     theta_0 = gaussian(0.1)
-    return tuple(
-        weight.to(dtype) for weight in (theta_0, theta_0 + gaussian(0.01), theta_0 + gaussian(0.01))
-    )
+    theta = theta_0 + gaussian(0.01)
+    theta_t = theta_0 + gaussian(0.01)
+    return theta_0.to(dtype), theta.to(dtype), theta_t.to(dtype)

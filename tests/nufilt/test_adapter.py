@@ -15,8 +15,10 @@ PROJECTORS = ["filter", "identity", "zero"]
 
 def problem(shape, projector, seed=0):
     theta_0, theta, theta_t = random_layer(*shape, seed)
-    tau, tau_merged = theta_t - theta_0, theta - theta_0
-    V_p, V_t = top_right_singular_vectors(tau_merged, 6), top_right_singular_vectors(tau, 3)
+    tau = theta_t - theta_0
+    tau_merged = theta - theta_0
+    V_p = top_right_singular_vectors(tau_merged, 6)
+    V_t = top_right_singular_vectors(tau, 3)
     filtered = {
         "filter": null_space_filter(tau, V_p),
         "identity": tau,
@@ -29,8 +31,11 @@ def objective_of(tau, filtered, *rest):
     """Return the reduced objective of one layer, which tells P = I by the identity of its
     arguments.
     """
-    stack = [tensor[None] for tensor in (tau, filtered, *rest)]
-    return Objective.build(stack[0], stack[0] if filtered is tau else stack[1], *stack[2:])
+    tau_stack = tau[None]
+    filtered_stack = filtered[None]
+    if filtered is tau:
+        filtered_stack = tau_stack
+    return Objective.build(tau_stack, filtered_stack, *[tensor[None] for tensor in rest])
 
 
 def plain_loss(tau, filtered, tau_merged, V_t, V_p, A, B):
@@ -40,9 +45,8 @@ def plain_loss(tau, filtered, tau_merged, V_t, V_p, A, B):
 
 
 def start_of_a(shape, rank=4):
-    return 0.02 * torch.randn(
-        rank, shape[1], generator=torch.Generator().manual_seed(7), dtype=torch.float64
-    )
+    generator = torch.Generator().manual_seed(7)
+    return 0.02 * torch.randn(rank, shape[1], generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -71,9 +75,8 @@ def test_iterates_and_losses_are_those_of_autograd_and_torch_adam(shape, project
 
 def test_no_step_leaves_the_adapter_at_its_start():
     A = start_of_a((20, 16))[None]
-    fitted, B, losses = fit_adapter(
-        objective_of(*problem((20, 16), "filter")), A, lr=1e-3, max_steps=0
-    )
+    objective = objective_of(*problem((20, 16), "filter"))
+    fitted, B, losses = fit_adapter(objective, A, lr=1e-3, max_steps=0)
     assert torch.equal(fitted, A)
     assert B.abs().max() == 0
     assert losses.shape == (1, 1)
@@ -98,9 +101,8 @@ def test_the_closed_form_has_no_gradient_and_tells_its_losses(shape, projector, 
     start = torch.zeros_like(A).requires_grad_()
     (at_zero,) = torch.autograd.grad(plain_loss(*layer, start, B), start)
     assert gradient.norm() <= 1e-9 * at_zero.norm()
-    torch.testing.assert_close(
-        losses.tolist(), [plain_loss(*layer, start, B).item(), loss.item()], rtol=1e-9, atol=0
-    )
+    expected = [plain_loss(*layer, start, B).item(), loss.item()]
+    torch.testing.assert_close(losses.tolist(), expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -112,11 +114,15 @@ def test_its_b_is_an_orthonormal_sketch_of_tau(shape):
 
 
 def test_a_larger_ridge_leaves_more_of_the_loss_and_a_smaller_adapter():
-    results = [closed_form((20, 16), "filter", ridge) for ridge in (1e-6, 1, 1e6)]
-    losses, norms = [float(r[3][1]) for r in results], [float(r[1].norm()) for r in results]
-    assert losses == sorted(losses)
+    losses_left = []
+    norms = []
+    for ridge in (1e-6, 1, 1e6):
+        _, A, _, (loss_before, loss_after) = closed_form((20, 16), "filter", ridge)
+        losses_left.append(loss_after.item())
+        norms.append(A.norm().item())
+    assert losses_left == sorted(losses_left)
     assert norms == sorted(norms, reverse=True)
-    assert losses[-1] == pytest.approx(float(results[-1][3][0]), rel=1e-4)
+    assert losses_left[-1] == pytest.approx(loss_before.item(), rel=1e-4)
 
 
 def test_a_task_vector_of_zero_gives_no_adapter():

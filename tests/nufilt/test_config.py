@@ -75,25 +75,22 @@ def test_the_defaults_are_the_papers():
 def test_a_share_is_rounded_and_at_least_one_and_a_whole_rank_is_the_same_in_every_layer(
     rank, d_i, number
 ):
-    assert FusionConfig(null_rank=rank, lora_rank=rank, task_rank=rank).ranks(d_i) == (
-        number,
-        number,
-        number,
-    )
+    config = FusionConfig(null_rank=rank, lora_rank=rank, task_rank=rank)
+    assert config.ranks(d_i) == (number, number, number)
 
 
 def test_a_share_is_the_whole_number_it_comes_to_in_each_layer():
     shares = FusionConfig(null_rank=0.25, lora_rank=0.5, task_rank=0.125, max_steps=4)
-    layers = {"tall": random_layer(24, 16, 1), "wide": random_layer(8, 32, 2)}
-    fused, _ = fuse_layers(
-        *({name: layer[i] for name, layer in layers.items()} for i in range(3)), shares
-    )
-    for name, layer in layers.items():
+    tall = random_layer(24, 16, 1)
+    wide = random_layer(8, 32, 2)
+    models = [{"tall": a, "wide": b} for a, b in zip(tall, wide, strict=True)]
+    fused, _ = fuse_layers(*models, shares)
+    for name, layer in (("tall", tall), ("wide", wide)):
         d_i = layer[0].shape[1]
         numbers = dataclasses.replace(
             shares, null_rank=d_i // 4, lora_rank=d_i // 2, task_rank=d_i // 8
         )
-        alone, _ = fuse_layers(*({name: weight} for weight in layer), numbers)
+        alone, _ = fuse_layers(*[{name: weight} for weight in layer], numbers)
         assert torch.equal(fused[name], alone[name])
 
 
@@ -102,14 +99,15 @@ def test_a_share_is_the_whole_number_it_comes_to_in_each_layer():
 
 def test_every_option_has_help_and_is_in_the_signature_of_the_algorithm():
     parameters = inspect.signature(NufiltContinualMergingAlgorithm).parameters
-    for each in (each for kind in KINDS for each in dataclasses.fields(kind)):
-        assert parameters[each.name].default == each.default, each.name
-        assert each.metadata["help"].endswith("."), each.name
+    for kind in KINDS:
+        for option in dataclasses.fields(kind):
+            assert parameters[option.name].default == option.default, option.name
+            assert option.metadata["help"].endswith("."), option.name
 
 
 def test_every_choice_of_solver_has_its_function():
-    (solver,) = (each for each in dataclasses.fields(FusionConfig) if each.name == "solver")
-    assert choices(solver) == tuple(SOLVERS)
+    options = {option.name: option for option in dataclasses.fields(FusionConfig)}
+    assert choices(options["solver"]) == tuple(SOLVERS)
 
 
 @pytest.mark.parametrize("kind", [ProtocolConfig, Settings])

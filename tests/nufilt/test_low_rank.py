@@ -17,10 +17,8 @@ CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=
 
 def low_rank(d_o, d_i, rank, seed):
     generator = torch.Generator().manual_seed(seed)
-    left, right = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((d_o, rank), (rank, d_i))
-    )
+    left = torch.randn(d_o, rank, generator=generator, dtype=torch.float64)
+    right = torch.randn(rank, d_i, generator=generator, dtype=torch.float64)
     return LowRank(0.1 * left, 0.1 * right)
 
 
@@ -54,12 +52,11 @@ def test_factors_give_the_weights_and_reports_of_their_product(
         CONFIG, null_space=null_space, first_task=first_task, task_rank=task_rank, solver=solver
     )
     factors = low_rank(d_o, d_i, rank, seed)
-    (weight, report), (expected, expected_report) = both(
-        theta_0, theta_0 if fresh else theta, factors, config
-    )
-    torch.testing.assert_close(
-        weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item()
-    )
+    if fresh:
+        theta = theta_0
+    (weight, report), (expected, expected_report) = both(theta_0, theta, factors, config)
+    tolerance = 1e-9 * factors.product().norm().item()
+    torch.testing.assert_close(weight, expected, rtol=0, atol=tolerance)
     for ours, plain in zip(astuple(report)[3:], astuple(expected_report)[3:], strict=True):
         assert ours == pytest.approx(plain, rel=1e-9, abs=1e-12)
 
@@ -68,16 +65,17 @@ def test_fifty_steps_of_the_papers_setting_agree_to_float_rounding():
     theta_0, theta, _ = random_layer(192, 160, seed=1)
     factors = low_rank(192, 160, 16, seed=2)
     (weight, _), (expected, _) = both(theta_0, theta, factors, FusionConfig(null_rank=32))
-    torch.testing.assert_close(
-        weight, expected, rtol=0, atol=1e-9 * factors.product().norm().item()
-    )
+    tolerance = 1e-9 * factors.product().norm().item()
+    torch.testing.assert_close(weight, expected, rtol=0, atol=tolerance)
 
 
 def test_factors_and_weights_of_several_ranks_may_be_mixed():
     """On an accelerator, layers of one shape are solved together."""
-    pretrained, merged, task = (
-        {name: random_layer(20, 12, seed)[i] for seed, name in enumerate("abcd")} for i in range(3)
-    )
+    pretrained = {}
+    merged = {}
+    task = {}
+    for seed, name in enumerate("abcd"):
+        pretrained[name], merged[name], task[name] = random_layer(20, 12, seed)
     task |= {"a": low_rank(20, 12, 2, 0), "b": low_rank(20, 12, 3, 1), "c": low_rank(20, 12, 2, 2)}
     together, _ = fuse_layers(pretrained, merged, task, CONFIG)
     for name in pretrained:

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.nufilt.subspace import (
     top_eigenvectors,
     top_right_singular_vectors,
 )
-from tests.nufilt.matrices import matrix_with_spectrum, random_layer
+from tests.nufilt.matrices import matrix_with_spectrum, orthonormal, random_layer
 
 sizes = st.integers(1, 24)
 layers = st.builds(random_layer, sizes, sizes, st.integers(0, 2**16))
@@ -75,10 +75,8 @@ def test_float32_filters_as_an_exact_svd_does_on_spectra_of_task_vectors(shape, 
 
 
 def test_the_flat_tail_of_a_language_model_s_spectrum_needs_no_float64():
-    steep, flat = (
-        torch.arange(1, 65, dtype=torch.float64) ** -0.75,
-        torch.linspace(0.022, 0.018, 512).double(),
-    )
+    steep = torch.arange(1, 65, dtype=torch.float64) ** -0.75
+    flat = torch.linspace(0.022, 0.018, 512).double()
     tau = matrix_with_spectrum(576, 576, torch.cat([steep, flat]), seed=1)
     expected = torch.linalg.svd(tau).Vh[:192].mT
     actual = top_right_singular_vectors(tau.float(), 192).double()
@@ -92,10 +90,8 @@ def test_a_spectrum_too_steep_for_float32_is_refused_and_exact_in_float64():
     with pytest.raises(SteepSpectrumError, match="too steeply for float32"):
         top_right_singular_vectors(tau, 100)
     expected = torch.linalg.svd(tau.double()).Vh[:100].mT
-    for actual in (
-        top_right_singular_vectors(tau, 100, float64=True),
-        right_singular_basis(tau, 100),
-    ):
+    in_float64 = top_right_singular_vectors(tau, 100, float64=True)
+    for actual in (in_float64, right_singular_basis(tau, 100)):
         assert actual.dtype == torch.float32
         torch.testing.assert_close(
             projector(actual.double()), projector(expected), rtol=0, atol=1e-6
@@ -124,10 +120,8 @@ def test_a_few_vectors_of_a_large_matrix_are_as_good_as_a_full_solver_s(shape, d
     expected = torch.linalg.svd(tau.double(), full_matrices=False).Vh[:8].mT
     actual = top_right_singular_vectors(tau, 8).double()
     gap = (spectrum[7] ** 2 - spectrum[8] ** 2) / spectrum[0] ** 2
-    assert (
-        torch.linalg.matrix_norm(projector(actual) - projector(expected), 2)
-        < 30 * torch.finfo(dtype).eps / gap
-    )
+    error = torch.linalg.matrix_norm(projector(actual) - projector(expected), 2)
+    assert error < 30 * torch.finfo(dtype).eps / gap
 
 
 @pytest.mark.parametrize("decay", [0.05, 0.2, 2.0])
@@ -152,12 +146,12 @@ def test_block_iteration_does_not_overflow_on_a_few_values_far_above_the_others(
 def test_block_iteration_takes_clusters_and_ranks_below_the_block(clusters):
     high, low = clusters
     spectrum = torch.zeros(300, dtype=torch.float64)
-    spectrum[:high], spectrum[high : high + low] = 1.0, 0.5
+    spectrum[:high] = 1.0
+    spectrum[high : high + low] = 0.5
     tau = matrix_with_spectrum(300, 300, spectrum, seed=4)
     V = top_right_singular_vectors(tau, 8)
-    assert torch.linalg.vector_norm(tau @ V, dim=0).tolist() == pytest.approx(
-        [1.0] * min(8, high) + [0.5] * (8 - high)
-    )
+    sigma = torch.linalg.vector_norm(tau @ V, dim=0)
+    assert sigma.tolist() == pytest.approx([1.0] * min(8, high) + [0.5] * (8 - high))
     torch.testing.assert_close(V.mT @ V, torch.eye(8, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
@@ -171,9 +165,8 @@ def test_where_block_iteration_does_not_converge_the_full_solver_steps_in(monkey
 
 @pytest.mark.parametrize("width", [1, 7, 8, 20])
 def test_a_gram_matrix_by_blocks_is_the_product(width):
-    X = matrix_with_spectrum(11, 20, torch.linspace(2, 1, 11).double(), seed=5)[:, :width].expand(
-        3, -1, -1
-    )
+    matrix = matrix_with_spectrum(11, 20, torch.linspace(2, 1, 11).double(), seed=5)
+    X = matrix[:, :width].expand(3, -1, -1)
     torch.testing.assert_close(gram_matrix(X, block=8), X.mT @ X)
 
 
@@ -186,18 +179,15 @@ def test_a_zero_matrix_in_a_stack_spans_nothing_and_leaves_the_others_as_they_ar
     tau = matrix_with_spectrum(300, 300, torch.arange(1, 301).double() ** -0.3, seed=7)
     V = top_right_singular_vectors(torch.stack([torch.zeros_like(tau), tau]), 8)
     assert V[0].abs().max() == 0
-    torch.testing.assert_close(
-        projector(V[1]), projector(top_right_singular_vectors(tau, 8)), rtol=0, atol=1e-9
-    )
+    alone = top_right_singular_vectors(tau, 8)
+    torch.testing.assert_close(projector(V[1]), projector(alone), rtol=0, atol=1e-9)
 
 
 @given(d=st.integers(2, 16), r=st.integers(1, 8), s=st.integers(1, 8), seed=st.integers(0, 2**16))
 def test_affinity_lies_between_zero_and_one_and_is_one_inside(d, r, s, seed):
     generator = torch.Generator().manual_seed(seed)
-    V, W = (
-        torch.linalg.qr(torch.randn(d, min(k, d), generator=generator, dtype=torch.float64)).Q
-        for k in (r, s)
-    )
+    V = orthonormal(d, min(r, d), generator)
+    W = orthonormal(d, min(s, d), generator)
     assert -1e-12 <= subspace_affinity(V, W) <= 1 + 1e-12
     assert subspace_affinity(V[:, :1], V).item() == pytest.approx(1)
     complement = torch.linalg.svd(V.mT).Vh[V.shape[1] :].mT
@@ -214,7 +204,8 @@ def close(actual, expected):
 @given(layers, st.integers(0, 24))
 def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, rank):
     theta_0, theta, theta_t = layer
-    tau, V_p = theta_t - theta_0, top_right_singular_vectors(theta - theta_0, rank)
+    tau = theta_t - theta_0
+    V_p = top_right_singular_vectors(theta - theta_0, rank)
     filtered = null_space_filter(tau, V_p)
     close(filtered, tau @ (torch.eye(tau.shape[1], dtype=tau.dtype) - V_p @ V_p.mT))
     close(null_space_filter(filtered, V_p), filtered)
@@ -224,7 +215,8 @@ def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, ran
 @given(layers)
 def test_a_rank_that_covers_the_whole_update_leaves_the_merged_model_alone_where_it_acts(layer):
     theta_0, theta, theta_t = layer
-    tau, tau_merged = theta_t - theta_0, theta - theta_0
+    tau = theta_t - theta_0
+    tau_merged = theta - theta_0
     filtered = null_space_filter(tau, top_right_singular_vectors(tau_merged, min(tau.shape)))
     close(filtered @ tau_merged.mT, torch.zeros(tau.shape[0], tau.shape[0], dtype=tau.dtype))
 

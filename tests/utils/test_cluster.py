@@ -40,19 +40,21 @@ def grow(megabytes):
     return megabytes
 
 
-HEEDS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+#: How a program begins that `begin_program` starts.
+PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tests.utils import test_cluster
+from fusion_bench_nufilt.utils.cluster import run_locally
+"""
 
 
-def begun(code):
+def begin_program(code):
     """Begin a program that imports this module, and that Ctrl-C ends even if this process runs in
     the background.
     """
-    program = (
-        f"{HEEDS_CTRL_C}\nfrom tests.utils import test_cluster\n"
-        f"from fusion_bench_nufilt.utils.cluster import run_locally\n{code}"
-    )
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM + code],
         env={**os.environ, "PYTHONPATH": str(REPO)},
         stdout=subprocess.PIPE,
         text=True,
@@ -62,7 +64,7 @@ def begun(code):
 @pytest.mark.slow
 def test_processes_that_grow_go_on():
     work = {str(number): (size,) for number, size in enumerate((1, 1, 400, 400, 1, 1))}
-    program = begun(f"print(sorted(dict(run_locally({work}, test_cluster.grow, 2))))")
+    program = begin_program(f"print(sorted(dict(run_locally({work}, test_cluster.grow, 2))))")
     try:
         assert program.communicate(timeout=240)[0].strip() == str(list(work))
     finally:
@@ -76,14 +78,15 @@ def name_itself(seconds):
 
 def has_ended(number, within=20):
     end = time.monotonic() + within
-    while (
-        alive := psutil.pid_exists(number)
-        and psutil.Process(number).status() != psutil.STATUS_ZOMBIE
-    ):
+    while is_alive(number):
         if time.monotonic() > end:
-            break
+            return False
         time.sleep(0.1)
-    return not alive
+    return True
+
+
+def is_alive(number):
+    return psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow
@@ -98,7 +101,7 @@ def test_processes_end_when_their_results_are_no_longer_wanted():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_program_that_began_them(number):
     work = {"quick": (0,), "long": (600,)}
-    program = begun(
+    program = begin_program(
         f"for _, pid in run_locally({work}, test_cluster.name_itself, 1): print(pid, flush=True)"
     )
     try:
@@ -144,17 +147,16 @@ def test_process_i_takes_gpu_i_modulo_their_number(monkeypatch, visible, count, 
 @pytest.mark.parametrize(("gpus", "expected"), [(False, [("a", 8)]), (True, [("b", 4), ("b", 4)])])
 def test_workers_are_on_nodes_with_cpus_or_one_for_each_gpu(gpus, expected):
     node = {"Alive": True, "NodeManagerHostname": "a", "NodeID": "0123456789"}
-    nodes = [
-        {**node, "Resources": {"CPU": 8.0}},
-        {**node, "Resources": {"GPU": 2.0, "CPU": 9.0} if gpus else {}, "NodeManagerHostname": "b"},
-        {**node, "Resources": {"CPU": 8.0, "GPU": 1.0}, "Alive": False},
-    ]
+    with_cpus = {**node, "Resources": {"CPU": 8.0}}
+    other = {**node, "Resources": {}, "NodeManagerHostname": "b"}
+    if gpus:
+        other["Resources"] = {"GPU": 2.0, "CPU": 9.0}
+    dead = {**node, "Resources": {"CPU": 8.0, "GPU": 1.0}, "Alive": False}
     with pytest.raises(ValueError, match=r"the Ray cluster has no [CG]PU"):
         cluster.find_nodes(SimpleNamespace(nodes=list), gpus=gpus)
-    found = cluster.find_nodes(SimpleNamespace(nodes=lambda: nodes), gpus=gpus)
-    assert [(node.name, node.cpus) for node in found] == [
-        (f"node {name} (01234567)", cpus) for name, cpus in expected
-    ]
+    ray = SimpleNamespace(nodes=lambda: [with_cpus, other, dead])
+    workers = [(node.name, node.cpus) for node in cluster.find_nodes(ray, gpus=gpus)]
+    assert workers == [(f"node {name} (01234567)", cpus) for name, cpus in expected]
 
 
 # --- a real cluster ---
@@ -167,9 +169,8 @@ def ray():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "RAY_worker_niceness", "0"
-        )  # else other processes starve the workers of a busy machine
+        # Else other processes starve the workers of a busy machine.
+        patch.setenv("RAY_worker_niceness", "0")
         three = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(2):
             three.add_node(num_cpus=1)
@@ -235,10 +236,8 @@ def test_a_node_that_others_hold_is_left_out(ray, monkeypatch, caplog):
     results = run(ray, {"one": (1,), "two": (2,)}, [held])
     next(results)
     assert dict(run(ray, {"one": (1,)}, [held, *free])) == {"one": 2}
-    assert (
-        f"{held.name}: worker lost, others take its work: its CPUs or GPUs were not free within 40 "
-        "s" in caplog.text
-    )
+    lost = f"{held.name}: worker lost, others take its work"
+    assert f"{lost}: its CPUs or GPUs were not free within 40 s" in caplog.text
     results.close()
     monkeypatch.undo()
     assert dict(run(ray, {"one": (1,)}, [held])) == {"one": 2}

@@ -15,7 +15,11 @@ from tests.merge.test_fuse import CONFIG, models
 
 CPU = torch.device("cpu")
 SHAPES = {
-    f"layer{i}": shape for i, shape in enumerate([(20, 12), (20, 12), (8, 30), (40, 40), (20, 12)])
+    "layer0": (20, 12),
+    "layer1": (20, 12),
+    "layer2": (8, 30),
+    "layer3": (40, 40),
+    "layer4": (20, 12),
 }
 
 
@@ -31,12 +35,13 @@ def test_a_worker_s_mathematics_has_one_thread_also_beside_another_merge():
     """The end of the other merge sets the process's number of threads back while these workers are
     at work.
     """
-    seen, begun, ended = [], threading.Event(), threading.Event()
+    begun = threading.Event()
+    ended = threading.Event()
 
-    def look(number):
+    def count_threads(number):
         begun.set()
         assert ended.wait(10)
-        seen.append(torch.get_num_threads())
+        return torch.get_num_threads()
 
     def other_merge():
         assert begun.wait(10)
@@ -45,15 +50,19 @@ def test_a_worker_s_mathematics_has_one_thread_also_beside_another_merge():
 
     other = threading.Thread(target=other_merge)
     other.start()
-    list(map_layers(look, range(4), CPU))
+    counts = list(map_layers(count_threads, range(4), CPU))
     other.join()
-    assert seen == [1] * 4
+    assert counts == [1] * 4
+
+
+def own_thread(_):
+    return threading.get_ident()
 
 
 def test_a_worker_starts_no_workers():
 
     def threads(_):
-        return {threading.get_ident(), *map_layers(lambda _: threading.get_ident(), range(4), CPU)}
+        return {threading.get_ident(), *map_layers(own_thread, range(4), CPU)}
 
     assert all(len(used) == 1 for used in map_layers(threads, range(4), CPU))
     assert torch.get_num_threads() == 2
@@ -61,23 +70,21 @@ def test_a_worker_starts_no_workers():
 
 def test_with_one_thread_all_is_done_in_the_caller_s():
     torch.set_num_threads(1)
-    assert set(map_layers(lambda _: threading.get_ident(), range(4), CPU)) == {
-        threading.get_ident()
-    }
+    assert set(map_layers(own_thread, range(4), CPU)) == {threading.get_ident()}
 
 
 # --- products of float32 matrices ---
 
-EXACT, ROUNDED = ["ieee", "ieee"], ["tf32", "bf16"]
+EXACT = ["ieee", "ieee"]  # on the GPU, and on the CPU
+ROUNDED = ["tf32", "bf16"]
 needs_settings_per_backend = pytest.mark.skipif(
     not hasattr(torch.backends, "fp32_precision"), reason="torch < 2.9"
 )
 
 
 def precisions(_=None):
-    return [
-        backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)
-    ]
+    backends = (torch.backends.cuda, torch.backends.mkldnn)
+    return [backend.matmul.fp32_precision for backend in backends]
 
 
 @pytest.fixture
@@ -115,8 +122,13 @@ def test_merges_that_overlap_are_both_exact_and_leave_the_user_s_setting(
     assert list(merges[1 - first_to_end]) == [EXACT] * 8
 
 
-LEVELS = [("generic", "all"), ("cuda", "all"), ("cuda", "matmul")]
-LEVELS += [("mkldnn", "all"), ("mkldnn", "matmul")]
+LEVELS = [
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+]
 
 
 @pytest.fixture
@@ -140,11 +152,11 @@ def test_a_merge_leaves_the_precision_of_products_where_the_user_set_it(
     for level, precision in zip(levels, expected, strict=True):
         torch._C._set_fp32_precision_setter(*level, precision)
     list(map_layers(str, range(2), CPU))
-    found = []
+    precisions_left = []
     for level in levels:  # without what is set above it, each says what is set for itself
-        found.append(torch._C._get_fp32_precision_getter(*level))
+        precisions_left.append(torch._C._get_fp32_precision_getter(*level))
         torch._C._set_fp32_precision_setter(*level, "none")
-    assert found == expected
+    assert precisions_left == expected
 
 
 # --- several devices ---
@@ -161,20 +173,19 @@ def test_the_number_of_devices_does_not_change_a_bit():
 
 def test_every_device_is_at_work_and_none_on_two_stacks_at_a_time():
     """A stack waits until all devices have one, which fails if one of them is never given any."""
-    pool, together = (
-        DevicePool([torch.device("meta", i) for i in range(3)]),
-        threading.Barrier(3, timeout=30),
-    )
-    held = []
+    pool = DevicePool([torch.device("meta", i) for i in range(3)])
+    all_at_work = threading.Barrier(3, timeout=30)
+    devices = []
 
     def work(_):
         with pool.free() as device:
-            held.append(device)
-            together.wait()
+            devices.append(device)
+            all_at_work.wait()
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
-    assert all(len(set(held[i : i + 3])) == 3 for i in (0, 3))
+    assert len(set(devices[:3])) == 3
+    assert len(set(devices[3:])) == 3
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta", "cuda:99", "gpu"])

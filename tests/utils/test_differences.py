@@ -9,13 +9,14 @@ def test_the_same_description_has_no_differences():
 
 def test_a_difference_is_named_by_its_keys_with_both_values():
     stored = {"models": {"a": "hub/a", "b": "hub/b"}, "seed": 1}
-    found = differences(stored, {"models": {"a": "hub/c", "b": "hub/b"}, "seed": 1})
-    assert [each.name for each in found] == ["models.a"]
-    assert in_one_line(found) == 'models.a is "hub/a" there and "hub/c" here'
+    changes = differences(stored, {"models": {"a": "hub/c", "b": "hub/b"}, "seed": 1})
+    assert [change.name for change in changes] == ["models.a"]
+    assert in_one_line(changes) == 'models.a is "hub/a" there and "hub/c" here'
 
 
 def test_what_only_one_of_them_has_differs():
-    assert [each.name for each in differences({"a": 1}, {"b": {"c": 2}})] == ["a", "b"]
+    changes = differences({"a": 1}, {"b": {"c": 2}})
+    assert [change.name for change in changes] == ["a", "b"]
 
 
 def test_a_line_names_three_differences_and_cuts_long_values():

@@ -42,10 +42,8 @@ def test_a_head_with_a_weight_of_its_own_is_not_called_tied(tmp_path):
             model.lm_head.weight = nn.Parameter(model.shared.weight + 1)
         model.config.tie_word_embeddings = True  # as transformers 5 sets it for every T5
         save_checkpoint(model, tmp_path / str(tied), {}, {})
-        assert (
-            json.loads((tmp_path / str(tied) / "config.json").read_text())["tie_word_embeddings"]
-            is tied
-        )
+        config = json.loads((tmp_path / str(tied) / "config.json").read_text())
+        assert config["tie_word_embeddings"] is tied
 
 
 def test_any_module_is_saved_as_safetensors_with_tied_weights_once(tmp_path):
@@ -74,14 +72,12 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path, atomic, path
 
 
 def test_a_disk_that_is_full_is_named_and_nothing_is_left_on_it(full_disk):
-    text = (
-        rf"no room left on the disk for '{full_disk / 'step'}': "
-        ".*No space left on device.*Make room"
-    )
+    no_room = "no room left on the disk for"
+    remedy = ".*No space left on device.*Make room"
     full_disk.mkdir()
-    with pytest.raises(OSError, match=text):
+    with pytest.raises(OSError, match=f"{no_room} '{full_disk / 'step'}': {remedy}"):
         save_checkpoint(nn.Linear(200, 200), full_disk / "step", {}, {})
-    with pytest.raises(OSError, match=rf"no room left on the disk for '{full_disk}'"):
+    with pytest.raises(OSError, match=f"{no_room} '{full_disk}'"):
         write_text(full_disk / "text", "x" * 10**6)
     assert everything_in(full_disk) == []
 
@@ -96,11 +92,11 @@ def test_what_a_killed_process_left_gives_way_to_the_next_save(tmp_path):
 def test_what_a_killed_process_left_of_a_file_gives_way_to_the_next_write(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    living, killed = (tmp_path / f".table.csv-{pid}" for pid in (os.getppid(), dead.pid))
-    living.touch()
-    killed.touch()
+    of_living = f".table.csv-{os.getppid()}"
+    (tmp_path / of_living).touch()
+    (tmp_path / f".table.csv-{dead.pid}").touch()
     write_text(tmp_path / "table.csv", "a,b")
-    assert everything_in(tmp_path) == [living.name, "table.csv"]
+    assert everything_in(tmp_path) == [of_living, "table.csv"]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
@@ -160,15 +156,15 @@ def test_a_second_save_takes_the_place_of_the_first(tmp_path):
 @pytest.mark.parametrize("make", [clip, t5, llava, Shared])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_like_it_gets_every_bit_back(tmp_path, make, dtype):
-    model, other = make().to(dtype), make().to(dtype)
+    model = make().to(dtype)
+    other = make().to(dtype)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
     save_checkpoint(model, tmp_path / "step", {}, {})
     load_checkpoint(other, tmp_path / "step")
-    assert all(
-        torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items()
-    )
+    loaded = other.state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
 
 
 def test_the_manifest_says_what_it_was_told(tmp_path):
