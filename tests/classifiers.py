@@ -9,7 +9,9 @@ import transformers as hf
 
 from tests.tiny_models import SMALL
 
-STEPS, BATCH, TEST = 20, 64, 200
+STEPS = 20
+BATCH = 64
+TEST = 200
 
 
 def labels(names):
@@ -34,7 +36,9 @@ def sentences(count, classes, seed):
     random = torch.Generator().manual_seed(seed)
     y = torch.randint(classes, (count,), generator=random)
     words = torch.randint(3, 50, (count, 8), generator=random)
-    words[:, 1:5] = 5 + (7 * y[:, None] + torch.randint(4, (count, 4), generator=random)) % 44
+    first_of_class = 7 * y[:, None]
+    of_class = first_of_class + torch.randint(4, (count, 4), generator=random)
+    words[:, 1:5] = 5 + of_class % 44
     return {"input_ids": words}, y
 
 
@@ -63,15 +67,14 @@ def train(kind):
     """Return the backbone that all start from, and a trained classifier for each task."""
     with_head, config, backbone, tasks, data = KINDS[kind]
     torch.manual_seed(0)
-    base, trained = backbone(config).eval(), {}
+    base = backbone(config).eval()
+    trained = {}
     for task, count in tasks.items():
-        config = type(config)(
-            **{**config.to_dict(), **labels([f"{task} {i}" for i in range(count)])}
-        )
+        names = [f"{task} {i}" for i in range(count)]
+        config = type(config)(**{**config.to_dict(), **labels(names)})
         model = with_head(config)
-        model.base_model.load_state_dict(
-            base.state_dict(), strict=False
-        )  # some classifiers have no pooler
+        # Not strict: some classifiers have no pooler.
+        model.base_model.load_state_dict(base.state_dict(), strict=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         for step in range(STEPS):
             x, y = data(BATCH, count, seed=step)

@@ -17,9 +17,8 @@ from hypothesis import settings
 from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
 
-settings.register_profile(
-    "nufilt", max_examples=30, deadline=None
-)  # A busy machine may pause any example.
+# No deadline: a busy machine may pause any example.
+settings.register_profile("nufilt", max_examples=30, deadline=None)
 settings.load_profile("nufilt")
 
 # Fabric's own choice: a run is on the CPU also where there is a GPU, with the bits that tests
@@ -57,11 +56,16 @@ def compose_once():
     """Composing takes Hydra a quarter of a second, and the same words are composed hundreds of
     times.
     """
-    composed = cache(lambda program, *overrides: hydra.compose(program, list(overrides)))
+
+    @cache
+    def composed(program, *overrides):
+        return hydra.compose(program, list(overrides))
+
+    def compose(program, overrides):
+        return deepcopy(composed(program, *overrides))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            configs, "compose", lambda program, overrides: deepcopy(composed(program, *overrides))
-        )
+        patch.setattr(configs, "compose", compose)
         yield
 
 
@@ -92,9 +96,8 @@ def full_disk(tmp_path):
     """A folder on a disk that has room for 100 kB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk], capture_output=True
-    ).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "none", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small disk can't be mounted here")
     yield disk / "out"
     subprocess.run(["umount", disk], check=True)
@@ -107,6 +110,7 @@ def fusion_bench(tmp_path, demo_cache):
     """
     folder = tmp_path / "cwd"
     folder.mkdir()
+    logs = tmp_path / "logs"
     environment = {
         **os.environ,
         "NUFILT_DEMO": "tiny",
@@ -115,14 +119,7 @@ def fusion_bench(tmp_path, demo_cache):
     }
 
     def run(*overrides, python=sys.executable, launcher=(), check=True):
-        command = [
-            *launcher,
-            python,
-            "-m",
-            "fusion_bench",
-            f"path.log_dir={tmp_path / 'logs'}",
-            *overrides,
-        ]
+        command = [*launcher, python, "-m", "fusion_bench", f"path.log_dir={logs}", *overrides]
         done = subprocess.run(
             command,
             cwd=folder,
@@ -136,7 +133,8 @@ def fusion_bench(tmp_path, demo_cache):
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done
 
-    run.folder, run.logs = folder, tmp_path / "logs"
+    run.folder = folder
+    run.logs = logs
     return run
 
 

@@ -52,8 +52,11 @@ def blocks_of(page):
     """Return the blocks of a page, in its order."""
     blocks = []
     for match in _BLOCK.finditer(page.read_text()):
+        kind = ""
+        reason = ""
         mark = _MARK.fullmatch(match["before"])
-        kind, reason = mark.groups() if mark else ("", "")
+        if mark:
+            kind, reason = mark.groups()
         blocks.append(Block(page.name, match["language"], match["text"], kind, reason))
     return blocks
 
@@ -123,13 +126,10 @@ def save_commands(folder):
 def names():
     """What blocks of Python take as given."""
     base = clip()
-    weight = torch.zeros(6, 6)
-    return {
-        "base": base,
-        "birds": finetuned(base, 1),
-        "cars": finetuned(base, 2),
-        "accuracy": lambda model: 1.0,
-        "pretrained": {"layer": weight},
-        "merged": {"layer": weight + torch.eye(6)},
-        "task": {"layer": weight + torch.ones(6, 6)},
+    models = {"base": base, "birds": finetuned(base, 1), "cars": finetuned(base, 2)}
+    matrices = {
+        "pretrained": {"layer": torch.zeros(6, 6)},
+        "merged": {"layer": torch.eye(6)},
+        "task": {"layer": torch.ones(6, 6)},
     }
+    return {**models, **matrices, "accuracy": lambda model: 1.0}

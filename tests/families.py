@@ -43,9 +43,11 @@ class OpenClipBlock(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.ln_1 = nn.LayerNorm(width)
+        self.ln_2 = nn.LayerNorm(width)
         self.attn = nn.MultiheadAttention(width, 4, batch_first=True)
-        c_fc, c_proj = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        c_fc = nn.Linear(width, 2 * width)
+        c_proj = nn.Linear(2 * width, width)
         self.mlp = nn.Sequential(OrderedDict(c_fc=c_fc, gelu=nn.GELU(), c_proj=c_proj))
 
     def forward(self, x):
@@ -113,11 +115,9 @@ FAMILIES = {
 
 #: Those whose models hold layers in other ways than their checkpoints. A pool merges what the model
 #: holds.
-CONVERTED = (
-    ("mixtral", "granitemoe", "deepseek_v2", "vit", "dinov2")
-    if transformers.__version__ >= "5"
-    else ()
-)
+CONVERTED = ()
+if transformers.__version__ >= "5":
+    CONVERTED = ("mixtral", "granitemoe", "deepseek_v2", "vit", "dinov2")
 
 
 @torch.no_grad()
@@ -129,4 +129,6 @@ def output(model):
         result = model(pixel_values=torch.randn(2, 3, size, size, generator=generator))
     else:
         result = model(input_ids=torch.randint(3, 50, (1, 6), generator=generator))
-    return result if isinstance(result, torch.Tensor) else result.logits
+    if isinstance(result, torch.Tensor):
+        return result
+    return result.logits

@@ -18,7 +18,8 @@ import torch
 import torch._dynamo  # it takes stock of functions that are replaced below
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CPU, TO = torch.device("cpu"), torch.Tensor.to
+CPU = torch.device("cpu")
+TO = torch.Tensor.to
 WAITS = {
     "_local_scalar_dense",
     "nonzero",
@@ -30,31 +31,34 @@ WAITS = {
 SOLVERS = {"_linalg_eigh", "_linalg_svd", "linalg_qr", "linalg_cholesky_ex"}
 
 
+def allow(name, tensors):
+    """Let every operation pass, as :attr:`Ledger.before` does unless a test sets another."""
+
+
 class Ledger:
     """What happened on the GPUs since :meth:`reset`."""
 
     def __init__(self):
         self.capacity = None  # bytes of each GPU
-        self.before = lambda name, tensors: (
-            None
-        )  # called before each operation on a GPU; it may raise
-        self.random = defaultdict(
-            lambda: torch.zeros(16, dtype=torch.uint8)
-        )  # states of the generators, by GPU
-        self.live, self._lock = defaultdict(int), threading.RLock()
+        self.before = allow  # called before each operation on a GPU; it may raise
+        # States of the generators, by GPU.
+        self.random = defaultdict(lambda: torch.zeros(16, dtype=torch.uint8))
+        self.live = defaultdict(int)  # bytes of tensors, by GPU
+        self._lock = threading.RLock()
         self.reset()
 
     def reset(self):
-        self.up, self.down, self.waits = (
-            Counter(),
-            Counter(),
-            Counter(),
-        )  # by shape, by shape, by function
-        self.operations, self.gpus = Counter(), Counter()  # by name and shape, by GPU
+        self.up = Counter()  # transfers to a GPU, by shape
+        self.down = Counter()  # transfers from a GPU, by shape
+        self.waits = Counter()  # by functions
+        self.operations = Counter()  # by name and shape
+        self.gpus = Counter()  # operations, by GPU
         self.peak = defaultdict(int, self.live)
 
     def room(self, gpu):
-        return 2**40 if self.capacity is None else self.capacity - self.live[gpu]
+        if self.capacity is None:
+            return 2**40
+        return self.capacity - self.live[gpu]
 
     def take(self, storage, gpu):
         with self._lock:
@@ -72,7 +76,8 @@ class Ledger:
 
     def wait(self):
         """Note the functions of the package in which the host waits for a GPU."""
-        frame, functions = sys._getframe(1), []
+        functions = []
+        frame = sys._getframe(1)
         while frame is not None:
             if "fusion_bench_nufilt/" in frame.f_code.co_filename:
                 functions.append(frame.f_code.co_name)
@@ -101,7 +106,9 @@ class OnGPU(torch.Tensor):
     """
 
     device = property(lambda self: self.gpu)
-    is_cuda, is_cpu, is_meta = True, False, False
+    is_cuda = True
+    is_cpu = False
+    is_meta = False
 
     @staticmethod
     def __new__(cls, inner, device):
@@ -113,8 +120,10 @@ class OnGPU(torch.Tensor):
             dtype=inner.dtype,
             device="meta",
         )
-        self.inner, self.gpu = inner, device
-        if not hasattr(storage := inner.untyped_storage(), "gpu"):
+        self.inner = inner
+        self.gpu = device
+        storage = inner.untyped_storage()
+        if not hasattr(storage, "gpu"):
             ledger.take(storage, device.index)
             storage.gpu = device.index
         return self
@@ -150,20 +159,20 @@ class Rules(TorchDispatchMode):
 
 def run(func, args, kwargs):
     """Do an operation on the CPU, and put its results where they belong."""
-    name, tensors = func.overloadpacket.__name__, tensors_in(args) + tensors_in(kwargs.values())
-    places = {x.device for x in tensors if isinstance(x, OnGPU)}
-    if not places and "device" not in kwargs:
+    name = func.overloadpacket.__name__
+    tensors = tensors_in(args) + tensors_in(kwargs.values())
+    devices = {x.device for x in tensors if isinstance(x, OnGPU)}
+    if not devices and "device" not in kwargs:
         return func(*args, **kwargs)
     target = kwargs.get("device") or torch.device("meta")
-    if target.type == "meta" and places:
-        target = next(iter(places))
+    if target.type == "meta" and devices:
+        target = next(iter(devices))
     target = numbered(target)
     if name == "scalar_tensor" and target.type == "meta":
-        target, kwargs = (
-            CPU,
-            {**kwargs, "device": CPU},
-        )  # PyTorch's own code made it for an operation on a GPU
-    if target.type not in ("cpu", "cuda") or (not places and target.type == "cpu"):
+        # PyTorch's own code made it for an operation on a GPU.
+        target = CPU
+        kwargs = {**kwargs, "device": CPU}
+    if target.type not in ("cpu", "cuda") or (not devices and target.type == "cpu"):
         return func(*args, **kwargs)
     if target.type == "cuda" and target.index >= torch.cuda.device_count():
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
@@ -173,37 +182,47 @@ def run(func, args, kwargs):
         and kwargs.get("dtype", tensors[0].dtype) == tensors[0].dtype
     ):
         return tensors[0]  # PyTorch's own code took it for a tensor on another device
-    if name in ("_to_copy", "copy_"):
-        note_transfer(tensors[-1], target if name == "_to_copy" else tensors[0].device)
-    elif places:
-        refuse_several(name, tensors, places)
+    if name == "_to_copy":
+        note_transfer(tensors[-1], target)
+    elif name == "copy_":
+        note_transfer(tensors[-1], tensors[0].device)
+    elif devices:
+        refuse_several(name, tensors, devices)
         ledger.before(name, tensors)
         ledger.operations[name, tuple(tensors[0].shape)] += 1
         ledger.gpus[target.index] += 1
     if name in WAITS:
         ledger.wait()
-    own = {id(x.inner): x for x in tensors if isinstance(x, OnGPU)}
-    values, options = mapped(lambda x: x.inner if isinstance(x, OnGPU) else x, (args, kwargs))
+    operands = {id(x.inner): x for x in tensors if isinstance(x, OnGPU)}
+    values, options = mapped(on_cpu, (args, kwargs))
     if "device" in options:
         options = {**options, "device": CPU}
 
-    def place(x):
+    def on_target(x):
         if not isinstance(x, torch.Tensor) or target.type == "cpu":
             return x
-        return own.get(id(x)) if id(x) in own else OnGPU(x, target)
+        if id(x) in operands:  # an operation in place
+            return operands[id(x)]
+        return OnGPU(x, target)
 
-    return mapped(place, func(*values, **options))
+    return mapped(on_target, func(*values, **options))
+
+
+def on_cpu(x):
+    if isinstance(x, OnGPU):
+        return x.inner
+    return x
 
 
 def tensors_in(values):
     """Return the tensors among values and in lists of them."""
-    found = []
+    tensors = []
     for x in values:
         if isinstance(x, torch.Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, list | tuple):
-            found += tensors_in(x)
-    return found
+            tensors += tensors_in(x)
+    return tensors
 
 
 def mapped(function, x):
@@ -211,18 +230,17 @@ def mapped(function, x):
     ``tree_map``.
     """
     if isinstance(x, list | tuple):
-        return type(x)([mapped(function, each) for each in x])
-    return (
-        {key: mapped(function, each) for key, each in x.items()}
-        if isinstance(x, dict)
-        else function(x)
-    )
+        return type(x)([mapped(function, value) for value in x])
+    if isinstance(x, dict):
+        return {key: mapped(function, value) for key, value in x.items()}
+    return function(x)
 
 
 def numbered(device):
     """Return the first GPU for one without a number, which a PyTorch without CUDA can't find."""
-    without = isinstance(device, str | torch.device) and str(device) == "cuda"
-    return torch.device("cuda", 0) if without else device
+    if isinstance(device, str | torch.device) and str(device) == "cuda":
+        return torch.device("cuda", 0)
+    return device
 
 
 def to(tensor, *args, **kwargs):
@@ -233,22 +251,26 @@ def to(tensor, *args, **kwargs):
 
 
 def note_transfer(source, target):
-    if source.device.type != target.type:
-        (ledger.up if target.type == "cuda" else ledger.down)[tuple(source.shape)] += 1
-        if target.type == "cpu":
-            ledger.wait()
+    if source.device.type == target.type:
+        return
+    if target.type == "cuda":
+        ledger.up[tuple(source.shape)] += 1
+    else:
+        ledger.down[tuple(source.shape)] += 1
+    if target.type == "cpu":
+        ledger.wait()
 
 
-def refuse_several(name, tensors, places):
+def refuse_several(name, tensors, devices):
     """Raise CUDA's error for operands on several devices; numbers and indices may lie on the
     CPU.
     """
-    strays = {
-        x.device for x in tensors if x.device.type != "cuda" and x.ndim > 0 and "index" not in name
-    }
-    if len(places | strays) > 1:
+    devices = set(devices)
+    if "index" not in name:
+        devices |= {x.device for x in tensors if x.device.type != "cuda" and x.ndim > 0}
+    if len(devices) > 1:
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found {places | strays} in {name}"
+            f"Expected all tensors to be on the same device, but found {devices} in {name}"
         )
 
 
@@ -258,7 +280,8 @@ class LateLibrary:
     """
 
     def __init__(self):
-        self.loading, self.loaded = threading.Lock(), threading.Event()
+        self.loading = threading.Lock()
+        self.loaded = threading.Event()
 
     def __call__(self, name, tensors):
         if name not in SOLVERS or self.loaded.is_set():
@@ -274,17 +297,19 @@ def simulated(count=2, capability=(8, 0)):
     """Let PyTorch have this many GPUs in the block."""
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs of its own")
-    start, ledger.capacity, ledger.before = (
-        threading.Thread._bootstrap_inner,
-        None,
-        lambda name, tensors: None,
-    )
+    start = threading.Thread._bootstrap_inner
+    ledger.capacity = None
+    ledger.before = allow
     ledger.live = defaultdict(int)  # tensors of an earlier block may still be alive
     ledger.reset()
 
     def under_rules(thread):
         with Rules():
             start(thread)
+
+    def free_and_total(gpu):
+        free = ledger.room(gpu.index)
+        return free, free
 
     with pytest.MonkeyPatch.context() as patch, Rules():
         patch.delenv("LT_ACCELERATOR", raising=False)
@@ -299,7 +324,7 @@ def simulated(count=2, capability=(8, 0)):
             ("current_stream", Stream),
             ("get_device_capability", lambda *_: capability),
             ("get_device_name", lambda *_: "simulated"),
-            ("mem_get_info", lambda gpu: (free := ledger.room(gpu.index), free)),
+            ("mem_get_info", free_and_total),
             ("Stream", Stream),
             ("stream", nullcontext),
             ("get_rng_state", lambda gpu=0: ledger.random[gpu]),

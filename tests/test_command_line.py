@@ -35,15 +35,14 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
     assert result["config"]["null_rank"] == 128
     assert 0 <= result["ACC"] <= 1
     assert -1 <= result["BWT"] <= 1
-    measured = [[score is not None for score in row] for row in result["accuracy_matrix"]]
-    assert measured == [[t == 7 or t == i for i in range(8)] for t in range(8)]
+    matrix = result["accuracy_matrix"]
+    assert len(matrix) == 8
+    for step, row in enumerate(matrix):
+        measured = [score is not None for score in row]
+        assert measured == [step == 7 or task == step for task in range(8)]
     assert "ACC" in done.stdout
-    for name in (
-        "accuracy_matrix.csv",
-        "accuracy_matrix.png",
-        "layers.csv",
-        *(f"report_{i}.json" for i in range(8)),
-    ):
+    reports = [f"report_{i}.json" for i in range(8)]
+    for name in ("accuracy_matrix.csv", "accuracy_matrix.png", "layers.csv", *reports):
         assert (fusion_bench.logs / name).stat().st_size > 0, name
     last = CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
     assert all(torch.isfinite(parameter).all() for parameter in last.parameters())
@@ -59,8 +58,8 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
     assert f'       CLIPVisionModel.from_pretrained("{folder}")' in lines
     # Bars of FusionBench, which a terminal shows one over another, are left out.
     bars = re.compile(r"Evaluating \w+: .*?\r *\r")
-    told = bars.sub("", done.stdout + done.stderr).splitlines()
-    assert len([line for line in told if line.strip() and "Evaluating" not in line]) <= 40
+    output = bars.sub("", done.stdout + done.stderr).splitlines()
+    assert len([line for line in output if line.strip() and "Evaluating" not in line]) <= 40
     assert "CONFIG" not in done.stdout
     assert "<h1>NUFILT: 8 models merged</h1>" in (fusion_bench.logs / "index.html").read_text()
     assert not (fusion_bench.logs / "report.json").exists()
@@ -88,9 +87,8 @@ def test_a_clip_setting_brings_its_models_and_its_task_pool(pool):
     count = int(tasks.removeprefix("TALL").removeprefix("TA"))
     assert len(config.models) == count + 1
     assert config.models._pretrained_ == f"openai/{model}"
-    assert all(
-        f"{model}_" in path for name, path in config.models.items() if name != "_pretrained_"
-    )
+    for name, path in config.models.items():
+        assert name == "_pretrained_" or f"{model}_" in path
     assert config.taskpool.base_model == f"openai/{model}"
     assert set(config.taskpool.test_datasets) == set(config.models) - {"_pretrained_"}
 
@@ -98,35 +96,31 @@ def test_a_clip_setting_brings_its_models_and_its_task_pool(pool):
 def test_corrupted_test_sets_are_those_of_fusionbench_under_the_names_of_the_models():
     name = "clip-vit-base-patch32_robustness_corrupted"
     config = compose_run([f"modelpool={name}", "modelpool.corruption=spatter"]).modelpool
-    folder = (
-        Path(fusion_bench.constants.PROJECT_ROOT_PATH)
-        / "fusion_bench_config"
-        / "modelpool"
-        / "CLIPVisionModelPool"
-    )
+    root = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
+    folder = root / "fusion_bench_config" / "modelpool" / "CLIPVisionModelPool"
     theirs = OmegaConf.load(folder / f"{name}.yaml")  # which can't be composed
     tasks = config.models.keys() - {"_pretrained_"}
     assert tasks == config.taskpool.test_datasets.keys() == theirs.test_datasets.keys()
-    for task, own in config.taskpool.test_datasets.items():
-        assert (own.path, own.split) == (theirs.test_datasets[task].path, "spatter")
+    for task, test_set in config.taskpool.test_datasets.items():
+        assert (test_set.path, test_set.split) == (theirs.test_datasets[task].path, "spatter")
         assert get_classnames_and_templates(task)[0]
         assert config.models[task].endswith(f"_{task}")
 
 
 def test_mtil_has_eleven_tasks_of_which_fusionbench_lacks_two():
     config = compose_run(["modelpool=clip-vit-base-patch16_MTIL11"]).modelpool
-    test_sets = compose_run(
-        ["modelpool=clip-vit-base-patch16_TALL20"]
-    ).modelpool.taskpool.test_datasets
+    twenty_tasks = compose_run(["modelpool=clip-vit-base-patch16_TALL20"]).modelpool
+    test_sets = twenty_tasks.taskpool.test_datasets
     tasks = config.models.keys() - {"_pretrained_"}
     assert len(tasks) == 11
     assert tasks == config.taskpool.test_datasets.keys()
     for task in tasks - {"aircraft", "caltech101"}:
         assert config.taskpool.test_datasets[task] == test_sets[task]
         assert config.models[task].startswith("tanganke/clip-vit-base-patch16_")
-    places = ("models.{}", "taskpool.test_datasets.{}.path")
-    own = [place.format(task) for place in places for task in ("aircraft", "caltech101")]
-    assert {f"modelpool.{place}" for place in own} <= OmegaConf.missing_keys(config)
+    missing_keys = OmegaConf.missing_keys(config)
+    for task in ("aircraft", "caltech101"):
+        assert f"modelpool.models.{task}" in missing_keys
+        assert f"modelpool.taskpool.test_datasets.{task}.path" in missing_keys
     assert config.taskpool.base_model == config.processor == config.models._pretrained_
 
 
@@ -135,9 +129,8 @@ def test_the_llava_pool_names_the_base_and_leaves_the_tasks_to_the_user():
     path = "pretrained_model_name_or_path"
     assert models._pretrained_[path] == "llava-hf/llava-1.5-7b-hf"
     assert len(models) == 5
-    assert all(
-        OmegaConf.is_missing(models[name], path) for name in models if name != "_pretrained_"
-    )
+    for name in models.keys() - {"_pretrained_"}:
+        assert OmegaConf.is_missing(models[name], path)
 
 
 @pytest.mark.slow
@@ -177,10 +170,10 @@ def wheel_python(tmp_path_factory):
 @pytest.mark.slow
 def test_the_wheel_brings_its_configs_and_runs(fusion_bench, wheel_python):
     (fusion_bench.folder / "config").mkdir()
-    where = [wheel_python, "-c", "import fusion_bench_nufilt; print(fusion_bench_nufilt.__file__)"]
-    location = subprocess.run(
-        where, check=True, capture_output=True, text=True, cwd=fusion_bench.folder
-    ).stdout
-    assert str(REPO) not in location
+    query = [wheel_python, "-c", "import fusion_bench_nufilt; print(fusion_bench_nufilt.__file__)"]
+    done = subprocess.run(
+        query, check=True, capture_output=True, text=True, cwd=fusion_bench.folder
+    )
+    assert str(REPO) not in done.stdout
     fusion_bench(*DEMO, "method.evaluate=last", python=wheel_python)
     assert matrix_of(fusion_bench.logs)["ACC"] is not None

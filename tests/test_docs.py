@@ -49,8 +49,10 @@ def test_every_option_is_on_the_page_with_its_default_and_its_help(hooks):
         for line in page.splitlines()
         if line.startswith("| `")
     }
-    fields = [field for kind in hooks.TABLES.values() for field in dataclasses.fields(kind)]
-    assert {field.name for field in fields} == rows.keys()
+    options = set()
+    for kind in hooks.TABLES.values():
+        options |= {field.name for field in dataclasses.fields(kind)}
+    assert options == rows.keys()
     assert rows["null_rank"].startswith("| `null_rank`, r_p | `128` | Number of directions")
     assert "`adam` \\| `closed_form`, default `adam`" in rows["solver"]
     assert "| `null` |" in rows["max_memory"]
@@ -73,10 +75,8 @@ def test_formulas_need_no_script(hooks):
     )
     assert html.count("<math") == 2
     assert "arithmatex" not in html
-    assert (
-        hooks.on_page_content("see :func:<code>select_layers</code>")
-        == "see <code>select_layers</code>"
-    )
+    html = hooks.on_page_content("see :func:<code>select_layers</code>")
+    assert html == "see <code>select_layers</code>"
 
 
 def test_options_in_a_sentence_do_not_break_at_their_hyphens(hooks):
@@ -89,7 +89,9 @@ def test_options_in_a_sentence_do_not_break_at_their_hyphens(hooks):
 
 # --- the blocks ---
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+BLOCKS = []
+for _page in PAGES:
+    BLOCKS += blocks_of(_page)
 SHELL = ("sh", "console")
 
 
@@ -121,18 +123,18 @@ def test_hydra_composes_every_marked_run_of_the_pages(tmp_path):
             for words in block.words("fusion_bench"):
                 overrides = list(words)
                 if "--config-dir" in words:
-                    place = words.index("--config-dir")
-                    folder = tmp_path / words[place + 1]
-                    overrides[place : place + 2] = [f"hydra.searchpath=[file://{folder}]"]
+                    index = words.index("--config-dir")
+                    folder = tmp_path / words[index + 1]
+                    overrides[index : index + 2] = [f"hydra.searchpath=[file://{folder}]"]
                 compose_run(overrides)
 
 
 def test_the_layerwise_method_on_the_page_merges_as_sum_does(monkeypatch):
     blocks = blocks_of(REPO / "docs" / "develop.md")
     (example,) = [block for block in blocks if block.language == "python"]
-    given = {}
-    exec(compile(example.text, example.page, "exec"), given)
-    monkeypatch.setitem(METHODS, "running_sum", given["RunningSum"])
+    namespace = {}
+    exec(compile(example.text, example.page, "exec"), namespace)
+    monkeypatch.setitem(METHODS, "running_sum", namespace["RunningSum"])
     base = clip()
     models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
     merged = LayerwiseMergingAlgorithm("running_sum", other_params="mean").run(models)
@@ -166,10 +168,10 @@ def is_run(block):
 )
 def test_the_blocks_of_a_page_run_one_after_another(page, folder):
     write_files(folder, page)
-    given = names()
+    namespace = names()
     for block in filter(is_run, blocks_of(page)):
         if block.language == "python":
-            exec(compile(block.text, page.name, "exec"), given)
+            exec(compile(block.text, page.name, "exec"), namespace)
         else:
             done = subprocess.run(
                 ["bash", "-ec", block.commands()], capture_output=True, text=True, timeout=600

@@ -30,11 +30,8 @@ from tests.tiny_models import build, clip, finetuned, llama
 
 
 def gpt2():
-    return build(
-        hf.GPT2LMHeadModel,
-        hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16),
-        0,
-    )
+    config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16)
+    return build(hf.GPT2LMHeadModel, config, 0)
 
 
 def example(name, *arguments):
@@ -76,19 +73,11 @@ def test_own_models(tmp_path):
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     tasks = [f"--task={name}={tmp_path / name}" for name in ("one", "two")]
-    example(
-        "merge_own_models.py",
-        "--base",
-        tmp_path / "_pretrained_",
-        *tasks,
-        "--out",
-        tmp_path / "merged",
-        "null_rank=6",
-    )
+    folders = ("--base", tmp_path / "_pretrained_", *tasks, "--out", tmp_path / "merged")
+    example("merge_own_models.py", *folders, "null_rank=6")
     merged = CLIPVisionModel.from_pretrained(tmp_path / "merged").state_dict()
-    expected = (
-        NufiltContinualMergingAlgorithm(shuffle_order=False, null_rank=6).run(models).state_dict()
-    )
+    algorithm = NufiltContinualMergingAlgorithm(shuffle_order=False, null_rank=6)
+    expected = algorithm.run(models).state_dict()
     assert all(torch.equal(merged[key], value) for key, value in expected.items())
 
 
@@ -100,25 +89,18 @@ def test_own_classifiers(tmp_path):
         model.save_pretrained(tmp_path / name)
         ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / name)
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "photo.png")
-    tasks = [argument for task in models for argument in ("--task", tmp_path / task)]
-    folders = (
-        "--base",
-        tmp_path / "base",
-        "--out",
-        tmp_path / "by folders",
-        "--image",
-        tmp_path / "photo.png",
-    )
-    output = example("merge_classifiers.py", *folders, *tasks)
+    arguments = ["--base", tmp_path / "base", "--out", tmp_path / "by folders"]
+    arguments += ["--image", tmp_path / "photo.png"]
+    for task in models:
+        arguments += ["--task", tmp_path / task]
+    output = example("merge_classifiers.py", *arguments)
     assert "letters: ViTForImageClassification with 26 labels\n  letters " in output
     tasks = [f"--task={task}={tmp_path / task}" for task in models]
     options = ("--auto-class", "AutoModelForImageClassification", "--out", tmp_path / "merged")
     example("merge_own_models.py", "--base", tmp_path / "base", *tasks, *options)
     assert load_task(tmp_path / "merged", "ten").config.id2label == models["ten"].config.id2label
-    assert ViTImageProcessor.from_pretrained(tmp_path / "merged").size == {
-        "height": 16,
-        "width": 16,
-    }
+    processor = ViTImageProcessor.from_pretrained(tmp_path / "merged")
+    assert processor.size == {"height": 16, "width": 16}
 
 
 # --- local_clip ---
@@ -137,15 +119,17 @@ def mini8(tmp_path, demo, monkeypatch):
         "labels_test": np.arange(12) % 3,
         "labels_train": np.arange(1, 13) % 3,
     }
-    rng, files = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    files = []
     models = tmp_path / "models"
     models.mkdir()
     (models / "clip").symlink_to(demo / "clip")
     for task, tower in zip(MINI8, DEMO_TASKS, strict=True):
         (models / task).symlink_to(demo / tower)
-        files.append(tmp_path / f"{task}.npz")
+        file = tmp_path / f"{task}.npz"
         test, train = rng.integers(256, size=(2, 12, 32, 32, 3), dtype=np.uint8)
-        np.savez(files[-1], images_test=test, images_train=train, **data)
+        np.savez(file, images_test=test, images_train=train, **data)
+        files.append(file)
     example("local_clip/npz_to_folders.py", *files, "--train", "--out", tmp_path / "data")
     monkeypatch.setenv("MINI8_MODELS", str(models))
     monkeypatch.setenv("MINI8_DATA", str(tmp_path / "data"))
@@ -155,14 +139,15 @@ def mini8(tmp_path, demo, monkeypatch):
 @torch.no_grad()
 def scored_by_hand(tower, file, template):
     """Accuracy and loss, without FusionBench and its image processor."""
-    clip, data = load_clip(), np.load(file)
+    clip = load_clip()
+    data = np.load(file)
     prompts = [template.format(name) for name in data["classnames"]]
     tokens = load_processor().tokenizer(prompts, padding=True, return_tensors="pt")
     text = F.normalize(clip.text_projection(clip.text_model(**tokens).pooler_output), dim=-1)
-    pooled = CLIPVisionModel.from_pretrained(tower)(
-        normalise(torch.from_numpy(data["images_test"]))
-    ).pooler_output
-    logits = clip.logit_scale.exp() * F.normalize(clip.visual_projection(pooled), dim=-1) @ text.T
+    pixels = normalise(torch.from_numpy(data["images_test"]))
+    pooled = CLIPVisionModel.from_pretrained(tower)(pixels).pooler_output
+    images = F.normalize(clip.visual_projection(pooled), dim=-1)
+    logits = clip.logit_scale.exp() * images @ text.T
     labels = torch.from_numpy(data["labels_test"])
     accuracy = (logits.argmax(-1) == labels).float().mean()
     return {"accuracy": accuracy.item(), "loss": F.cross_entropy(logits, labels).item()}
@@ -175,11 +160,10 @@ def test_ones_own_towers_and_images_score_as_they_do_by_hand(mini8, fusion_bench
     fusion_bench("method=nufilt", "modelpool=mini8", *options)
     report = json.loads((fusion_bench.logs / "report_7.json").read_text())
     test_sets = OmegaConf.load(LOCAL_CLIP / "taskpool" / "mini8.yaml").test_datasets
+    tower = fusion_bench.logs / "checkpoints" / "merged_model_7"
     for task, file in zip(MINI8, files, strict=True):
-        tower = fusion_bench.logs / "checkpoints" / "merged_model_7"
-        assert report[task] == pytest.approx(
-            scored_by_hand(tower, file, test_sets[task].template), rel=1e-5
-        ), task
+        expected = scored_by_hand(tower, file, test_sets[task].template)
+        assert report[task] == pytest.approx(expected, rel=1e-5), task
 
 
 def test_the_search_path_finds_ones_own_models_and_training_images_with_their_recipe(mini8):
@@ -190,37 +174,34 @@ def test_the_search_path_finds_ones_own_models_and_training_images_with_their_re
         "modelpool=mini8",
     ]
     config = compose_run(overrides)
-    assert (config.method.learning_rate, config.method.num_steps, config.method.batch_size) == (
-        1e-4,
-        500,
-        64,
-    )
+    method = config.method
+    assert (method.learning_rate, method.num_steps, method.batch_size) == (1e-4, 500, 64)
     paths = {"_pretrained_": f"{models}/clip"} | {task: f"{models}/{task}" for task in MINI8}
-    assert (config.modelpool.models, list(config.modelpool.taskpool.test_datasets)) == (
-        paths,
-        MINI8,
-    )
-    pool, data = instantiate(config.modelpool), np.load(files[0])
-    theirs = {
-        np.asarray(item["image"]).tobytes(): item["label"]
-        for item in pool.load_train_dataset("scenes")
-    }
+    assert config.modelpool.models == paths
+    assert list(config.modelpool.taskpool.test_datasets) == MINI8
+    pool = instantiate(config.modelpool)
+    labels = {}
+    for item in pool.load_train_dataset("scenes"):
+        labels[np.asarray(item["image"]).tobytes()] = item["label"]
+    data = np.load(files[0])
     names = sorted(data["classnames"])
-    mine = zip(data["images_train"], data["labels_train"], strict=True)
-    assert theirs == {
-        image.tobytes(): names.index(data["classnames"][label]) for image, label in mine
-    }
+    expected = {}
+    for image, label in zip(data["images_train"], data["labels_train"], strict=True):
+        expected[image.tobytes()] = names.index(data["classnames"][label])
+    assert labels == expected
 
 
 @pytest.mark.slow
 def test_the_tutorial_runs(demo):
     notebook = nbformat.read(REPO / "examples" / "tutorial.ipynb", as_version=4)
-    committed = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert committed
-    assert not any(
-        output.get("name") == "stderr" for output in committed
-    )  # warnings name a machine's folders
+    committed_outputs = []
+    for cell in notebook.cells:
+        committed_outputs += cell.get("outputs", [])
+    assert committed_outputs
+    # Warnings name a machine's folders.
+    assert not any(output.get("name") == "stderr" for output in committed_outputs)
     NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
-    matrix, picture = (notebook.cells[place].outputs[0]["data"] for place in (-3, -2))
+    matrix = notebook.cells[-3].outputs[0]["data"]
+    picture = notebook.cells[-2].outputs[0]["data"]
     assert all(task in matrix["text/html"] for task in DEMO_TASKS)
     assert "image/png" in picture

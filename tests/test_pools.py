@@ -30,29 +30,28 @@ def algorithm(models):
 
 @pytest.mark.parametrize("family", ["resnet", "convnext", "dinov2"])
 def test_a_pool_gives_what_a_dict_of_models_gives(tmp_path, family):
-    name = {"resnet": "ResNet", "convnext": "ConvNext", "dinov2": "Dinov2"}[
-        family
-    ] + "ForImageClassificationPool"
+    prefixes = {"resnet": "ResNet", "convnext": "ConvNext", "dinov2": "Dinov2"}
+    name = f"{prefixes[family]}ForImageClassificationPool"
     try:
         pool_class = getattr(modelpool, name)
     except ImportError as error:
         pytest.skip(f"FusionBench can't load {name} on this Python: {error}")
     base = FAMILIES[family]()
     models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
+    entries = {}
     for task, model in models.items():
-        model.save_pretrained(tmp_path / task)
-        ConvNextImageProcessor().save_pretrained(tmp_path / task)
-    paths = {task: str(tmp_path / task) for task in models}
-    entries = {
-        task: {"config_path": path, "pretrained": True, "dataset_name": None}
-        for task, path in paths.items()
-    }
-    options = {"type": "transformers"} if family == "resnet" else {}
-    no_data = dict.fromkeys(("train_datasets", "val_datasets", "test_datasets"))
-    pool = pool_class(
-        models=OmegaConf.create(paths if family == "convnext" else entries), **no_data, **options
-    )
-    merged, expected = algorithm(pool), algorithm(models)
+        path = tmp_path / task
+        model.save_pretrained(path)
+        ConvNextImageProcessor().save_pretrained(path)
+        entries[task] = {"config_path": str(path), "pretrained": True, "dataset_name": None}
+        if family == "convnext":
+            entries[task] = str(path)
+    options = dict.fromkeys(("train_datasets", "val_datasets", "test_datasets"))
+    if family == "resnet":
+        options["type"] = "transformers"
+    pool = pool_class(models=OmegaConf.create(entries), **options)
+    merged = algorithm(pool)
+    expected = algorithm(models)
     assert all(torch.equal(value, expected[key]) for key, value in merged.items())
 
 
@@ -61,9 +60,8 @@ def test_open_clips_own_vision_tower():
         "open_clip.transformer", reason="needs open_clip_torch", exc_type=ImportError
     )
     with torch.device("meta"):
-        tower = torch.nn.ModuleDict(
-            {"visual": transformer.VisionTransformer(224, 32, 768, 12, 12, 4.0, output_dim=512)}
-        )
+        visual = transformer.VisionTransformer(224, 32, 768, 12, 12, 4.0, output_dim=512)
+    tower = torch.nn.ModuleDict({"visual": visual})
     layers = select_layers(tower)
     assert len(layers) == 12 * 5
     assert coverage(tower, layers, TargetConfig()).left_out == {
@@ -97,22 +95,22 @@ def gpt2_checkpoints():
     def write_base(folder):
         base.transformer.save_pretrained(folder)
         letters = [*bytes_to_unicode().values(), "<|endoftext|>"]
-        (folder / "vocab.json").write_text(
-            json.dumps({letter: i for i, letter in enumerate(letters)})
-        )
+        vocabulary = {letter: i for i, letter in enumerate(letters)}
+        (folder / "vocab.json").write_text(json.dumps(vocabulary))
         (folder / "merges.txt").write_text("#version: 0.2\n")
 
     def write_task(task, seed, folder):
         model = finetuned(base, seed)
-        model.config.num_labels = 3 if task == "mnli" else 2
+        model.config.num_labels = 2
+        if task == "mnli":
+            model.config.num_labels = 3
         model.score = torch.nn.Linear(16, model.config.num_labels, bias=False)
         model.save_pretrained(folder)
 
-    tasks = {
-        f"tanganke/gpt2_{task}": partial(write_task, task, seed)
-        for seed, task in enumerate(COLUMNS, 1)
-    }
-    return {"gpt2": write_base, **tasks}
+    writers = {"gpt2": write_base}
+    for seed, task in enumerate(COLUMNS, 1):
+        writers[f"tanganke/gpt2_{task}"] = partial(write_task, task, seed)
+    return writers
 
 
 def build(folder):
@@ -123,18 +121,19 @@ def build(folder):
     (folder / "glue").mkdir()
     card = ["---", "configs:"]
     for task, columns in COLUMNS.items():
-        split = "validation_matched" if task == "mnli" else "validation"
+        split = "validation"
+        if task == "mnli":
+            split = "validation_matched"
         card += [
             f"- config_name: {task}",
             "  data_files:",
             f"  - {{split: {split}, path: {task}.jsonl}}",
         ]
-        rows = [
-            {**dict.fromkeys(columns, f"Words {i}."), "label": i % 2, "idx": i} for i in range(4)
-        ]
-        (folder / "glue" / f"{task}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        lines = []
+        for i in range(4):
+            row = {**dict.fromkeys(columns, f"Words {i}."), "label": i % 2, "idx": i}
+            lines.append(json.dumps(row) + "\n")
+        (folder / "glue" / f"{task}.jsonl").write_text("".join(lines))
     (folder / "glue" / "README.md").write_text("\n".join([*card, "---", ""]))
 
 
@@ -149,10 +148,9 @@ def test_gpt2_on_glue_is_merged_and_scored_by_the_task_pool_of_the_same_name(fus
     assert result["missing"] == []
     assert result["BWT"] is not None
     assert "merging 8 layers" in done.stdout + done.stderr
-    manifest = json.loads(
-        (fusion_bench.logs / "checkpoints" / "merged_model_6" / "nufilt.json").read_text()
-    )
+    checkpoint = fusion_bench.logs / "checkpoints" / "merged_model_6"
+    manifest = json.loads((checkpoint / "nufilt.json").read_text())
     assert manifest["coverage"]["layers"] == 8
-    merged = AutoModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_6")
+    merged = AutoModel.from_pretrained(checkpoint)
     base = AutoModel.from_pretrained(fusion_bench.folder / "gpt2")
     assert not torch.equal(merged.h[0].attn.c_attn.weight, base.h[0].attn.c_attn.weight)

@@ -22,28 +22,13 @@ def hub(tmp_path_factory):
     """
     tools = shared_or_skip("tools/local_hub")
     root = tmp_path_factory.mktemp("hub")
-    options = [
-        "--size",
-        "tiny",
-        "--models",
-        "clip-vit-base-patch32,flan-t5-base",
-        "--tasks",
-        "TALL20,glue",
-    ]
-    build = [
-        sys.executable,
-        tools / "build_hub.py",
-        "--root",
-        root,
-        *options,
-        "--rows",
-        "16",
-        "--glue-rows",
-        "4",
-    ]
+    options = "--size tiny --models clip-vit-base-patch32,flan-t5-base --tasks TALL20,glue"
+    options += " --rows 16 --glue-rows 4"
+    build = [sys.executable, tools / "build_hub.py", "--root", root, *options.split()]
     subprocess.run(build, check=True, capture_output=True)
     spec = importlib.util.spec_from_file_location("build_hub", tools / "build_hub.py")
-    sys.modules["build_hub"] = builder = importlib.util.module_from_spec(spec)
+    builder = importlib.util.module_from_spec(spec)
+    sys.modules["build_hub"] = builder
     spec.loader.exec_module(builder)
     for name, write in gpt2_checkpoints().items():
         builder.Hub(root).build("model", name, write)
@@ -56,8 +41,10 @@ POOLS = {
     "clip-vit-base-patch32_TALL20": [],
     "clip-vit-base-patch32_robustness_corrupted": ["modelpool.corruption=test"],
     "clip-vit-base-patch16_MTIL11": [
-        *(f"~modelpool.taskpool.test_datasets.{task}" for task in ("aircraft", "caltech101")),
-        *(f"modelpool.models.{task}=none" for task in ("aircraft", "caltech101")),
+        "~modelpool.taskpool.test_datasets.aircraft",
+        "~modelpool.taskpool.test_datasets.caltech101",
+        "modelpool.models.aircraft=none",
+        "modelpool.models.caltech101=none",
     ],
     "flan-t5-base_glue": [],
     "gpt-2_glue": ["taskpool=gpt-2_glue"],
@@ -80,9 +67,10 @@ for name, overrides in json.loads(sys.argv[1]).items():
     check_test_sets(taskpool)
     check_train_sets(modelpool)
     tests = getattr(taskpool, "_test_datasets", None)
-    tested = {task: instantiate(one) for task, one in tests.items()} if tests else {
-        task: taskpool.load_task(task).test_dataset for task in taskpool.task_names
-    }
+    if tests:
+        tested = {task: instantiate(config) for task, config in tests.items()}
+    else:
+        tested = {task: taskpool.load_task(task).test_dataset for task in taskpool.task_names}
     trained = {task: modelpool.load_train_dataset(task) for task in modelpool.train_dataset_names}
     nonempty = all(map(len, (*tested.values(), *trained.values())))
     print(name, [len(tested), len(trained)], nonempty)
@@ -95,9 +83,9 @@ def test_every_pool_finds_the_data_of_its_tasks(hub, tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = [line for line in done.stdout.splitlines() if line.startswith(tuple(POOLS))]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(tuple(POOLS))]
     tests_and_training = ([8, 8], [14, 14], [20, 20], [4, 0], [9, 0], [8, 0], [7, 7])
-    assert found == [
+    assert lines == [
         f"{name} {counts} True" for name, counts in zip(POOLS, tests_and_training, strict=True)
     ]
 
@@ -105,42 +93,32 @@ def test_every_pool_finds_the_data_of_its_tasks(hub, tmp_path):
 def test_a_data_set_that_is_not_there_is_told_before_anything_is_downloaded(
     fusion_bench, hub, tmp_path
 ):
-    word = "tanganke/none"
-    other = f"modelpool.taskpool.test_datasets.mnist.path={word}"
-    launcher = (*hub, "env", f"HF_HOME={tmp_path / 'home'}")
-    done = fusion_bench(
+    missing_data_set = "tanganke/none"
+    overrides = [
         "method=nufilt",
         "modelpool=clip-vit-base-patch32_TA8",
-        other,
-        launcher=launcher,
-        check=False,
-    )
-    assert done.returncode == 1
-    said = done.stderr.strip().splitlines()[-1]
-    assert said.startswith(f"task 'mnist': its data set '{word}': ")
-    assert "correct its name" in said
-    assert not [
-        file
-        for file in (tmp_path / "home").rglob("*")
-        if file.suffix in (".safetensors", ".parquet")
+        f"modelpool.taskpool.test_datasets.mnist.path={missing_data_set}",
     ]
+    launcher = (*hub, "env", f"HF_HOME={tmp_path / 'home'}")
+    done = fusion_bench(*overrides, launcher=launcher, check=False)
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith(f"task 'mnist': its data set '{missing_data_set}': ")
+    assert "correct its name" in message
+    suffixes = {file.suffix for file in (tmp_path / "home").rglob("*")}
+    assert suffixes.isdisjoint({".safetensors", ".parquet"})
 
 
 def test_clip_on_eight_tasks_with_the_command_on_the_page(fusion_bench, hub):
-    (block,) = [block for page in PAGES for block in blocks_of(page) if block.mark == "hub"]
+    blocks = []
+    for page in PAGES:
+        blocks += [block for block in blocks_of(page) if block.mark == "hub"]
+    (block,) = blocks
     (words,) = block.words("fusion_bench")
     fusion_bench(*words, launcher=hub)
     result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
-    assert result["tasks"] == [
-        "eurosat",
-        "svhn",
-        "mnist",
-        "dtd",
-        "resisc45",
-        "gtsrb",
-        "sun397",
-        "stanford-cars",
-    ]
+    tasks = "eurosat svhn mnist dtd resisc45 gtsrb sun397 stanford-cars"
+    assert result["tasks"] == tasks.split()
     assert result["missing"] == []
     assert result["BWT"] is not None
     CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
@@ -151,9 +129,8 @@ def test_flan_t5_on_glue_with_the_command_of_the_readme(fusion_bench, hub):
     fusion_bench(*command, launcher=hub)
     result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
     assert result["tasks"][0] == "glue-cola"
-    assert set(result["missing"]) <= {
-        "glue-stsb"
-    }  # random models predict a constant: no rank correlation
+    # Random models predict a constant, which has no rank correlation.
+    assert set(result["missing"]) <= {"glue-stsb"}
     report = json.loads((fusion_bench.logs / "report_7.json").read_text())
     assert "spearman_rho" in report["glue-stsb"]
     saved = fusion_bench.logs / "checkpoints" / "merged_model_7"

@@ -27,13 +27,8 @@ def test_the_package_installs_and_its_demo_runs(tmp_path):
     """Where torch comes with gigabytes of CUDA, all but torch is installed, and the demo is left
     out.
     """
-    interpreter = run(
-        "sh",
-        "-c",
-        f"python{NEWEST} -c 'import sys; print(sys.executable)'",
-        check=False,
-        PYENV_VERSION=NEWEST,
-    )
+    query = f"python{NEWEST} -c 'import sys; print(sys.executable)'"
+    interpreter = run("sh", "-c", query, check=False, PYENV_VERSION=NEWEST)
     if not interpreter:
         pytest.skip(f"there is no python{NEWEST}")
     run(interpreter, "-m", "venv", tmp_path)
@@ -41,17 +36,15 @@ def test_the_package_installs_and_its_demo_runs(tmp_path):
     install = (python, "-m", "pip", "install", "--quiet")
     run(*install, "--upgrade", "pip")
     run(*install, "--dry-run", "--report", tmp_path / "report.json", TORCH, REPO)
-    found = [
-        each["metadata"] for each in json.loads((tmp_path / "report.json").read_text())["install"]
-    ]
-    cuda = [
-        each["name"] for each in found if each["name"].startswith(("nvidia-", "cuda-", "triton"))
-    ]
+    report = json.loads((tmp_path / "report.json").read_text())
+    versions = {}
+    for package in report["install"]:
+        versions[package["metadata"]["name"]] = package["metadata"]["version"]
+    cuda = [name for name in versions if name.startswith(("nvidia-", "cuda-", "triton"))]
     if cuda:
-        left_out = {"torch", "fusion-bench-nufilt", *cuda}
-        pins = [
-            f"{each['name']}=={each['version']}" for each in found if each["name"] not in left_out
-        ]
+        for name in ("torch", "fusion-bench-nufilt", *cuda):
+            versions.pop(name, None)
+        pins = [f"{name}=={version}" for name, version in versions.items()]
         run(*install, "--no-deps", *pins, REPO)
     else:
         run(*install, TORCH, REPO)
@@ -63,8 +56,7 @@ def test_the_package_installs_and_its_demo_runs(tmp_path):
             f"without the demo: for Python {NEWEST}, pip has only a torch with CUDA", stacklevel=1
         )
         return
-    demo = ("compare", "--methods", "nufilt,best,opcm", "--out", tmp_path / "demo")
-    run(
-        tmp_path / "bin" / "nufilt", *demo, NUFILT_DEMO="tiny", NUFILT_CACHE=str(tmp_path / "cache")
-    )
+    compare = (tmp_path / "bin" / "nufilt", "compare", "--methods", "nufilt,best,opcm")
+    demo = {"NUFILT_DEMO": "tiny", "NUFILT_CACHE": str(tmp_path / "cache")}
+    run(*compare, "--out", tmp_path / "demo", **demo)
     assert (tmp_path / "demo" / "table.md").is_file()

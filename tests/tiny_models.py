@@ -32,7 +32,9 @@ def tower(model):
 
 
 #: What the keys of a CLIPVisionModel begin with.
-TOWER = "vision_model." if hasattr(clip(), "vision_model") else ""
+TOWER = ""
+if hasattr(clip(), "vision_model"):
+    TOWER = "vision_model."
 
 
 def full_clip(seed=0):
@@ -69,7 +71,9 @@ class Shared(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 6)
-        self.first, self.second, self.head = (nn.Linear(6, n, bias=False) for n in (6, 6, 10))
+        self.first = nn.Linear(6, 6, bias=False)
+        self.second = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 10, bias=False)
         self.second.weight = self.first.weight
         self.head.weight = self.embedding.weight
 
@@ -94,7 +98,7 @@ def damaged_clip(folder):
     )
     model.save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
-    kept = {name: value for name, value in load_file(file).items() if not name.endswith(key)}
-    save_file(kept, file, metadata={"format": "pt"})
+    weights = {name: value for name, value in load_file(file).items() if not name.endswith(key)}
+    save_file(weights, file, metadata={"format": "pt"})
     load = "transformers.CLIPVisionModel.from_pretrained"
     return {"_target_": load, "pretrained_model_name_or_path": str(folder)}, key

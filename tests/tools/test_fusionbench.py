@@ -37,8 +37,8 @@ SETTINGS = [f"method.{key}={value}" for key, value in OPTIONS.items()]
 def distribution(tmp_path_factory):
     """The source distribution of the newest release that the plugin is tested with, unpacked."""
     folder = tmp_path_factory.mktemp("distribution")
-    wanted = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "fusion-bench==0.2.33"]
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *wanted]
+    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "fusion-bench==0.2.33"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *options]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         pytest.skip(
@@ -75,12 +75,10 @@ def elsewhere(tmp_path_factory):
     (folder / "cwd").mkdir()
 
     def run(*arguments, checkout, plugin=False, check=True):
-        paths = [checkout, *([REPO] if plugin else [])]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "COLUMNS": "200",
-        }
+        paths = [str(checkout)]
+        if plugin:
+            paths.append(str(REPO))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}
         command = [str(folder / "venv" / "bin" / "python"), *arguments]
         done = subprocess.run(
             command,
@@ -95,12 +93,8 @@ def elsewhere(tmp_path_factory):
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done
 
-    if (
-        run(
-            "-c", "from fusion_bench_nufilt import FusionConfig", checkout=folder, check=False
-        ).returncode
-        == 0
-    ):
+    import_plugin = ("-c", "from fusion_bench_nufilt import FusionConfig")
+    if run(*import_plugin, checkout=folder, check=False).returncode == 0:
         pytest.skip(
             "the plugin is installed as a copy, so that no environment without it can share its "
             "packages"
@@ -124,17 +118,10 @@ def digests(folder):
 
 
 def test_the_contributed_tests_pass(checkout, elsewhere):
+    discover = ["-m", "unittest", "discover", "-s", str(checkout / "tests")]
     for what, count in (("nufilt", 36), ("order_free", 7)):
-        discover = [
-            "-m",
-            "unittest",
-            "discover",
-            "-s",
-            str(checkout / "tests"),
-            "-p",
-            f"test_{what}.py",
-        ]
-        assert f"Ran {count} tests" in elsewhere(*discover, checkout=checkout).stderr
+        done = elsewhere(*discover, "-p", f"test_{what}.py", checkout=checkout)
+        assert f"Ran {count} tests" in done.stderr
     elsewhere(str(checkout / "examples" / "nufilt" / "merge_own_models.py"), checkout=checkout)
 
 
@@ -143,23 +130,15 @@ def test_the_command_line_gives_the_plugins_bits(make, checkout, elsewhere, tmp_
     base = make()
     models = {"_pretrained_": base, **{f"task{i}": finetuned(base, i) for i in range(3)}}
     pool = {"_target_": "fusion_bench.modelpool.BaseModelPool", "_recursive_": False, "models": {}}
+    load = {"_target_": f"transformers.{type(base).__name__}.from_pretrained"}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-        load = f"transformers.{type(base).__name__}.from_pretrained"
-        pool["models"][name] = {
-            "_target_": load,
-            "pretrained_model_name_or_path": str(tmp_path / name),
-        }
+        pool["models"][name] = {**load, "pretrained_model_name_or_path": str(tmp_path / name)}
     write_pool(tmp_path / "tiny", "tiny", pool)
     logs = tmp_path / "logs"
-    tiny = [
-        "--config-dir",
-        str(tmp_path / "tiny"),
-        "method=nufilt/nufilt",
-        "modelpool=tiny",
-        f"path.log_dir={logs}",
-    ]
-    elsewhere("-m", "fusion_bench", *tiny, *SETTINGS, checkout=checkout)
+    command = ["-m", "fusion_bench", "--config-dir", str(tmp_path / "tiny")]
+    overrides = ["method=nufilt/nufilt", "modelpool=tiny", f"path.log_dir={logs}", *SETTINGS]
+    elsewhere(*command, *overrides, checkout=checkout)
     assert len(list(logs.glob("checkpoints/*"))) == 3
     NufiltContinualMergingAlgorithm(**OPTIONS).run(models).save_pretrained(tmp_path / "ours")
     assert digests(logs / "checkpoints" / "merged_model_2") == digests(tmp_path / "ours") != {}
@@ -172,66 +151,54 @@ def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(
 ):
     pictures = load_test_dataset("digits")
     rows = [pictures[i] for i in range(len(pictures))]
+    columns = {"image": [row["image"] for row in rows], "label": [row["label"] for row in rows]}
+    test_sets = {}
     for task in ("mnist", "svhn"):  # whose classes are ten digits, too
-        columns = {key: [row[key] for row in rows] for key in ("image", "label")}
-        datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / task)
-    load = {"_target_": "transformers.CLIPVisionModel.from_pretrained"}
-    names = {"_pretrained_": "_pretrained_", "mnist": "digits", "svhn": "letters"}
-    models = {
-        name: {**load, "pretrained_model_name_or_path": str(demo / part)}
-        for name, part in names.items()
-    }
-    disk = {"_target_": "datasets.load_from_disk"}
-    whole_clip = {"pretrained_model_name_or_path": str(demo / "clip")}
-    parts = {"clip_model": "CLIPModel", "processor": "CLIPProcessor"}
+        folder = tmp_path / task
+        datasets.Dataset.from_dict(columns).save_to_disk(folder)
+        test_sets[task] = {"_target_": "datasets.load_from_disk", "dataset_path": str(folder)}
+
+    def from_pretrained(kind, part):
+        load = f"transformers.{kind}.from_pretrained"
+        return {"_target_": load, "pretrained_model_name_or_path": str(demo / part)}
+
     taskpool = {
         "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
         "_recursive_": False,
-        **{
-            part: whole_clip | {"_target_": f"transformers.{kind}.from_pretrained"}
-            for part, kind in parts.items()
-        },
-        "test_datasets": {
-            task: {**disk, "dataset_path": str(tmp_path / task)} for task in ("mnist", "svhn")
-        },
+        "clip_model": from_pretrained("CLIPModel", "clip"),
+        "processor": from_pretrained("CLIPProcessor", "clip"),
+        "test_datasets": test_sets,
         "dataloader_kwargs": {"batch_size": 20, "num_workers": 0},
     }
     pool = {
         "_target_": "fusion_bench.modelpool.CLIPVisionModelPool",
         "_recursive_": False,
-        "models": models,
+        "models": {
+            "_pretrained_": from_pretrained("CLIPVisionModel", "_pretrained_"),
+            "mnist": from_pretrained("CLIPVisionModel", "digits"),
+            "svhn": from_pretrained("CLIPVisionModel", "letters"),
+        },
     }
     write_pool(tmp_path / "tiny", "tiny", pool, taskpool)
-    pools = [
-        f"hydra.searchpath=[file://{tmp_path / 'tiny'}]",
-        "modelpool=tiny",
-        "taskpool=tiny",
-        *SETTINGS,
-    ]
+    search_path = f"hydra.searchpath=[file://{tmp_path / 'tiny'}]"
+    pools = [search_path, "modelpool=tiny", "taskpool=tiny", *SETTINGS]
     theirs = tmp_path / "theirs"
-    every_step = [
-        "method=nufilt/nufilt",
-        "method.evaluate_on_every_step=true",
-        f"path.log_dir={theirs}",
-    ]
+    ours = fusion_bench.logs
+    every_step = ["method=nufilt/nufilt", "method.evaluate_on_every_step=true"]
+    every_step.append(f"path.log_dir={theirs}")
     elsewhere("-m", "fusion_bench", *pools, *every_step, checkout=checkout)
     fusion_bench(*pools, "method=nufilt", "method.evaluate=every_step")
     order = json.loads((theirs / "model_names.json").read_text())
     assert sorted(order) == ["mnist", "svhn"]
     assert len(json.loads((theirs / "layers_1.json").read_text())) > 0
     for step, tasks in enumerate((order[:1], order)):
-        checkpoints = [
-            logs / "checkpoints" / f"merged_model_{step}" for logs in (theirs, fusion_bench.logs)
-        ]
-        assert digests(checkpoints[0]) == digests(checkpoints[1]) != {}
-        report, ours = (
-            json.loads((logs / f"report_{step}.json").read_text())
-            for logs in (theirs, fusion_bench.logs)
-        )
-        assert [task for task in order if task in report] == tasks
-        assert [report[task]["accuracy"] for task in tasks] == [
-            ours[task]["accuracy"] for task in tasks
-        ]
+        checkpoint = f"checkpoints/merged_model_{step}"
+        assert digests(theirs / checkpoint) == digests(ours / checkpoint) != {}
+        their_report = json.loads((theirs / f"report_{step}.json").read_text())
+        our_report = json.loads((ours / f"report_{step}.json").read_text())
+        assert [task for task in order if task in their_report] == tasks
+        for task in tasks:
+            assert their_report[task]["accuracy"] == our_report[task]["accuracy"]
 
 
 #: Composes methods as `fusion_bench` does, and prints them.
@@ -259,9 +226,11 @@ def test_with_plugin_and_contribution_each_name_has_one_meaning(checkout, elsewh
     assert methods["nufilt/filter_only"]["lora_rank"] == 0
 
 
-PATCHES = sorted(
-    path for path in (REPO / "tools" / "patches").rglob("*.patch") if path.parent.name != "mergekit"
-)
+PATCHES = [
+    path
+    for path in sorted((REPO / "tools" / "patches").rglob("*.patch"))
+    if path.parent.name != "mergekit"
+]
 OF_CLIP = ("0003", "0005", "0007")
 #: Runs files of unit tests, and prints those that fail.
 UNIT_TESTS = """

@@ -16,23 +16,20 @@ from tests.conftest import REPO
 
 @pytest.mark.slow
 def test_the_patch_lets_an_installed_package_register_methods_as_its_test_shows(tmp_path):
-    if (found := importlib.util.find_spec("mergekit")) is None:
+    mergekit = importlib.util.find_spec("mergekit")
+    if mergekit is None:
         pytest.skip("needs mergekit: pip install '.[mergekit]'")
-    shutil.copytree(Path(found.origin).parent, tmp_path / "mergekit")
+    shutil.copytree(Path(mergekit.origin).parent, tmp_path / "mergekit")
     (tmp_path / "tests").mkdir()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-    }
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
     def passes():
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-        return (
-            subprocess.run(
-                command, cwd=tmp_path, env=environment, capture_output=True, check=False
-            ).returncode
-            == 0
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, check=False
         )
+        return done.returncode == 0
 
     git = ["git", "apply", "--whitespace=nowarn"]
     subprocess.run([*git, "--include=tests/*", str(PATCH)], cwd=tmp_path, check=True)
