@@ -19,6 +19,8 @@ from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, veri
 
 PRETRAINED = "_pretrained_"
 MERGED = "_merged_"
+#: What a report of FusionBench, or of a run, holds beside the scores of the tasks.
+_IN_REPORTS = ("average", "continual", "model_info")
 _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
 
 
@@ -38,13 +40,22 @@ def as_pool(models: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
 
 
 def check_pool(modelpool: BaseModelPool) -> None:
-    """Raise a ValueError for a pool that lacks the pretrained model, or has no fine-tuned one."""
+    """Raise a ValueError for a pool that lacks the pretrained model, has no fine-tuned one, or has
+    one whose scores a report can't hold under its name.
+    """
     if not modelpool.has_pretrained:
         raise ValueError(
             f"the model pool has no '{PRETRAINED}' model, only {modelpool.all_model_names}"
         )
     if not modelpool.model_names:
         raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
+    for name in _IN_REPORTS:
+        if name in modelpool.model_names:
+            raise ValueError(
+                f"model '{name}': a report has something else of this name beside the scores of "
+                "the tasks; give the model another name in modelpool.models, and its task the same "
+                "in the task pool"
+            )
 
 
 def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str]]:

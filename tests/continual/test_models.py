@@ -80,3 +80,11 @@ def test_transformers_loads_as_before_afterwards(tmp_path):
 def test_a_pool_of_which_nothing_can_be_merged_is_refused(tmp_path, models, message):
     with pytest.raises(ValueError, match=message):
         algorithm_in(tmp_path).run(BaseModelPool(models))
+
+
+@pytest.mark.parametrize("name", ["average", "continual", "model_info"])
+def test_a_model_whose_scores_a_report_can_not_hold_is_refused_before_any_is_loaded(tmp_path, name):
+    models = {"_pretrained_": "/nowhere", "task1": "/nowhere", name: "/nowhere"}
+    message = f"model '{name}': a report has .*; give the model another name in modelpool.models"
+    with pytest.raises(ValueError, match=message):
+        algorithm_in(tmp_path).run(BaseModelPool(models))
