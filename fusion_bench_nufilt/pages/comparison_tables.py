@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -12,6 +12,8 @@ from .page import sentences
 from .results import long_table, means, printed_rows, select
 from .tables import Table
 
+#: What columns are. A task may have the name of a metric.
+_Columns = Literal["metric", "task"]
 _NOTED = "†"  # marks a printed number that has a note below the table
 _COSTS = ["iterations", "solving_seconds", "merging_seconds", "memory", "parameters"]
 
@@ -22,7 +24,7 @@ def main_table(results: ComparisonContent) -> Table:
     """
     measured = results.measured
     metrics = means(measured, "metric", results.labels, HEADLINE)
-    words = _measured_words(results, metrics)
+    words = _measured_words(results, metrics, "metric")
     printed_words = _printed_words(results.printed, "metric", results.labels, HEADLINE)
     seconds = means(measured, "metric", results.labels, ["merging_seconds"])["merging_seconds"]
 
@@ -43,7 +45,7 @@ def main_table(results: ComparisonContent) -> Table:
 
     title = f"{len(results.tasks)} models merged one after another"
     metrics.columns = [METRICS[name].column for name in HEADLINE]
-    return _ranked(results, title, texts.fillna(""), metrics, HEADLINE)
+    return _ranked(results, title, texts.fillna(""), metrics, "metric", HEADLINE)
 
 
 def task_table(results: ComparisonContent) -> Table:
@@ -56,33 +58,36 @@ def task_table(results: ComparisonContent) -> Table:
     printed_words = _printed_words(printed, "task", results.labels, tasks)
     has_numbers = (printed_words != "").any(axis=1)
     printed_words = printed_words[has_numbers].rename(index=lambda label: f"{label}, paper")
-    texts = pd.concat([_measured_words(results, scores), printed_words])
-    return _ranked(results, "Score (%) of each task after the last step", texts, scores, tasks)
+    texts = pd.concat([_measured_words(results, scores, "task"), printed_words])
+    title = "Score (%) of each task after the last step"
+    return _ranked(results, title, texts, scores, "task", tasks)
 
 
-def _measured_words(results: ComparisonContent, numbers: pd.DataFrame) -> pd.DataFrame:
+def _measured_words(
+    results: ComparisonContent, numbers: pd.DataFrame, by: _Columns
+) -> pd.DataFrame:
     """Return means as words; a method whose runs all failed says so."""
-    words = _words(numbers)
+    words = _words(numbers, by)
     words.loc[results.failed] = "failed"
     return words
 
 
 def _printed_words(
-    printed: pd.DataFrame, by: str, methods: Sequence[str], columns: Sequence[str]
+    printed: pd.DataFrame, by: _Columns, methods: Sequence[str], columns: Sequence[str]
 ) -> pd.DataFrame:
     """Return printed numbers as words, with a mark if they have a note."""
-    words = _words(means(printed, by, methods, columns)).replace("-", "")
+    words = _words(means(printed, by, methods, columns), by).replace("-", "")
     noted = printed[(printed["note"] != "") & printed[by].isin(columns)]
     for method, column in zip(noted["method"], noted[by], strict=True):
         words.loc[method, column] += _NOTED
     return words
 
 
-def _words(numbers: pd.DataFrame) -> pd.DataFrame:
+def _words(numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
     """Return means of metrics, or of scores of tasks, in per cent."""
     words = pd.DataFrame(index=numbers.index)
     for name in numbers:
-        signed = name in METRICS and METRICS[name].signed
+        signed = by == "metric" and METRICS[name].signed
         words[name] = [mean.percent(sign=signed) for mean in numbers[name]]
     return words
 
@@ -92,6 +97,7 @@ def _ranked(
     title: str,
     texts: pd.DataFrame,
     numbers: pd.DataFrame,
+    by: _Columns,
     shown: Sequence[str],
 ) -> Table:
     """Rank the methods that finished every seed and need no data; numbers shown as equal rank
@@ -107,15 +113,15 @@ def _ranked(
             compared.append(label)
     ranks = pd.DataFrame(index=[results.labels.index(label) for label in compared])
     for name, metric in zip(numbers, shown, strict=True):
-        higher_is_better = metric not in METRICS or METRICS[metric].higher_is_better
+        higher_is_better = by == "task" or METRICS[metric].higher_is_better
         # As shown, in per cent with one decimal: no number is better than one that reads the same.
         rounded = [round(mean.mean, 3) for mean in numbers.loc[compared, name]]
         column = pd.Series(rounded, index=ranks.index, dtype=float)
         column = column.rank(method="dense", ascending=not higher_is_better)
         if column.max() > 1:
             ranks[name] = column
-    texts = _filled(texts.rename_axis("method").reset_index())
-    return Table(title, texts, ranks, len(results.references), _notes(results, shown))
+    texts = _filled(texts.rename_axis("method"))
+    return Table(title, texts, ranks, len(results.references), _notes(results, by, shown))
 
 
 def overhead_tables(results: ComparisonContent) -> list[Table]:
@@ -131,7 +137,7 @@ def overhead_tables(results: ComparisonContent) -> list[Table]:
     measured = _cost_words(results.measured, list(results.methods))
     measured.loc[results.failed, "ACC %"] = "failed"
     memory_note = "memory: most in use between scorings, with all that stays loaded"
-    measured_notes = [*_notes(results, ()), memory_note]
+    measured_notes = [*_notes(results, "metric", ()), memory_note]
 
     printed_title = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
     rows = []
@@ -148,8 +154,8 @@ def overhead_tables(results: ComparisonContent) -> list[Table]:
         "subspaces: total - solving, computed here",
     ]
     return [
-        Table(title, _filled(measured.reset_index()), notes=measured_notes),
-        Table(printed_title, _filled(printed.reset_index()), notes=printed_notes),
+        Table(title, _filled(measured), notes=measured_notes),
+        Table(printed_title, _filled(printed), notes=printed_notes),
     ]
 
 
@@ -165,7 +171,7 @@ def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
         words[COSTS[name].title] = [
             _number(cost / COSTS[name].unit, digits) for cost in costs[name]
         ]
-    accuracy = _words(means(table, "metric", labels, ["ACC"]))
+    accuracy = _words(means(table, "metric", labels, ["ACC"]), "metric")
     words[METRICS["ACC"].column] = accuracy["ACC"]
     return words
 
@@ -218,7 +224,7 @@ def _mean_and_std(numbers: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns, index=numbers.index)
 
 
-def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
+def _notes(results: ComparisonContent, by: _Columns, shown: Sequence[str]) -> list[str]:
     """Return notes on the numbers of a table that shows these metrics or tasks."""
     best = []
     if results.preset == "ranks":
@@ -228,8 +234,7 @@ def _notes(results: ComparisonContent, shown: Sequence[str]) -> list[str]:
         for run in method.finished.values():
             missing.update(run.missing)
     printed = results.printed
-    is_shown = printed["task"].fillna(printed["metric"]).isin(shown)
-    noted = printed[is_shown & (printed["note"] != "")]
+    noted = printed[printed[by].isin(shown) & (printed["note"] != "")]
     remarks = list(zip(noted["method"], noted["note"], strict=True))
     notes = sentences(
         "notes.txt", results=results, best=best, missing=sorted(missing), remarks=remarks

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from .metrics import LAYER_METRICS, AccuracyMatrix, Mean
+from .metrics import LAYER_METRICS, METRICS, AccuracyMatrix, Mean
 
 Row = dict[str, Any]
 
@@ -93,7 +93,8 @@ def printed_rows(numbers: Mapping[str, Row], tasks: Sequence[str] = ()) -> list[
             rows.append({"metric": metric, "value": value * unit, "note": number["note"]})
             continue
         row: Row = {"metric": name, "value": value / 100, "note": number["note"]}
-        if name in tasks:
+        # A task may be called ACC, but none of the paper's is.
+        if name in tasks and name not in METRICS:
             row |= {"metric": "score", "task": name}
         if number["deviation"] is not None:
             row["deviation"] = number["deviation"] / 100

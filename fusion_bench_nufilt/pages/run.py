@@ -37,8 +37,9 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     """Make ``accuracy_matrix.csv``, with fractions, a picture of it and the page."""
     matrix = AccuracyMatrix.from_rows(run.tasks, run.accuracy_matrix)
     fractions = pd.DataFrame(matrix.values, columns=matrix.tasks)
-    fractions.insert(0, "step", range(1, 1 + len(matrix.tasks)))
-    fractions.insert(1, "merged_task", matrix.tasks)
+    # A task may be called so, too: of two columns of one name, the task's is the later one.
+    fractions.insert(0, "step", range(1, 1 + len(matrix.tasks)), allow_duplicates=True)
+    fractions.insert(1, "merged_task", matrix.tasks, allow_duplicates=True)
     summary = matrix.summary()
     scores = select(long_table(score_rows(matrix)), metric="score")
     cells = score_cells(scores, matrix.steps, f"{run.method}: {summary}")

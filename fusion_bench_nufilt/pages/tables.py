@@ -21,31 +21,38 @@ class Table:
     """Rows of text under a header, with notes below."""
 
     title: str
-    texts: pd.DataFrame  # the first column has the names of the rows
-    #: 1 for the best and 2 for the second best of a column.
+    #: The index has the names of the rows, and its name is the header above them. It is no column:
+    #: columns may be tasks, and a task may have any name.
+    texts: pd.DataFrame
+    #: By the number of the row and the column: 1 for the best and 2 for the second best.
     ranks: pd.DataFrame = field(default_factory=pd.DataFrame)
     references: int = 0  # the number of rows at the top that are single models
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def header(self) -> list[str]:
+        return [str(self.texts.index.name), *self.texts.columns]
+
     def rows(self, best: str, second: str, escaped: Callable[[str], str]) -> list[list[str]]:
-        """Return the escaped texts; the best and second best ones are put into templates such as
-        ``**{}**``.
+        """Return the escaped names and texts; the best and second best texts are put into templates
+        such as ``**{}**``.
         """
         templates = {1.0: best, 2.0: second}
-        ranks = self.ranks.reindex_like(self.texts)
-        columns = []
-        for name in self.texts:
-            column = []
-            for text, rank in zip(self.texts[name], ranks[name], strict=True):
-                column.append(templates.get(rank, "{}").format(escaped(printable(text))))
-            columns.append(column)
-        return [list(row) for row in zip(*columns, strict=True)]
+        ranks = self.ranks.reindex(index=range(len(self.texts)), columns=self.texts.columns)
+        rows = []
+        for number, name in enumerate(self.texts.index):
+            row = [escaped(printable(name))]
+            for text, rank in zip(self.texts.iloc[number], ranks.iloc[number], strict=True):
+                row.append(templates.get(rank, "{}").format(escaped(printable(text))))
+            rows.append(row)
+        return rows
 
     def as_rich(self) -> RichTable:
         """Render it for the terminal, without the notes."""
         rich = RichTable(title=self.title)
-        rich.add_column(self.texts.columns[0])
-        for name in self.texts.columns[1:]:
+        first, *others = self.header
+        rich.add_column(first)
+        for name in others:
             rich.add_column(escape_markup(name), justify="right", no_wrap=True)
         for number, row in enumerate(self.rows("[bold]{}[/]", "[underline]{}[/]", escape), 1):
             rich.add_row(*row, end_section=number == self.references < len(self.texts))
@@ -53,7 +60,7 @@ class Table:
 
     def as_markdown(self) -> str:
         rows = self.rows("**{}**", "<ins>{}</ins>", lambda text: text.replace("|", "\\|"))
-        frame = pd.DataFrame(rows, columns=[printable(name) for name in self.texts.columns])
+        frame = pd.DataFrame(rows, columns=[printable(name) for name in self.header])
         sides = ("left", *["right"] * (frame.shape[1] - 1))
         # tabulate would take texts for numbers, and print 75.0 as 75.
         text = frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
@@ -64,7 +71,7 @@ class Table:
     def as_latex(self) -> str:
         """Render it as a ``table`` for ``booktabs``."""
         rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
-        frame = pd.DataFrame(rows, columns=[_latex(printable(name)) for name in self.texts.columns])
+        frame = pd.DataFrame(rows, columns=[_latex(printable(name)) for name in self.header])
         caption = ". ".join(_latex(sentence) for sentence in [self.title, *self.notes[:1]])
         text = frame.style.hide(axis="index").to_latex(
             column_format="l" + "r" * (frame.shape[1] - 1),

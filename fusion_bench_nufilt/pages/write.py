@@ -53,8 +53,14 @@ KINDS = {
 def read_table(file: Path, columns: str) -> pd.DataFrame:
     """Read a CSV file; a ValueError names a column that is missing or not finite."""
     try:
-        # A task may be called 1, and pandas' default parser may miss a number's last bit.
-        rows = pd.read_csv(file, dtype=dict.fromkeys(_NAMES, str), float_precision="round_trip")
+        # A task may be called 1 or NA, and pandas' default parser may miss a number's last bit.
+        rows = pd.read_csv(
+            file,
+            dtype=dict.fromkeys(_NAMES, str),
+            keep_default_na=False,
+            na_values=[""],
+            float_precision="round_trip",
+        )
         missing = set(columns.split()) - set(rows)
         if missing:
             raise ValueError(f"it has no column '{min(missing)}'")

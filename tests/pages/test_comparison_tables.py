@@ -5,11 +5,17 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.pages.comparison_tables import main_table, task_table
+from fusion_bench_nufilt.pages.comparison_tables import (
+    main_table,
+    method_numbers,
+    task_numbers,
+    task_table,
+)
 from tests.compare.helpers import comparison, failed, final, finished
 from tests.pages.sizes import sensitivity_of
 
@@ -25,15 +31,13 @@ def cells(table):
     """By the name of the row, then of the column: the words, and their rank as ``best``, ``second``
     or nothing.
     """
-    marks = {1: "best", 2: "second"}
-    ranks = table.ranks.reindex_like(table.texts)
     by_method = {}
-    for row in table.texts.index:
+    for method, *words in rows_of(table):
         by_column = {}
-        for name in table.texts.columns[1:]:
-            mark = marks.get(ranks[name][row], "")
-            by_column[name] = SimpleNamespace(text=table.texts[name][row], mark=mark)
-        by_method[table.texts["method"][row]] = by_column
+        for column, word in zip(table.texts.columns, words, strict=True):
+            mark, _, text = word.rpartition(": ")
+            by_column[column] = SimpleNamespace(text=text, mark=mark)
+        by_method[method] = by_column
     return by_method
 
 
@@ -228,4 +232,39 @@ def test_a_task_that_nobody_has_a_score_of_is_no_column():
     reference = {"a": 0.2, "b": None, "c": 0.1}
     references = {"pretrained": reference, "individual": reference}
     found = replace(comparison({"m": runs(0, scores=missing)}), references=references)
-    assert list(task_table(found).texts.columns) == ["method", "a", "c"]
+    assert task_table(found).header == ["method", "a", "c"]
+
+
+#: Columns of tables and files, metrics, and names of rows.
+FIXED_NAMES = (
+    *("method", "seed", "label", "step", "task", "metric", "value", "runs", "data"),
+    *("ACC", "BWT", "ACC %", "paper ACC", "iterations", "pretrained"),
+)
+
+
+def test_a_task_may_be_called_like_anything_else_in_the_tables():
+    called_so = two_methods(FIXED_NAMES)
+    usual = two_methods([f"task{number}" for number in range(len(FIXED_NAMES))])
+    for table_of in (main_table, task_table):
+        assert rows_of(table_of(called_so)) == rows_of(table_of(usual))
+    table = task_table(called_so)
+    header = ["method", *FIXED_NAMES]
+    assert table.header == header
+    line = table.as_markdown().splitlines()[2]
+    assert [cell.strip() for cell in line.split("|")[1:-1]] == header
+    assert " & ".join(header).replace("%", r"\%") in table.as_latex()
+    for numbers_of in (method_numbers, task_numbers):
+        numbers = numbers_of(usual)
+        pd.testing.assert_frame_equal(
+            numbers_of(called_so).set_axis(numbers.columns, axis=1), numbers
+        )
+
+
+def two_methods(tasks):
+    scores = dict.fromkeys(tasks, 0.6)
+    measured = {"good": runs(-0.01, scores=scores), "bad": runs(-0.02, scores=scores)}
+    return comparison(measured, tasks=list(tasks))
+
+
+def rows_of(table):
+    return table.rows("best: {}", "second: {}", str)

@@ -20,7 +20,7 @@ from tests.compare.helpers import CONFIG, comparison, finished
 
 
 def numbers(table):
-    return {label: words for label, *words in table.texts.to_numpy().tolist()}
+    return dict(zip(table.texts.index, table.texts.to_numpy().tolist(), strict=True))
 
 
 def tables(runs):

@@ -7,7 +7,8 @@ import pytest
 
 from fusion_bench_nufilt.pages.layers import layer_charts
 from fusion_bench_nufilt.pages.results import layer_rows
-from fusion_bench_nufilt.pages.write import write_results
+from fusion_bench_nufilt.pages.run import RunContent, run_outputs
+from fusion_bench_nufilt.pages.write import read_table, write_results
 from tests.pages.charts import legend, rows_of
 from tests.pages.helpers import PARTS, TASKS, run_folder
 
@@ -23,6 +24,23 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
     row = text[text.index("<td>digits</td>") :].partition("</tr>")[0]
     for number in ("90.0", "75.0", "-15.0", "0.1"):
         assert row.count(f">{number}</td>") == 1
+
+
+def test_a_task_may_be_called_like_another_column_of_the_csv():
+    scores = [[0.9, None, None], [0.8, 0.7, None], [0.7, 0.6, 0.5]]
+    names = ["step", "merged_task", "task"]
+    run = RunContent("NUFILT", {}, {}, {}, [], names, scores)
+    header, *rows = run_outputs(run, {}).texts["accuracy_matrix.csv"].splitlines()
+    assert header == "step,merged_task,step,merged_task,task"
+    assert rows == ["1,step,0.9,,", "2,merged_task,0.8,0.7,", "3,task,0.7,0.6,0.5"]
+
+
+def test_a_task_may_have_a_name_that_reads_as_a_missing_number_or_as_a_number(tmp_path):
+    file = tmp_path / "layers.csv"
+    file.write_text("step,task,layer,overlap\n1,NA,fc,0.5\n2,null,fc,\n3,1,fc,0.25\n")
+    rows = read_table(file, "step task layer")
+    assert list(rows["task"]) == ["NA", "null", "1"]
+    assert list(rows["overlap"].isna()) == [False, True, False]
 
 
 def test_layers_are_drawn_by_block_over_the_steps_and_by_step_over_each_kind():
