@@ -13,7 +13,8 @@ from tests.tiny_models import llama
 
 
 def streams(*arguments, code=0):
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    words = [str(argument) for argument in arguments]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == code, done.output
     return done.stdout, done.stderr
 
