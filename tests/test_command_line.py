@@ -66,22 +66,6 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
 
 
 @pytest.mark.slow
-def test_a_mistyped_model_pool_is_one_line_and_one_of_the_users_is_found(fusion_bench):
-    done = fusion_bench("method=nufilt", "modelpool=nufilt_demmo", check=False)
-    line = "there is no modelpool 'nufilt_demmo'; did you mean 'nufilt_demo'?"
-    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (1, "", line)
-    assert "search path" not in done.stderr
-    for folder in ("config", "my_config"):
-        (fusion_bench.folder / folder / "modelpool").mkdir(parents=True)
-        (fusion_bench.folder / folder / "modelpool" / f"in_{folder}.yaml").write_text("models: {}")
-    shown = fusion_bench("method=nufilt", "modelpool=in_config", "--cfg", "job")
-    assert "models: {}" in shown.stdout
-    flags = ("--config-dir", "my_config", "--cfg", "job")
-    shown = fusion_bench("method=nufilt", "modelpool=in_my_config", *flags)
-    assert "models: {}" in shown.stdout
-
-
-@pytest.mark.slow
 def test_fusionbenchs_own_method_merges_scores_and_saves_likewise(fusion_bench):
     fusion_bench("method=continual/opcm", "modelpool=nufilt_demo")
     result = matrix_of(fusion_bench.logs)

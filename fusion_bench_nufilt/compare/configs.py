@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,18 @@ import fusion_bench.constants
 from fusion_bench.utils import instantiate
 from fusion_bench.utils.instantiate_utils import set_print_function_call
 from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException
 from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.utils.options import unknown
-from fusion_bench_nufilt.utils.overrides import key_of, with_config_dir
+from fusion_bench_nufilt.utils.overrides import key_of
 
 PROGRAM = "fabric_model_fusion"
-_FUSION_BENCH = str(Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config")
 
 
 @contextmanager
@@ -45,46 +42,23 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
     """Return what `fusion_bench` composes from overrides; a ValueError says why it can't."""
     # FusionBench would prefer a `config` in the current directory, even an empty one.
     with composing(), config_loader() as loader:
-        return _compose(overrides, loader)
-
-
-def refuse_unknown_names(words: Sequence[str], folder: str) -> None:
-    """Raise a ValueError, with the most similar name, if the command line of `fusion_bench` names a
-    method or a pool that there is not.
-
-    Hydra would print all names, and all folders in which it has looked for them.
-
-    Args:
-        words: the words of the command line.
-        folder: where Hydra looks first.
-    """
-    # Hydra has parsed these words already, so that they are valid.
-    flags = get_args_parser().parse_args(list(words))
-    has_searchpath = any(word.startswith("hydra.searchpath") for word in flags.overrides)
-    if flags.config_path or flags.config_name or (flags.config_dir and has_searchpath):
-        return
-    config_dir = Path(flags.config_dir) if flags.config_dir else None
-    overrides = with_config_dir(config_dir, flags.overrides)
-    # Whatever else is wrong, Hydra meets it again, and says it in a few lines.
-    with suppress(HydraException, YAMLError), config_loader(folder) as loader:
-        _compose(overrides, loader)
-
-
-def _compose(overrides: Sequence[str], loader: Any) -> DictConfig:
-    try:
-        return compose(PROGRAM, list(overrides))
-    except MissingConfigException as error:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        searchpath = [word for word in overrides if word.startswith("hydra.searchpath")]
-        # The error has the names in `method`, and not those in `method/continual`.
-        names = loader.get_group_options(group, ObjectType.CONFIG, PROGRAM, searchpath)
-        remedy = f"one of your own is found in the folder of --config-dir, as {group}/{name}.yaml"
-        raise ValueError(unknown(group, name, names, remedy)) from None
+        try:
+            return compose(PROGRAM, list(overrides))
+        except MissingConfigException as error:
+            group, _, name = str(error.missing_cfg_file).rpartition("/")
+            searchpath = [word for word in overrides if word.startswith("hydra.searchpath")]
+            # The error has the names in `method`, and not those in `method/continual`.
+            names = loader.get_group_options(group, ObjectType.CONFIG, PROGRAM, searchpath)
+            remedy = (
+                f"one of your own is found in the folder of --config-dir, as {group}/{name}.yaml"
+            )
+            raise ValueError(unknown(group, name, names, remedy)) from None
 
 
 @contextmanager
-def config_loader(folder: str = _FUSION_BENCH) -> Iterator[Any]:
-    with initialize_config_dir(folder, version_base=None):
+def config_loader() -> Iterator[Any]:
+    folder = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
+    with initialize_config_dir(str(folder), version_base=None):
         yield GlobalHydra.instance().config_loader()
 
 
