@@ -40,6 +40,14 @@ log = logging.getLogger(__name__)
 
 CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
+# A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one
+# of about 0.
+_LEAST_COSINE = 0.9  # of a whole model
+_MOST_CHANGE = 0.5  # of a whole model
+_LEAST_COSINE_OF_A_LAYER = 0.1
+_SAMPLED_LAYERS = 8
+_SAMPLED_ELEMENTS = 2**20
+
 
 def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     """Check that a merged model has the base's keys and shapes, and was made from this base with
@@ -70,6 +78,26 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
         changed = "; ".join(map(str, differing))
         warnings.append(f"settings differ from those that '{name}' was made with: {changed}")
     return warnings
+
+
+def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collection[str]) -> None:
+    """Refuse a merged model that has not the base's tensors, in the base's shapes.
+
+    It may lack those that are ``computed`` when a model is built.
+    """
+    float_keys = []
+    for param, shape in base.params.items():
+        if param not in merged.params and param in computed:
+            continue
+        merged_shape = merged.params.get(param)
+        if merged_shape != shape:
+            raise ValueError(
+                f"the merged model '{merged.source.name}' was not made from the base "
+                f"'{base.source.name}': '{param}' is {merged_shape} there and {shape} in the base"
+            )
+        if base.source.tensors[base.keys[param]].dtype in FLOATS:
+            float_keys.append(merged.keys[param])
+    merged.source.check_floats(float_keys)
 
 
 def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> list[str]:
@@ -108,73 +136,90 @@ def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> list[str]:
     return warnings
 
 
-def check_module(
-    pretrained: nn.Module,
-    model: nn.Module,
-    name: str,
-    drawn: Collection[str] = (),
-    layers: Collection[str] | None = None,
-) -> None:
-    """Refuse a model in memory that was not fine-tuned from the pretrained one.
-
-    ``drawn`` names weights that its checkpoint lacks, and ``layers`` the weights that it must have,
-    by default those of all layers. Tensors that the pretrained model lacks do not matter.
-
-    Raises:
-        ValueError: a layer is missing, or a tensor has another shape, is not floating point or not
-            finite; the message names the model, the tensor and the shapes.
-    """
-    architecture = Architecture(pretrained)
-    base = ModelWeights(module_source("_pretrained_", pretrained), architecture)
-    required_layers = []
-    for param, view in architecture.views.items():
-        if layers is None or view.key in layers:
-            required_layers.append(Layer(view.name, param, (base.keys[param],), view))
-    others = architecture.others(base.source, required_layers)
-    # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
-    targets = TargetConfig(other_params="mean")
-    selection = Selection(
-        pretrained=base,
-        targets=targets,
-        layers=required_layers,
-        others=others,
-        head_params=set(),
-        computed=set(filter(architecture.is_computed, others)),
-        coverage=coverage(pretrained, {}, targets),
-        origin=architecture.origin,
-    )
-    task = ModelWeights(module_source(name, model, drawn), architecture)
-    separate = names_apart(architecture, task)
-    if separate:
+def check_state(plan: Plan, name: str) -> list[str]:
+    """Check that the method can go on from the state beside the merged model of this name."""
+    method = plan.method
+    made_by = plan.before.get("method", method.label)  # a variant has its method's label
+    if made_by != method.label and not method.is_stateless:
         raise ValueError(
-            f"model '{name}' has {format_names(separate)} as weights of their own, which are one "
-            f"in its base: {COPY_HEAD}, and name that folder"
+            f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
+            f"from: merge all of its tasks again with {method.name}, or go on with its own method"
         )
-    base.tie(architecture)
-    task.tie(architecture)
-    check_shapes(selection, task, architecture)
-    for warning in check_task(selection, task, architecture, selection.averaged_at(1)):
-        log.info("%s", warning)
-
-
-def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collection[str]) -> None:
-    """Refuse a merged model that has not the base's tensors, in the base's shapes.
-
-    It may lack those that are ``computed`` when a model is built.
-    """
-    float_keys = []
-    for param, shape in base.params.items():
-        if param not in merged.params and param in computed:
-            continue
-        merged_shape = merged.params.get(param)
-        if merged_shape != shape:
-            raise ValueError(
-                f"the merged model '{merged.source.name}' was not made from the base "
-                f"'{base.source.name}': '{param}' is {merged_shape} there and {shape} in the base"
+    # None is the default, with which methods that need sums keep them.
+    had_state = plan.before.get("settings", {}).get("state")
+    if plan.state is None and had_state is False and not method.is_stateless:
+        remedy = "merge its tasks again without --no-state, or all at once with the new ones"
+        raise ValueError(
+            f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
+            f"{remedy}"
+        )
+    stored: dict[str, str] = {}
+    if plan.state is not None:
+        stored = plan.state.keys
+    missing = []
+    known = {mean_key(param) for param in plan.others}
+    known |= {new_rows_key(param) for param in plan.pretrained.params}
+    for layer in plan.layers:
+        for key, param, like in state_tensors(plan, layer).values():
+            known.add(param)
+            if param in stored:
+                _check_stored(plan, param, like)
+            # A weight that the model has in float32 needs no second copy beside it.
+            elif not method.is_stateless or _is_rounded(plan, param):
+                missing.append(key)
+    rounded_means = []
+    for param, like in means_to_keep(plan).items():
+        if mean_key(param) in stored:
+            _check_stored(plan, mean_key(param), like)
+        # A mean without a model in it is replaced by the first one, so that its digits don't count.
+        elif plan.models_in_mean(param) > 0 and _is_rounded(plan, param):
+            rounded_means.append(param)
+    unknown = sorted(stored.keys() - known)
+    warnings = []
+    if method.is_stateless:
+        if plan.keeps_state and missing and plan.before:
+            warnings.append(
+                f"'{name}' does not have all merged layers in float32: going on from the rounded "
+                "ones"
             )
-        if base.source.tensors[base.keys[param]].dtype in FLOATS:
-            float_keys.append(merged.keys[param])
-    merged.source.check_floats(float_keys)
+    elif missing or unknown:
+        # Sums of other layers, or of another method, are not those of these tasks.
+        content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
+        raise ValueError(
+            f"the merged model '{name}' has {content} in {STATE_FILE}: {method.label} goes on from "
+            "its own merges of the same layers only"
+        )
+    if rounded_means:
+        warnings.append(
+            f"'{name}' does not have the means of {format_names(rounded_means)} in float32: going "
+            "on from the rounded ones; all tasks at once, or --state from the first merge on, "
+            "avoid that"
+        )
+    return warnings
+
+
+def _check_stored(plan: Plan, param: str, like: Tensor) -> None:
+    """Refuse a tensor of the state that has another shape or dtype than the plan needs."""
+    assert plan.state is not None
+    stored = plan.state.source.tensors[plan.state.keys[param]]
+    shape = tuple(like.shape)
+    # Earlier versions kept directions in float32.
+    in_float32_before = like.dtype == torch.float16 and stored.dtype == "F32"
+    same_dtype = in_float32_before or stored.dtype == describe(like).dtype
+    if stored.shape != shape or not same_dtype:
+        dtype = str(like.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"'{plan.state.source.name}', tensor '{param}': {stored.dtype} {stored.shape} is not "
+            f"{dtype} {shape}, as the base's layer would be; remove that folder if the weights "
+            "beside it are right"
+        )
+
+
+def _is_rounded(plan: Plan, param: str) -> bool:
+    """Tell whether the merged model has a tensor in fewer digits than float32."""
+    if plan.merged is None:
+        return plan.rounds(plan.pretrained.keys[param])
+    return is_rounded(plan.merged.source.tensors[plan.merged.keys[param]])
 
 
 def verify_merged(plan: Plan) -> list[str]:
@@ -207,17 +252,6 @@ def verify_merged(plan: Plan) -> list[str]:
         except ValueError as error:
             warnings.append(str(error))
     return warnings
-
-
-def kept_from_base(plan: Plan) -> list[str]:
-    """Return the tensors outside the merged layers that some tasks have and that do not change."""
-    kept: dict[str, None] = {}
-    for task in plan.tasks:
-        averaged = plan.averaged_of(task)
-        for param in task.keys:
-            if param in plan.others and param not in averaged and param not in plan.computed:
-                kept[param] = None
-    return list(kept)
 
 
 def check_shapes(selection: Selection, task: ModelWeights, architecture: Architecture) -> list[str]:
@@ -339,99 +373,15 @@ def _same_content(one: bytes | None, other: bytes) -> bool:
     return all(torch.equal(value, others[name]) for name, value in tensors.items())
 
 
-def check_state(plan: Plan, name: str) -> list[str]:
-    """Check that the method can go on from the state beside the merged model of this name."""
-    method = plan.method
-    made_by = plan.before.get("method", method.label)  # a variant has its method's label
-    if made_by != method.label and not method.is_stateless:
-        raise ValueError(
-            f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
-            f"from: merge all of its tasks again with {method.name}, or go on with its own method"
-        )
-    # None is the default, with which methods that need sums keep them.
-    had_state = plan.before.get("settings", {}).get("state")
-    if plan.state is None and had_state is False and not method.is_stateless:
-        remedy = "merge its tasks again without --no-state, or all at once with the new ones"
-        raise ValueError(
-            f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
-            f"{remedy}"
-        )
-    stored: dict[str, str] = {}
-    if plan.state is not None:
-        stored = plan.state.keys
-    missing = []
-    known = {mean_key(param) for param in plan.others}
-    known |= {new_rows_key(param) for param in plan.pretrained.params}
-    for layer in plan.layers:
-        for key, param, like in state_tensors(plan, layer).values():
-            known.add(param)
-            if param in stored:
-                _check_stored(plan, param, like)
-            # A weight that the model has in float32 needs no second copy beside it.
-            elif not method.is_stateless or _is_rounded(plan, param):
-                missing.append(key)
-    rounded_means = []
-    for param, like in means_to_keep(plan).items():
-        if mean_key(param) in stored:
-            _check_stored(plan, mean_key(param), like)
-        # A mean without a model in it is replaced by the first one, so that its digits don't count.
-        elif plan.models_in_mean(param) > 0 and _is_rounded(plan, param):
-            rounded_means.append(param)
-    unknown = sorted(stored.keys() - known)
-    warnings = []
-    if method.is_stateless:
-        if plan.keeps_state and missing and plan.before:
-            warnings.append(
-                f"'{name}' does not have all merged layers in float32: going on from the rounded "
-                "ones"
-            )
-    elif missing or unknown:
-        # Sums of other layers, or of another method, are not those of these tasks.
-        content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
-        raise ValueError(
-            f"the merged model '{name}' has {content} in {STATE_FILE}: {method.label} goes on from "
-            "its own merges of the same layers only"
-        )
-    if rounded_means:
-        warnings.append(
-            f"'{name}' does not have the means of {format_names(rounded_means)} in float32: going "
-            "on from the rounded ones; all tasks at once, or --state from the first merge on, "
-            "avoid that"
-        )
-    return warnings
-
-
-def _check_stored(plan: Plan, param: str, like: Tensor) -> None:
-    """Refuse a tensor of the state that has another shape or dtype than the plan needs."""
-    assert plan.state is not None
-    stored = plan.state.source.tensors[plan.state.keys[param]]
-    shape = tuple(like.shape)
-    # Earlier versions kept directions in float32.
-    in_float32_before = like.dtype == torch.float16 and stored.dtype == "F32"
-    same_dtype = in_float32_before or stored.dtype == describe(like).dtype
-    if stored.shape != shape or not same_dtype:
-        dtype = str(like.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"'{plan.state.source.name}', tensor '{param}': {stored.dtype} {stored.shape} is not "
-            f"{dtype} {shape}, as the base's layer would be; remove that folder if the weights "
-            "beside it are right"
-        )
-
-
-def _is_rounded(plan: Plan, param: str) -> bool:
-    """Tell whether the merged model has a tensor in fewer digits than float32."""
-    if plan.merged is None:
-        return plan.rounds(plan.pretrained.keys[param])
-    return is_rounded(plan.merged.source.tensors[plan.merged.keys[param]])
-
-
-# A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one
-# of about 0.
-_LEAST_COSINE = 0.9  # of a whole model
-_MOST_CHANGE = 0.5  # of a whole model
-_LEAST_COSINE_OF_A_LAYER = 0.1
-_SAMPLED_LAYERS = 8
-_SAMPLED_ELEMENTS = 2**20
+def kept_from_base(plan: Plan) -> list[str]:
+    """Return the tensors outside the merged layers that some tasks have and that do not change."""
+    kept: dict[str, None] = {}
+    for task in plan.tasks:
+        averaged = plan.averaged_of(task)
+        for param in task.keys:
+            if param in plan.others and param not in averaged and param not in plan.computed:
+                kept[param] = None
+    return list(kept)
 
 
 def check_same_base(plan: Plan) -> list[str]:
@@ -538,3 +488,52 @@ def _names_base(plan: Plan, model: ModelWeights) -> bool:
         return False
     manifest = read_manifest(model.source.folder) or {}
     return manifest.get("inputs", {}).get("base", {}).get("name") == plan.base.label
+
+
+def check_module(
+    pretrained: nn.Module,
+    model: nn.Module,
+    name: str,
+    drawn: Collection[str] = (),
+    layers: Collection[str] | None = None,
+) -> None:
+    """Refuse a model in memory that was not fine-tuned from the pretrained one.
+
+    ``drawn`` names weights that its checkpoint lacks, and ``layers`` the weights that it must have,
+    by default those of all layers. Tensors that the pretrained model lacks do not matter.
+
+    Raises:
+        ValueError: a layer is missing, or a tensor has another shape, is not floating point or not
+            finite; the message names the model, the tensor and the shapes.
+    """
+    architecture = Architecture(pretrained)
+    base = ModelWeights(module_source("_pretrained_", pretrained), architecture)
+    required_layers = []
+    for param, view in architecture.views.items():
+        if layers is None or view.key in layers:
+            required_layers.append(Layer(view.name, param, (base.keys[param],), view))
+    others = architecture.others(base.source, required_layers)
+    # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
+    targets = TargetConfig(other_params="mean")
+    selection = Selection(
+        pretrained=base,
+        targets=targets,
+        layers=required_layers,
+        others=others,
+        head_params=set(),
+        computed=set(filter(architecture.is_computed, others)),
+        coverage=coverage(pretrained, {}, targets),
+        origin=architecture.origin,
+    )
+    task = ModelWeights(module_source(name, model, drawn), architecture)
+    separate = names_apart(architecture, task)
+    if separate:
+        raise ValueError(
+            f"model '{name}' has {format_names(separate)} as weights of their own, which are one "
+            f"in its base: {COPY_HEAD}, and name that folder"
+        )
+    base.tie(architecture)
+    task.tie(architecture)
+    check_shapes(selection, task, architecture)
+    for warning in check_task(selection, task, architecture, selection.averaged_at(1)):
+        log.info("%s", warning)
