@@ -14,11 +14,12 @@ from torch import Tensor
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
+from fusion_bench_nufilt.utils.devices import give_back_freed_memory
 
 from .engine import LayerMerger, MergedLayer
 from .output import Record
 from .plan import Plan
-from .planned import PlannedLayers, batches, give_back_freed_memory, serialize_layer, state_layout
+from .planned import PlannedLayers, batches, serialize_layer, state_layout
 
 _Merged = list[
     tuple[Record, list[numpy.ndarray]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.utils.devices import map_layers
+from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
 from fusion_bench_nufilt.utils.files import CARD, disk_full_errors
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
@@ -37,7 +37,6 @@ from .plan import Plan
 from .planned import (
     PlannedLayers,
     disk_bytes,
-    give_back_freed_memory,
     serialize_layer,
     state_layout,
 )

@@ -9,14 +9,11 @@ base and the task alone, so that it is the same in memory, from folders, in merg
 in a run that goes on, and for tasks that are merged one at a time.
 """
 
-import ctypes
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -36,6 +33,7 @@ from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
@@ -173,32 +171,54 @@ class PlannedLayers(LayerSource[Layer]):
         return digests
 
 
+def measure_strengths(plan: Plan) -> list[float]:
+    """Return the strengths of a plan's tasks, whose weights must be on this machine."""
+    return [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
+
+
+@torch.no_grad()
+def strength_of(base: Source, layers: Sequence[Layer], task: ModelWeights) -> float:
+    """Return the strength of a task, given all layers to merge, between a half and 1."""
+    shapes = [layer.view.shape for layer in layers]
+    return task_strength(layers, shapes, partial(_spectrum_of, base, task))
+
+
+def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | None:
+    """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
+    if layer.param not in task.params:
+        return None
+    theta_0, _ = base.read(layer.keys[0])
+    new, _ = task.weight(layer.param, theta_0)
+    if isinstance(new, LowRank):
+        # Factors have not been rounded to the digits of a whole weight.
+        return spectrum(new, rounding=0.0)
+    rounding = 0.0
+    if layer.param in task.keys:
+        spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
+        rounding = rounding_energy(new, spacing)
+    return spectrum(layer.view.matrix(to_compute_dtype(new) - to_compute_dtype(theta_0)), rounding)
+
+
 #: On an accelerator, layers of equal shape are solved together within about this much memory.
 BATCH_BYTES = 4 * 2**30
-# Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
-_WORKER_BYTES = 64 * 2**20
-# The number by which glibc's malloc.h knows this parameter.
-_M_MMAP_THRESHOLD = -3
 
 
-def process_memory(workers: int) -> int:
-    """Return the bytes that the process takes besides the layers: its present size, and its
-    workers' overhead.
+def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are
+    solved together.
     """
-    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
-
-
-def give_back_freed_memory() -> None:
-    """Have glibc give blocks above 4 MB back to the system when they are freed.
-
-    By default, every thread keeps freed blocks of up to 32 MB, and a process of many threads takes
-    twice what it uses.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
+    for (shape, dtype), group in groups.items():
+        itemsize = max(4, dtype.itemsize)
+        device = plan.settings.devices[0]
+        size = batch_size(plan.method, shape, itemsize, device, BATCH_BYTES)
+        # A batch passes through main memory as a whole on its way to an accelerator and back.
+        if plan.settings.max_memory is not None:
+            free = plan.settings.max_memory - process_memory(plan.settings.workers)
+            size = max(1, min(size, free // layer_memory(plan, group[0])))
+        yield from (group[i : i + size] for i in range(0, len(group), size))
 
 
 def layer_memory(plan: Plan, layer: Layer) -> int:
@@ -232,24 +252,6 @@ def _stored_memory(plan: Plan, layer: Layer) -> int:
     if plan.method.is_stateless and plan.state is None and not plan.keeps_state:
         return weights + base_itemsize * numel
     return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
-
-
-def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are
-    solved together.
-    """
-    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
-    for layer in layers:
-        groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
-    for (shape, dtype), group in groups.items():
-        itemsize = max(4, dtype.itemsize)
-        device = plan.settings.devices[0]
-        size = batch_size(plan.method, shape, itemsize, device, BATCH_BYTES)
-        # A batch passes through main memory as a whole on its way to an accelerator and back.
-        if plan.settings.max_memory is not None:
-            free = plan.settings.max_memory - process_memory(plan.settings.workers)
-            size = max(1, min(size, free // layer_memory(plan, group[0])))
-        yield from (group[i : i + size] for i in range(0, len(group), size))
 
 
 def layer_budget(plan: Plan, workers: int | None = None) -> int:
@@ -435,31 +437,3 @@ def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
             )
         tensors[key] = value
     return tensors
-
-
-def measure_strengths(plan: Plan) -> list[float]:
-    """Return the strengths of a plan's tasks, whose weights must be on this machine."""
-    return [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
-
-
-@torch.no_grad()
-def strength_of(base: Source, layers: Sequence[Layer], task: ModelWeights) -> float:
-    """Return the strength of a task, given all layers to merge, between a half and 1."""
-    shapes = [layer.view.shape for layer in layers]
-    return task_strength(layers, shapes, partial(_spectrum_of, base, task))
-
-
-def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | None:
-    """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
-    if layer.param not in task.params:
-        return None
-    theta_0, _ = base.read(layer.keys[0])
-    new, _ = task.weight(layer.param, theta_0)
-    if isinstance(new, LowRank):
-        # Factors have not been rounded to the digits of a whole weight.
-        return spectrum(new, rounding=0.0)
-    rounding = 0.0
-    if layer.param in task.keys:
-        spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
-        rounding = rounding_energy(new, spacing)
-    return spectrum(layer.view.matrix(to_compute_dtype(new) - to_compute_dtype(theta_0)), rounding)

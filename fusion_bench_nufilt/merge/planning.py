@@ -17,6 +17,7 @@ from fusion_bench_nufilt.models.model import (
     tie_weights,
 )
 from fusion_bench_nufilt.models.vocabulary import Vocabulary, join_vocabularies, new_rows_key
+from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
@@ -33,7 +34,7 @@ from .checks import (
 )
 from .other_params import describe_heads, take_heads
 from .plan import Plan, arrange_files, models_by_role, select, small_files_of
-from .planned import layer_memory, mean_key, process_memory
+from .planned import layer_memory, mean_key
 
 
 def plan_merge(

@@ -2,8 +2,10 @@
 there.
 """
 
+import ctypes
 import functools
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +14,7 @@ from queue import SimpleQueue
 from threading import RLock
 from typing import Any, Generic, Literal, TypeVar
 
+import psutil
 import torch
 
 _T = TypeVar("_T")
@@ -208,6 +211,34 @@ def _follows(backend: str, rounding: str) -> bool:
     products_follow = _precision(backend, "matmul") != rounding
     _set_precision(backend, "all", rounding)
     return products_follow
+
+
+# Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.
+_WORKER_BYTES = 64 * 2**20
+
+
+def process_memory(workers: int) -> int:
+    """Return the bytes that the process takes besides the layers: its present size, and its
+    workers' overhead.
+    """
+    return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
+
+
+# The number by which glibc's malloc.h knows this parameter.
+_M_MMAP_THRESHOLD = -3
+
+
+def give_back_freed_memory() -> None:
+    """Have glibc give blocks above 4 MB back to the system when they are freed.
+
+    By default, every thread keeps freed blocks of up to 32 MB, and a process of many threads takes
+    twice what it uses.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
 
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ import torch
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods.options import Settings
-from fusion_bench_nufilt.merge.planned import layer_budget, peak_memory, process_memory
+from fusion_bench_nufilt.merge.planned import layer_budget, peak_memory
+from fusion_bench_nufilt.utils.devices import process_memory
 
 torch.set_num_threads(2)
 folder, tasks, method, bounded = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4
