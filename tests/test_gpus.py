@@ -22,7 +22,7 @@ from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_o
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
 from fusion_bench_nufilt.merge.output import Output, work_folder
-from fusion_bench_nufilt.merge.planned import PlannedLayers, solving_memory
+from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.order_free import Sum
@@ -444,7 +444,8 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
     gpus, monkeypatch, single, room
 ):
     planned = plan(single, TASKS, settings={"device": "cuda:0"})
-    needed = sorted(solving_memory(planned, layer) for layer in planned.layers)
+    solving_memory = PlannedLayers(planned).solving_memory
+    needed = sorted(map(solving_memory, planned.layers))
     gpus.capacity = gpus.live[0] + sum(needed[-room:])
     active = []
     forecasts = []  # of the active batches, whenever one begins
@@ -452,7 +453,7 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
     def counted_solve(merger, layers, device):
         active.append(layers)
         active_layers = itertools.chain.from_iterable(active)
-        forecasts.append(sum(solving_memory(planned, layer) for layer in active_layers))
+        forecasts.append(sum(map(solving_memory, active_layers)))
         result = solve(merger, layers, device)
         active.remove(layers)
         return result

@@ -19,7 +19,7 @@ from fusion_bench_nufilt.utils.devices import give_back_freed_memory
 from .engine import LayerMerger, MergedLayer
 from .output import Record
 from .plan import Plan
-from .planned import PlannedLayers, batches, serialize_layer, state_layout
+from .planned import PlannedLayers, serialize_layer, state_layout
 
 _Merged = list[
     tuple[Record, list[numpy.ndarray]]
@@ -42,12 +42,14 @@ def merge_on_cluster(
 
     ``write`` takes a layer's record, and the bytes for each range in the record's ``written``.
     """
-    found = batches(plan, layers)
-    work = {f"layer '{batch[0].param}'": ([layer.param for layer in batch],) for batch in found}
-    strengths: list[float] = []
+    source = PlannedLayers(plan)
+    work = {}
+    for batch in source.batches(layers):
+        work[f"layer '{batch[0].param}'"] = ([layer.param for layer in batch],)
+    strengths: Sequence[float] = []
     if work:
         # Here, so that every node has the same.
-        strengths += PlannedLayers(plan).strengths
+        strengths = source.strengths
     for _, merged in run_on_cluster(
         connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan, strengths
     ):

@@ -11,7 +11,7 @@ in a run that goes on, and for tasks that are merged one at a time.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -47,6 +47,9 @@ from fusion_bench_nufilt.utils.tensors import (
     to_compute_dtype,
 )
 
+#: On an accelerator, layers of equal shape are solved together within about this much memory.
+BATCH_BYTES = 4 * 2**30
+
 
 class PlannedLayers(LayerSource[Layer]):
     """The layers of a plan, whose weights are read as they are merged."""
@@ -54,12 +57,12 @@ class PlannedLayers(LayerSource[Layer]):
     def __init__(self, plan: Plan, strengths: Sequence[float] | None = None) -> None:
         """``strengths`` are those of the tasks, measured here by default."""
         self.plan = plan
-        self._strengths = strengths
         self.method = plan.method
         self.devices = plan.settings.devices
         self.workers = plan.settings.workers
         self.first_step = plan.first_step
-        self.memory_limit = layer_budget(plan)
+        self.memory_limit = self.budget(self.workers)
+        self._strengths = strengths
 
     @cached_property
     def strengths(self) -> Sequence[float]:
@@ -76,13 +79,60 @@ class PlannedLayers(LayerSource[Layer]):
         return layer.view.shape
 
     def batches(self, layers: Sequence[Layer]) -> list[list[Layer]]:
-        return list(batches(self.plan, layers))
+        settings = self.plan.settings
+        groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
+        for layer in layers:
+            groups[layer.view.shape, self.plan.dtype(layer.keys[0])].append(layer)
+        batches = []
+        for (shape, dtype), group in groups.items():
+            itemsize = max(4, dtype.itemsize)
+            size = batch_size(self.method, shape, itemsize, self.devices[0], BATCH_BYTES)
+            # A batch passes through main memory as a whole on its way to an accelerator and back.
+            if settings.max_memory is not None:
+                free = settings.max_memory - process_memory(settings.workers)
+                size = max(1, min(size, free // self.memory(group[0])))
+            batches += [group[first : first + size] for first in range(0, len(group), size)]
+        return batches
 
     def memory(self, layer: Layer) -> int:
-        return layer_memory(self.plan, layer)
+        # On a GPU, a layer only passes through main memory.
+        if self.plan.settings.on_cpu:
+            return self.solving_memory(layer)
+        return self._stored_memory(layer)
 
     def solving_memory(self, layer: Layer) -> int:
-        return solving_memory(self.plan, layer)
+        itemsize = max(self.method.itemsize, self.plan.dtype(layer.keys[0]).itemsize)
+        working = self.method.working_bytes(layer.view.shape, itemsize)
+        return self._stored_memory(layer) + working
+
+    def _stored_memory(self, layer: Layer) -> int:
+        """Return the bytes of a layer's weights and state as they are read."""
+        plan = self.plan
+        numel = math.prod(layer.view.shape)
+        base_itemsize = plan.dtype(layer.keys[0]).itemsize
+        # One task's weight is held at a time. The factors of a LoRA are too thin to count.
+        task_itemsize = 0
+        for task in plan.tasks:
+            if layer.param in task.keys:
+                info = task.source.tensors[task.keys[layer.param]]
+                task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
+        weights = (base_itemsize + task_itemsize) * numel
+        # Nothing is kept in float32, so that the weight so far has the base's digits.
+        if plan.method.is_stateless and plan.state is None and not plan.keeps_state:
+            return weights + base_itemsize * numel
+        return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
+
+    def budget(self, workers: int) -> int:
+        """Return the bytes that all layers in progress may take together with so many workers."""
+        batch_bytes = []
+        for batch in self.batches(self.plan.layers):
+            batch_bytes.append(sum(map(self.memory, batch)))
+        # The worst case, in which the largest batches of all are in progress at a time.
+        largest = sum(sorted(batch_bytes)[-workers:])
+        bound = self.plan.settings.max_memory
+        if bound is None:
+            return largest
+        return min(largest, bound - process_memory(workers))
 
     def read(self, layer: Layer, device: torch.device) -> MergedLayer[Layer]:
         plan = self.plan
@@ -199,83 +249,12 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     return spectrum(layer.view.matrix(to_compute_dtype(new) - to_compute_dtype(theta_0)), rounding)
 
 
-#: On an accelerator, layers of equal shape are solved together within about this much memory.
-BATCH_BYTES = 4 * 2**30
-
-
-def batches(plan: Plan, layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """Yield the layers that are merged together: one on a CPU, else as many of one shape as are
-    solved together.
-    """
-    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
-    for layer in layers:
-        groups[layer.view.shape, plan.dtype(layer.keys[0])].append(layer)
-    for (shape, dtype), group in groups.items():
-        itemsize = max(4, dtype.itemsize)
-        device = plan.settings.devices[0]
-        size = batch_size(plan.method, shape, itemsize, device, BATCH_BYTES)
-        # A batch passes through main memory as a whole on its way to an accelerator and back.
-        if plan.settings.max_memory is not None:
-            free = plan.settings.max_memory - process_memory(plan.settings.workers)
-            size = max(1, min(size, free // layer_memory(plan, group[0])))
-        yield from (group[i : i + size] for i in range(0, len(group), size))
-
-
-def layer_memory(plan: Plan, layer: Layer) -> int:
-    """Return the bytes of main memory held while a layer is merged; on a GPU, it only passes
-    through there.
-    """
-    if plan.settings.on_cpu:
-        return solving_memory(plan, layer)
-    return _stored_memory(plan, layer)
-
-
-def solving_memory(plan: Plan, layer: Layer) -> int:
-    """Return the bytes held where a layer is merged: its weights and state as read, and working
-    memory.
-    """
-    wide = max(plan.method.itemsize, plan.dtype(layer.keys[0]).itemsize)
-    return _stored_memory(plan, layer) + plan.method.working_bytes(layer.view.shape, wide)
-
-
-def _stored_memory(plan: Plan, layer: Layer) -> int:
-    numel = math.prod(layer.view.shape)
-    base_itemsize = plan.dtype(layer.keys[0]).itemsize
-    # One task's weight is held at a time. The factors of a LoRA are too thin to count.
-    task_itemsize = 0
-    for task in plan.tasks:
-        if layer.param in task.keys:
-            info = task.source.tensors[task.keys[layer.param]]
-            task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
-    weights = (base_itemsize + task_itemsize) * numel
-    # Nothing is kept in float32, so that the weight so far has the base's digits.
-    if plan.method.is_stateless and plan.state is None and not plan.keeps_state:
-        return weights + base_itemsize * numel
-    return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
-
-
-def layer_budget(plan: Plan, workers: int | None = None) -> int:
-    """Return the bytes that all layers in progress may take together, by default with this
-    process's workers.
-    """
-    workers = workers or plan.settings.workers
-    batch_bytes = []
-    for batch in batches(plan, plan.layers):
-        batch_bytes.append(sum(layer_memory(plan, layer) for layer in batch))
-    # The worst case, in which the largest batches of all are in progress at a time.
-    largest = sum(sorted(batch_bytes)[-workers:])
-    bound = plan.settings.max_memory
-    if bound is None:
-        return largest
-    return min(largest, bound - process_memory(workers))
-
-
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
     """Predict the peak resident memory of a process in bytes, by default with this process's
     workers.
     """
-    count = workers or plan.settings.workers
-    return process_memory(count) + layer_budget(plan, workers)
+    workers = workers or plan.settings.workers
+    return process_memory(workers) + PlannedLayers(plan).budget(workers)
 
 
 def disk_bytes(plan: Plan) -> int:

@@ -34,7 +34,7 @@ from .checks import (
 )
 from .other_params import describe_heads, take_heads
 from .plan import Plan, arrange_files, models_by_role, select, small_files_of
-from .planned import layer_memory, mean_key
+from .planned import PlannedLayers, mean_key
 
 
 def plan_merge(
@@ -275,7 +275,7 @@ def _check_memory(plan: Plan) -> None:
     bound = plan.settings.max_memory
     if bound is None:
         return
-    largest = max(layer_memory(plan, layer) for layer in plan.layers)
+    largest = max(map(PlannedLayers(plan).memory, plan.layers))
     needed = process_memory(plan.settings.workers) + largest
     if needed > bound:
         needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"

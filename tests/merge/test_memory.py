@@ -27,7 +27,7 @@ import torch
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods.options import Settings
-from fusion_bench_nufilt.merge.planned import layer_budget, peak_memory
+from fusion_bench_nufilt.merge.planned import PlannedLayers, peak_memory
 from fusion_bench_nufilt.utils.devices import process_memory
 
 torch.set_num_threads(2)
@@ -36,7 +36,7 @@ names = [f"{folder}/task{i}" for i in range(1, tasks + 1)]
 options = FusionConfig(null_rank=16, lora_rank=8, max_steps=1) if method == "nufilt" else None
 plan = plan_merge(f"{folder}/base", names, None, options, method=method)
 if bounded:  # there is room for one of the largest layers, not for two
-    bound = process_memory(2) + 2 * layer_budget(plan) // 3
+    bound = process_memory(2) + 2 * PlannedLayers(plan).memory_limit // 3
     plan = replace(plan, settings=replace(plan.settings, max_memory=bound))
 alone, predicted = process_memory(2), peak_memory(plan)
 merge_folders(plan, Path(folder) / f"out{tasks}{method}{bounded}")

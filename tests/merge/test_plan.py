@@ -16,13 +16,7 @@ from fusion_bench_nufilt.merge.checks import (
     check_task,
     verify_merged,
 )
-from fusion_bench_nufilt.merge.planned import (
-    batches,
-    disk_bytes,
-    layer_budget,
-    layer_memory,
-    peak_memory,
-)
+from fusion_bench_nufilt.merge.planned import PlannedLayers, disk_bytes, peak_memory
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.architecture import Architecture
 from tests.merge.helpers import merge, plan, save_stream
@@ -37,11 +31,12 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     sums_working = sums.method.working_bytes(shape, 8)
     weights_working = weights.method.working_bytes(shape, 4)
     numbers = 24  # three of them stand beside the votes
-    more_memory = layer_memory(sums, layer) - layer_memory(weights, layer)
+    weights_memory = PlannedLayers(weights).memory(layer)
+    more_memory = PlannedLayers(sums).memory(layer) - weights_memory
     assert more_memory == sums_working - weights_working + numbers
     more_disk = disk_bytes(sums) - disk_bytes(weights)
     assert more_disk == sum(4 * math.prod(each.view.shape) + numbers for each in sums.layers)
-    assert layer_memory(weights, layer) == 3 * 4 * math.prod(shape) + weights_working
+    assert weights_memory == 3 * 4 * math.prod(shape) + weights_working
 
 
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
@@ -53,16 +48,14 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
     free = plan(stream, settings={"device": "cuda"})
 
     def batch_memory(planned):
-        batch_bytes = []
-        for batch in batches(planned, planned.layers):
-            batch_bytes.append(sum(layer_memory(planned, layer) for layer in batch))
-        return batch_bytes
+        source = PlannedLayers(planned)
+        return [sum(map(source.memory, batch)) for batch in source.batches(planned.layers)]
 
-    assert sorted(map(len, batches(free, free.layers))) == [2, 4, 8]
+    assert sorted(map(len, PlannedLayers(free).batches(free.layers))) == [2, 4, 8]
     at_once = sum(batch_memory(free))  # one is read, one solved and one written
     assert peak_memory(free) == 10**9 + at_once
     bounded = plan(stream, settings={"device": "cuda", "max_memory": peak_memory(free) - 1})
-    assert max(batch_memory(bounded)) <= layer_budget(bounded) < at_once
+    assert max(batch_memory(bounded)) <= PlannedLayers(bounded).memory_limit < at_once
     assert peak_memory(bounded) <= bounded.settings.max_memory
 
 
