@@ -137,52 +137,54 @@ class PlannedLayers(LayerSource[Layer]):
     def read(self, layer: Layer, device: torch.device) -> MergedLayer[Layer]:
         plan = self.plan
         key = layer.keys[0]
-        weight, sha = plan.base.read(key, device)
+        digests: dict[str, str] = {}
+        weight, digests["base"] = plan.base.read(key, device)
         theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
-        state, digests = self._read_state(layer, device)
-        read = {"base": sha}
-        if state:
-            read["state"] = digests
+        state = self._read_state(layer, device, digests)
         if plan.method.is_stateless:
-            state = {"weight": self._weight_so_far(layer, theta_0, state, read)}
+            state = {"weight": self._weight_so_far(layer, theta_0, state, digests)}
         elif not state:
             stack = plan.method.init_state([layer.name], theta_0[None])
             state = {name: value[0] for name, value in stack.items()}
-        record: Record = {"param": layer.param, "written": [], "read": read, "reports": []}
+        record: Record = {"param": layer.param, "written": [], "read": digests, "reports": []}
         return MergedLayer(layer, theta_0, state, record)
 
-    def _read_state(self, layer: Layer, device: torch.device) -> tuple[State, str]:
-        """Read the state of a layer that an earlier merge kept, and its digest; both are empty if
-        it kept none.
+    def _read_state(self, layer: Layer, device: torch.device, digests: dict[str, str]) -> State:
+        """Read the state of a layer that an earlier merge kept, which is empty if it kept none, and
+        note its digest.
         """
         kept = self.plan.state
         state: State = {}
-        digests = ""
         if kept is None:
-            return state, digests
+            return state
+        digest_of_state = ""
         for name, (_, param, like) in state_tensors(self.plan, layer).items():
             if param in kept.keys:
-                value, digest = kept.source.read(kept.keys[param], device)
+                value, digest_of_value = kept.source.read(kept.keys[param], device)
                 state[name] = value.to(like.dtype)
-                digests += digest
-        return state, digests
+                digest_of_state += digest_of_value
+        if state:
+            digests["state"] = digest_of_state
+        return state
 
     def _weight_so_far(
-        self, layer: Layer, theta_0: Tensor, kept: State, read: dict[str, str]
+        self, layer: Layer, theta_0: Tensor, kept: State, digests: dict[str, str]
     ) -> Tensor:
-        """Return the merged weight before the first task, in the dtype in which it is kept."""
+        """Return the merged weight before the first task, in the dtype in which it is kept, and
+        note the digest of what is read.
+        """
         plan = self.plan
         so_far = theta_0
         dtype = theta_0.dtype
         if plan.merged is not None:
             like = layer.view.part(theta_0)
             if not kept:
-                weight, read["merged"] = plan.merged.weight(layer.param, like)
+                weight, digests["merged"] = plan.merged.weight(layer.param, like)
             else:
                 weight = kept["weight"]
                 info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
                 rounded = weight.to(FLOATS[info.dtype])
-                stored, read["merged"] = plan.merged.weight(layer.param, rounded)
+                stored, digests["merged"] = plan.merged.weight(layer.param, rounded)
                 assert isinstance(stored, Tensor)
                 # The model has the same weight rounded, which tells a state of other weights.
                 if rounded.dtype.itemsize < weight.dtype.itemsize:
@@ -205,16 +207,18 @@ class PlannedLayers(LayerSource[Layer]):
         theta_0 = layer.view.part(merged.theta_0)
         weight, merged.record["read"][f"task {number}"] = task.weight(layer.param, theta_0)
         weight = task.at_strength(weight, theta_0)
-        return layer.view.matrix(weight) if isinstance(weight, Tensor) else weight
+        if isinstance(weight, LowRank):
+            return weight
+        return layer.view.matrix(weight)
 
     def as_stored(self, layer: Layer, weight: Tensor) -> Tensor:
         return layer.view.part(weight)
 
     def digests_read(self, layer: Layer) -> dict[str, str]:
         """Return the digests of what a layer is made from, by the model's role in the merge."""
-        started = self.read(layer, torch.device("cpu"))
-        theta_0 = layer.view.part(started.theta_0)
-        digests: dict[str, str] = started.record["read"]
+        before = self.read(layer, torch.device("cpu"))
+        theta_0 = layer.view.part(before.theta_0)
+        digests: dict[str, str] = before.record["read"]
         for number, task in enumerate(self.plan.tasks):
             if layer.param in task.params:
                 _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
@@ -246,7 +250,8 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     if layer.param in task.keys:
         spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
         rounding = rounding_energy(new, spacing)
-    return spectrum(layer.view.matrix(to_compute_dtype(new) - to_compute_dtype(theta_0)), rounding)
+    tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
+    return spectrum(layer.view.matrix(tau), rounding)
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
@@ -332,7 +337,7 @@ def stored_keys(plan: Plan) -> dict[str, str]:
     the same tensors.
     """
     stored = plan.state.keys if plan.state else {}
-    params = {}
+    params = {}  # under which the state has each tensor, by the key that this merge has for it
     if plan.targets.other_params == "mean":
         params = {mean_key(param): mean_key(param) for param in plan.others}
     for layer in plan.layers:
