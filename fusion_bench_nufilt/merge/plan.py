@@ -1,5 +1,8 @@
 """The plan of a merge: what is merged of a base, the models, and where the files of the result have
 its tensors.
+
+A plan is made in :mod:`.planning` and for each step of a run. It is data: what carries it out reads
+it, and changes nothing.
 """
 
 import dataclasses
@@ -32,7 +35,8 @@ from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, r
 Files = dict[str, dict[str, TensorInfo]]
 """The tensors in each file, by key; their places in it are in the file's header alone."""
 
-_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+# As safetensors names the dtypes of the option ``dtype``.
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CONFIG = "config.json"
 
 
@@ -74,6 +78,7 @@ def select(
     source = pretrained.source
     layers = architecture.layers(source, targets, heads)
     others = architecture.others(source, layers)
+    computed = set(filter(architecture.is_computed, others))
     views = {layer.name: layer.view for layer in layers}
     return Selection(
         pretrained=pretrained,
@@ -81,7 +86,7 @@ def select(
         layers=layers,
         others=others,
         head_params=set(heads.of(pretrained.params)),
-        computed=set(filter(architecture.is_computed, others)),
+        computed=computed,
         coverage=coverage(architecture.model, views, targets),
         origin=architecture.origin,
     )
@@ -201,21 +206,20 @@ class Plan(Selection):
         """Return the options of the merge that its result records, by name, including the
         method's.
         """
-        recorded = with_scope([Settings], "stream", "merge", "tasks")
-        return {
-            "method": self.method.name,
-            **dataclasses.asdict(self.method.options),
-            **dataclasses.asdict(self.targets),
-            **{key: getattr(self.settings, key) for key in recorded},
-        }
+        options = {"method": self.method.name}
+        options |= dataclasses.asdict(self.method.options)
+        options |= dataclasses.asdict(self.targets)
+        for name in with_scope([Settings], "stream", "merge", "tasks"):
+            options[name] = getattr(self.settings, name)
+        return options
 
     @cached_property
     def description(self) -> dict[str, Any]:
         """All that the result depends on, as its manifest and the journal have it."""
         inputs = {role: model.checkpoint.identity() for role, model in self.models.items()}
-        digests = {
-            name: hashlib.sha256(content).hexdigest() for name, content in self.small_files.items()
-        }
+        digests = {}
+        for name, content in self.small_files.items():
+            digests[name] = hashlib.sha256(content).hexdigest()
         description = {
             "step": self.last_step,
             "tasks": self.names,
@@ -249,37 +253,24 @@ def models_by_role(
 
 
 def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settings) -> Files:
-    """Return the tensors in each file of the result."""
+    """Arrange the tensors of the result in the base's files, or in new ones of ``max_shard_size``
+    bytes at most; a larger tensor has a file of its own.
+    """
+    base = selection.pretrained.checkpoint
+    tensors = {key: as_written(info, settings.dtype) for key, info in base.whole.items()}
     keys_by_param = dict(selection.others)
     for layer in selection.layers:
         keys_by_param[layer.param] = layer.keys
-    rows = {}
     for param in vocabulary.params:
         for key in keys_by_param[param]:
-            rows[key] = vocabulary.rows
-    base = selection.pretrained.checkpoint
-    return arrange(base, rows, settings.dtype, settings.max_shard_size)
-
-
-def arrange(
-    base: Checkpoint, rows: Mapping[str, int], dtype: str, max_shard_size: int | None
-) -> Files:
-    """Arrange the tensors of the result in the base's files, or in new ones of ``max_shard_size``
-    bytes at most.
-
-    A larger tensor has a file of its own. ``rows`` has the number of rows of tensors where it is
-    not the base's.
-    """
-    tensors = {key: as_written(info, dtype) for key, info in base.whole.items()}
-    for key, count in rows.items():
-        tensors[key] = _with_rows(tensors[key], count)
-    if max_shard_size is None:
+            tensors[key] = _with_rows(tensors[key], vocabulary.rows)
+    if settings.max_shard_size is None:
         return _by_file(tensors)
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=attrgetter("nbytes"),
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
+        max_shard_size=settings.max_shard_size,
     )
     files: Files = {}
     for file, keys in split.filename_to_tensors.items():
@@ -339,7 +330,7 @@ def _retyped(config: Any, dtype: str) -> Any:
             retyped[key] = _retyped(value, dtype)
     # transformers 4 writes the one, transformers 5 the other.
     for key in ("torch_dtype", "dtype"):
-        if isinstance(retyped.get(key), str) and dtype in _NAMES:
+        if isinstance(retyped.get(key), str) and dtype in _DTYPES:
             retyped[key] = dtype
     return retyped
 
@@ -400,8 +391,8 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
         return info
     # No merge can quantise again: scales may come from data, which only a quantiser has.
     if isinstance(info, Encoded):
-        return info.with_dtype(_NAMES.get(dtype, "BF16"))
-    name = _NAMES.get(dtype, info.dtype)
+        return info.with_dtype(_DTYPES.get(dtype, "BF16"))
+    name = _DTYPES.get(dtype, info.dtype)
     if name == info.dtype:
         return info
     return info.with_dtype(name)
