@@ -1,4 +1,5 @@
-"""What a merge refuses before anything large is read, and what it warns of.
+"""What a merge refuses before anything large is read, and what it warns of: of the model merged so
+far, of the tasks, of the base that their weights suggest, and of models in memory.
 
 A check changes nothing: it raises a ValueError, or returns its warnings.
 """
@@ -45,8 +46,9 @@ CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 _LEAST_COSINE = 0.9  # of a whole model
 _MOST_CHANGE = 0.5  # of a whole model
 _LEAST_COSINE_OF_A_LAYER = 0.1
+# Of files, so much is read, of the base and of each model.
 _SAMPLED_LAYERS = 8
-_SAMPLED_ELEMENTS = 2**20
+_SAMPLED_ELEMENTS = 2**20  # of each layer
 
 
 def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
@@ -70,13 +72,13 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     for key in ("method", *with_scope(kinds, "stream")):
         if key in saved_options and key in options:
             lasting.append(key)
-    differing = differences(
+    other_options = differences(
         {key: saved_options[key] for key in lasting},
         {key: options[key] for key in lasting},
     )
-    if differing:
-        changed = "; ".join(map(str, differing))
-        warnings.append(f"settings differ from those that '{name}' was made with: {changed}")
+    if other_options:
+        listing = "; ".join(map(str, other_options))
+        warnings.append(f"settings differ from those that '{name}' was made with: {listing}")
     return warnings
 
 
@@ -114,15 +116,15 @@ def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> list[str]:
         name = f"'{plan.models[role].source.name}'"
         # A revision fixes a snapshot's content; files are known by size, time and header.
         known_by = [key for key in ("revision", "files") if key in saved]
-        differing = differences(
+        changes = differences(
             {key: saved[key] for key in known_by},
             {key: identity.get(key) for key in known_by},
         )
-        if not differing:
+        if not changes:
             continue
-        line = in_one_line(differing)
+        line = in_one_line(changes)
         # A copy has another time and the same content, so that the time alone proves nothing.
-        if not without_times(differing):
+        if not without_times(changes):
             warnings.append(f"{name} may have changed since it was the {role} of {of}: {line}")
         # A folder and a snapshot have nothing to compare: the content may still be the same.
         elif known_by[0] not in identity:
@@ -266,11 +268,11 @@ def check_shapes(selection: Selection, task: ModelWeights, architecture: Archite
     selection.base.check_unwrapped(set(pretrained.params) - set(task.params))
     # An empty tensor is a lost one, unless the base's is empty, too.
     with_elements = {param for param, shape in pretrained.params.items() if 0 not in shape}
-    task.source.check_not_empty(
-        key
-        for param, key in task.keys.items()
-        if param in with_elements or architecture.parts(param)
-    )
+    keys_with_elements = []
+    for param, key in task.keys.items():
+        if param in with_elements or architecture.parts(param):
+            keys_with_elements.append(key)
+    task.source.check_not_empty(keys_with_elements)
     kept = []
     for param, shape in task.params.items():
         # The parts of a tensor that was not split, since it has another shape.
@@ -341,27 +343,29 @@ def check_task(
     return warnings
 
 
-def check_modules(plan: Plan, task: ModelWeights) -> list[str]:
-    """Warn of the modules that sentence-transformers puts behind a task's model and the base has
-    otherwise: they are not merged.
+def check_module_files(plan: Plan, task: ModelWeights) -> list[str]:
+    """Warn of a task's modules of sentence-transformers that differ from the base's, since modules
+    are not merged.
     """
     base_files = plan.pretrained.checkpoint.module_files()
-    differing = []
+    other_files = []
     for name, content in task.module_files().items():
         if not _same_content(base_files.get(name), content):
-            differing.append(name)
-    if not differing:
+            other_files.append(name)
+    if not other_files:
         return []
     return [
         f"'{task.source.name}' has other modules than the base, whose are kept: "
-        f"{format_names(differing)}"
+        f"{format_names(other_files)}"
     ]
 
 
 def _same_content(one: bytes | None, other: bytes) -> bool:
     """Compare two files; of weights, their tensors alone."""
-    if one is None or one == other:
-        return one == other
+    if one is None:
+        return False
+    if one == other:
+        return True
     try:
         # Headers of equal weights may differ in their order and metadata.
         tensors = load(one)
@@ -428,7 +432,9 @@ def _sample(layers: Sequence[Layer]) -> list[Layer]:
     """
     outside = [layer for layer in layers if block_of(layer.name) is None]
     step = max(1, len(layers) // _SAMPLED_LAYERS)
-    return list(dict.fromkeys([*layers[::step][:_SAMPLED_LAYERS], *outside[:_SAMPLED_LAYERS]]))
+    spread = layers[::step][:_SAMPLED_LAYERS]
+    # A dict has each of them once.
+    return list(dict.fromkeys([*spread, *outside[:_SAMPLED_LAYERS]]))
 
 
 def _inner_products(x: Tensor, y: Tensor) -> Tensor:
@@ -441,18 +447,20 @@ def _inner_products(x: Tensor, y: Tensor) -> Tensor:
 def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) -> str | None:
     """Return the warning about a model's weights, if they call for one."""
     name = model.source.name
-    apart = []
+    unrelated = []
     for layer, of_layer in products.items():
         xx, yy, xy, _ = of_layer.tolist()
-        if _unrelated(xx, yy, xy):
-            apart.append(layer)
-    nothing = torch.zeros(4, dtype=torch.float64, device="cpu")
-    xx, yy, xy, dd = sum(products.values(), nothing).tolist()
+        if _are_unrelated(xx, yy, xy):
+            unrelated.append(layer)
+    total = torch.zeros(4, dtype=torch.float64, device="cpu")
+    for of_layer in products.values():
+        total = total + of_layer
+    xx, yy, xy, dd = total.tolist()
     if not xx * yy > 0:  # nothing to compare, or one that is zero: untrained
         return None
     # Where most layers are unrelated, the base is another one, which the warning below says.
-    if 0 < len(apart) <= (len(products) + 1) // 2:
-        layer = apart[0]
+    if 0 < len(unrelated) <= (len(products) + 1) // 2:
+        layer = unrelated[0]
         raise ValueError(
             f"model '{name}', layer '{layer.name}' {layer.view.shape} has nothing to do with the "
             "pretrained model's: one of them was drawn at random"
@@ -473,7 +481,7 @@ def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) 
     return None
 
 
-def _unrelated(xx: float, yy: float, xy: float) -> bool:
+def _are_unrelated(xx: float, yy: float, xy: float) -> bool:
     """Tell from their inner products whether two weights are unrelated; one that is zero counts as
     untrained.
     """
@@ -494,13 +502,14 @@ def check_module(
     pretrained: nn.Module,
     model: nn.Module,
     name: str,
-    drawn: Collection[str] = (),
+    missing_keys: Collection[str] = (),
     layers: Collection[str] | None = None,
 ) -> None:
     """Refuse a model in memory that was not fine-tuned from the pretrained one.
 
-    ``drawn`` names weights that its checkpoint lacks, and ``layers`` the weights that it must have,
-    by default those of all layers. Tensors that the pretrained model lacks do not matter.
+    ``missing_keys`` are of weights that its checkpoint lacks, and ``layers`` are the weights that
+    it must have, by default those of all layers. Tensors that the pretrained model lacks do not
+    matter.
 
     Raises:
         ValueError: a layer is missing, or a tensor has another shape, is not floating point or not
@@ -525,11 +534,11 @@ def check_module(
         coverage=coverage(pretrained, {}, targets),
         origin=architecture.origin,
     )
-    task = ModelWeights(module_source(name, model, drawn), architecture)
-    separate = names_apart(architecture, task)
-    if separate:
+    task = ModelWeights(module_source(name, model, missing_keys), architecture)
+    untied = names_apart(architecture, task)
+    if untied:
         raise ValueError(
-            f"model '{name}' has {format_names(separate)} as weights of their own, which are one "
+            f"model '{name}' has {format_names(untied)} as weights of their own, which are one "
             f"in its base: {COPY_HEAD}, and name that folder"
         )
     base.tie(architecture)

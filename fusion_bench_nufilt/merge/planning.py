@@ -25,7 +25,7 @@ from fusion_bench_nufilt.utils.options import split_options
 from .checks import (
     CHANGED,
     check_merged,
-    check_modules,
+    check_module_files,
     check_same_base,
     check_shapes,
     check_state,
@@ -260,7 +260,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
     _refuse_twice(plan)
     for task in plan.tasks:
         warnings += check_task(plan, task, architecture, plan.averaged)
-        warnings += check_modules(plan, task)
+        warnings += check_module_files(plan, task)
     if plan.merged is not None:
         warnings += check_state(plan, plan.merged.source.name)
     warnings += check_same_base(plan)

@@ -9,7 +9,7 @@ import torch
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import (
     check_merged,
-    check_modules,
+    check_module_files,
     check_same_base,
     check_shapes,
     check_state,
@@ -87,7 +87,7 @@ def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path)
         *check_merged(planned, planned.merged),
         *check_shapes(planned, task, architecture),
         *check_task(planned, task, architecture, planned.averaged),
-        *check_modules(planned, task),
+        *check_module_files(planned, task),
         *check_state(planned, "one"),
         *check_same_base(planned),
         *verify_merged(planned),
