@@ -32,7 +32,6 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 log = logging.getLogger(__name__)
-
 #: The warning about such a tensor, which is copied.
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
@@ -133,6 +132,19 @@ class OtherParam:
             self._digests.add(source, value)
 
 
+def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
+    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta -
+    m) / \text{count}`.
+
+    It is exact for the first tensor, and otherwise in float32 at least. Whoever goes on from it
+    must keep it so: rounded to bfloat16, the mean of many tensors no longer moves.
+    """
+    if count == 1:
+        return new
+    wide = compute_dtype(mean)
+    return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
+
+
 def write_other(
     plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output
 ) -> None:
@@ -213,11 +225,6 @@ def _write(
     return all_finite
 
 
-def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
-    """Return where the pieces of a range begin and end."""
-    return [(first, min(first + length, stop)) for first in range(start, stop, length)]
-
-
 def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     """Return a value as the result has it; one that is too large for it is refused."""
     rounded = value.to(dtype)
@@ -277,17 +284,9 @@ def average_others(
     return counts, means
 
 
-def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
-    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta -
-    m) / \text{count}`.
-
-    It is exact for the first tensor, and otherwise in float32 at least. Whoever goes on from it
-    must keep it so: rounded to bfloat16, the mean of many tensors no longer moves.
-    """
-    if count == 1:
-        return new
-    wide = compute_dtype(mean)
-    return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
+def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
+    """Return where the pieces of a range begin and end."""
+    return [(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 
 def take_heads(
