@@ -21,17 +21,18 @@ from .output import Record
 from .plan import Plan
 from .planned import PlannedLayers, serialize_layer, state_layout
 
-_Merged = list[
-    tuple[Record, list[numpy.ndarray]]
-]  # layers, and their bytes in arrays, which Ray moves without a copy
+# The record of each layer, and its bytes in arrays, which Ray moves without a copy.
+_Merged = list[tuple[Record, list[numpy.ndarray]]]
 
 
 def cluster_nodes(plan: Plan) -> list[Node]:
     """Return the nodes of the plan's cluster, with a slot for each CPU, or its GPUs, with one slot
     each.
     """
-    found = find_nodes(connect(plan.settings.address), gpus=not plan.settings.on_cpu)
-    return [node._replace(slots=node.cpus) for node in found] if plan.settings.on_cpu else found
+    ray = connect(plan.settings.address)
+    if plan.settings.on_cpu:
+        return [node._replace(slots=node.cpus) for node in find_nodes(ray, gpus=False)]
+    return find_nodes(ray, gpus=True)
 
 
 def merge_on_cluster(
@@ -50,9 +51,9 @@ def merge_on_cluster(
     if work:
         # Here, so that every node has the same.
         strengths = source.strengths
-    for _, merged in run_on_cluster(
-        connect(plan.settings.address), cluster_nodes(plan), work, _make_merger, plan, strengths
-    ):
+    ray = connect(plan.settings.address)
+    nodes = cluster_nodes(plan)
+    for _, merged in run_on_cluster(ray, nodes, work, _make_merger, plan, strengths):
         # As they arrive: a driver that is killed has lost no more than the layers in progress.
         for record, pieces in merged:
             write(record, [piece.data for piece in pieces])
@@ -64,29 +65,29 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     files, with the tasks' strengths as the driver measured them.
     """
     # A worker reads at the offsets in the driver's headers: in other files, these are other bytes.
-    if other := format_names(plan.changed()):
-        remedy = (
-            "put them on a file system that all nodes share, or copy them with their times (rsync "
-            "-a)"
+    changed = plan.changed()
+    if changed:
+        raise ValueError(
+            f"it has other files of {format_names(changed)} than the driver: put them on a file "
+            "system that all nodes share, or copy them with their times (rsync -a)"
         )
-        raise ValueError(f"it has other files of {other} than the driver: {remedy}")
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
-    here = dataclasses.replace(plan, settings=settings)
-    merger = LayerMerger(PlannedLayers(here, strengths))
-    _, state_places = state_layout(here)
+    local_plan = dataclasses.replace(plan, settings=settings)
+    merger = LayerMerger(PlannedLayers(local_plan, strengths))
+    _, state_places = state_layout(local_plan)
     layers = {layer.param: layer for layer in plan.layers}
 
     def merge(params: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         results: _Merged = []
 
-        def take(merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
-            pieces = serialize_layer(here, state_places, merged, weigh)
+        def on_layer(merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
+            pieces = serialize_layer(local_plan, state_places, merged, weigh)
             arrays = [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]
             results.append((merged.record, arrays))
 
-        merger.merge([layers[param] for param in params], take)
+        merger.merge([layers[param] for param in params], on_layer)
         return results
 
     return merge

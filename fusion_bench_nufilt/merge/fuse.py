@@ -69,17 +69,13 @@ class MatrixLayers(LayerSource[str]):
             dtypes = [value.dtype for value in states.values()]
             # A stack has one dtype: no layer may have other bits for the sake of its company.
             groups[self.shape(layer), self.pretrained[layer].dtype, *dtypes].append(layer)
-        found = []
+        batches = []
         for group in groups.values():
-            size = batch_size(
-                self.method,
-                self.shape(group[0]),
-                compute_dtype(self.pretrained[group[0]]).itemsize,
-                self.devices[0],
-                self.batch_bytes,
-            )
-            found += [group[first : first + size] for first in range(0, len(group), size)]
-        return found
+            itemsize = compute_dtype(self.pretrained[group[0]]).itemsize
+            shape = self.shape(group[0])
+            size = batch_size(self.method, shape, itemsize, self.devices[0], self.batch_bytes)
+            batches += [group[first : first + size] for first in range(0, len(group), size)]
+        return batches
 
     def memory(self, layer: str) -> int:
         return 0
@@ -213,21 +209,28 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
                 f"model '{model}' lacks layer '{name}' {tuple(weight.shape)} of the pretrained "
                 "model"
             )
-        other, what = layers[name], f"model '{model}', layer '{name}'"
-        matrices = (other.left, other.right) if isinstance(other, LowRank) else (other,)
+        other = layers[name]
+        label = f"model '{model}', layer '{name}'"
+        matrices: list[Tensor] = []
+        if isinstance(other, LowRank):
+            matrices += [other.left, other.right]
+        else:
+            matrices.append(other)
         for matrix in matrices:
             if matrix.ndim != 2 or not matrix.is_floating_point():
-                got = f"got shape {tuple(matrix.shape)} of {matrix.dtype}"
-                raise ValueError(f"{what}: expected a floating-point matrix, {got}")
+                raise ValueError(
+                    f"{label}: expected a floating-point matrix, got shape {tuple(matrix.shape)} "
+                    f"of {matrix.dtype}"
+                )
         if other.shape != weight.shape:
-            shapes = (
-                f"shape {tuple(other.shape)} differs from the pretrained model's "
+            raise ValueError(
+                f"{label}: shape {tuple(other.shape)} differs from the pretrained model's "
                 f"{tuple(weight.shape)}"
             )
-            raise ValueError(f"{what}: {shapes}")
         if not all(map(is_finite, matrices)):
-            raise ValueError(f"{what}: the weight has NaN or infinite values")
-    if extra := layers.keys() - reference.keys():
+            raise ValueError(f"{label}: the weight has NaN or infinite values")
+    extra = layers.keys() - reference.keys()
+    if extra:
         raise ValueError(
             f"model '{model}' has layers that the pretrained model lacks: {sorted(extra)}"
         )
@@ -236,6 +239,8 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
 def _check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
     for name, weight in layers.items():
         expected = (config.ranks(weight.shape[1]).lora, weight.shape[1])
-        got = tuple(lora_A[name].shape) if name in lora_A else None
-        if got != expected:
-            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {got}")
+        shape = None
+        if name in lora_A:
+            shape = tuple(lora_A[name].shape)
+        if shape != expected:
+            raise ValueError(f"lora_A of layer '{name}': expected shape {expected}, got {shape}")
