@@ -41,13 +41,13 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
         model, unset_keys = _by_transformers(local, config)
     else:
         model, unset_keys = _by_timm(local, config)
-    where = f"'{folder}', head of '{task}': for {type(model).__name__} there is"
-    missing = sorted(unset_keys - tensors.keys())
-    if missing:
-        raise ValueError(f"{where} no {format_names(missing)}")
-    unknown = sorted(tensors.keys() - model.state_dict().keys())
-    if unknown:
-        raise ValueError(f"{where} {format_names(unknown)} more")
+    head = f"'{folder}', head of '{task}': for {type(model).__name__} there is"
+    missing_keys = sorted(unset_keys - tensors.keys())
+    if missing_keys:
+        raise ValueError(f"{head} no {format_names(missing_keys)}")
+    unknown_keys = sorted(tensors.keys() - model.state_dict().keys())
+    if unknown_keys:
+        raise ValueError(f"{head} {format_names(unknown_keys)} more")
     model.load_state_dict(tensors, strict=False)
     return model.eval()
 

@@ -149,10 +149,10 @@ def plan_merge(
     return dataclasses.replace(plan, warnings=_check(plan, architecture))
 
 
-def _open(what: str, name: str, advice: str) -> Checkpoint:
+def _open(role: str, name: str, advice: str) -> Checkpoint:
     checkpoint = Checkpoint.open(name)
     if is_adapter(checkpoint.folder):
-        raise ValueError(f"the {what} '{name}' is an adapter: {advice}")
+        raise ValueError(f"the {role} '{name}' is an adapter: {advice}")
     return checkpoint
 
 
@@ -178,8 +178,10 @@ def _open_merged(
 
 def _has_sums(before: Manifest) -> bool:
     """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
-    methods_with_sums = [each for each in METHODS.values() if not each.is_stateless]
-    return before.get("method") in [method.label for method in methods_with_sums]
+    for method in METHODS.values():
+        if method.label == before.get("method"):
+            return not method.is_stateless
+    return False
 
 
 def _open_tasks(
@@ -218,12 +220,14 @@ def _join_vocabularies(
     """Return the result's tokens, and have the models present the base's rows."""
     if tokenizer is None and targets.on_shape_mismatch == "keep-base":
         return Vocabulary()
+    embeddings = architecture.embeddings(models["base"].params)
+    token_weights = before.get("vocabulary", {}).get("token_weights", {})
     return join_vocabularies(
         models,
-        architecture.embeddings(models["base"].params),
+        embeddings,
         tokenizer or "union",
         small_files,
-        before.get("vocabulary", {}).get("token_weights", {}),
+        token_weights,
         first_alone=targets.other_params == "first",
         kept=state,
     )
@@ -278,5 +282,7 @@ def _check_memory(plan: Plan) -> None:
     largest = max(map(PlannedLayers(plan).memory, plan.layers))
     needed = process_memory(plan.settings.workers) + largest
     if needed > bound:
-        needs = f"{needed / 1e9:.2f} GB that the largest layer needs by itself"
-        raise ValueError(f"max_memory of {bound / 1e9:.2f} GB is below the {needs}")
+        raise ValueError(
+            f"max_memory of {bound / 1e9:.2f} GB is below the {needed / 1e9:.2f} GB that the "
+            "largest layer needs by itself"
+        )
