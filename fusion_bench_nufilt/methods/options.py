@@ -1,5 +1,6 @@
-"""All options but NUFILT's own, which are in ``nufilt/config.py``: those of the other methods, of
-the layers that are merged, of a merge of folders and of a run; and the defaults of every method.
+"""All options but NUFILT's own, which are in ``nufilt/config.py``: of the other methods, with the
+defaults of every method; of the layers that are merged; of a merge of folders; of a run, and of the
+devices that it uses.
 
 Nothing here imports torch before it is used: help is there at once.
 """
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 RTOL = 1e-6  # a direction weaker than this share of the strongest is rounding error
 
-_warn_once = cache(logging.getLogger(__name__).warning)
-
-_method_option = partial(option, panel="Order-free methods")
+# By the heading above them in help and in the documentation.
+_order_free_option = partial(option, panel="Order-free methods")
 _layer_option = partial(option, panel="Layers")
+_file_option = partial(option, panel="Files")
 _machine_option = partial(option, panel="Machine")
 _protocol_option = partial(option, panel="Protocol")
 
@@ -42,7 +43,7 @@ class RampConfig:
         ValueError: a value is out of its range; the message names the key.
     """
 
-    ramp: float = _method_option(
+    ramp: float = _order_free_option(
         0.0,
         "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the "
         "last.",
@@ -60,21 +61,21 @@ class RampConfig:
 class ScaleConfig(RampConfig):
     """The settings of an order-free method whose update has a strength."""
 
-    scale: float = _method_option(1.0, "Strength of the merged update.", symbol="λ")
+    scale: float = _order_free_option(1.0, "Strength of the merged update.", symbol="λ")
 
 
 @dataclass(frozen=True)
 class SumConfig(ScaleConfig):
     """The settings of task arithmetic on the running sum."""
 
-    scale: float = _method_option(0.3, "Strength of the merged update.", symbol="λ")
+    scale: float = _order_free_option(0.3, "Strength of the merged update.", symbol="λ")
 
 
 @dataclass(frozen=True)
 class WudiConfig(ScaleConfig):
     """The settings of WUDI in closed form."""
 
-    eps: float = _method_option(
+    eps: float = _order_free_option(
         0.1,
         "Ridge of the least-squares problem, over the mean eigenvalue of its matrix.",
         symbol="ε",
@@ -85,12 +86,12 @@ class WudiConfig(ScaleConfig):
 class TsvConfig(ScaleConfig):
     """The settings of TSV-M."""
 
-    keep: float = _method_option(
+    keep: float = _order_free_option(
         1.0,
         "A task keeps at most this share of a layer's directions; below 1, they are found by two "
         "rounds of subspace iteration.",
     )
-    faintest: float = _method_option(
+    faintest: float = _order_free_option(
         RTOL, "Directions below this share of a task's strongest are left out."
     )
 
@@ -104,11 +105,11 @@ class TsvConfig(ScaleConfig):
 class SpectralConfig(RampConfig):
     """The settings of spectral voting."""
 
-    kappa: float = _method_option(
+    kappa: float = _order_free_option(
         0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ"
     )
-    damp: float = _method_option(0.5, "Directions that n tasks share are held down by n^-damp.")
-    faintest: float = _method_option(
+    damp: float = _order_free_option(0.5, "Directions that n tasks share are held down by n^-damp.")
+    faintest: float = _order_free_option(
         RTOL,
         "Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in "
         "float32, of the leading eighth of the directions where no others count.",
@@ -169,11 +170,9 @@ class TargetConfig:
     target_modules: str | Sequence[str] = _layer_option(
         "auto",
         "What is merged. auto: the authors' layers of CLIP (attention and fc1) and T5 (attention "
-        "and feed-forward), "
-        "and all projections in the blocks of other models. all-linear: every linear layer but the "
-        "output head. A list "
-        "has names of modules, whole or from a dot on; a string is a regular expression for the "
-        "whole name.",
+        "and feed-forward), and all projections in the blocks of other models. all-linear: every "
+        "linear layer but the output head. A list has names of modules, whole or from a dot on; a "
+        "string is a regular expression for the whole name.",
     )
     exclude_modules: str | Sequence[str] | None = _layer_option(
         None, "What is left out, named in the same way."
@@ -186,14 +185,13 @@ class TargetConfig:
     on_shape_mismatch: OnShapeMismatch = _layer_option(
         "error",
         "What to do if a tensor outside the merged layers, such as embeddings, has another shape "
-        "than the pretrained "
-        "model's: refuse the model, or keep the pretrained tensor.",
+        "than the pretrained model's: refuse the model, or keep the pretrained tensor.",
     )
     heads: str = _layer_option(
         "auto",
         "Classifiers' heads, kept for each task. auto: those with other labels, or that the "
-        "pretrained model lacks; "
-        "none: no heads; anything else is a regular expression for the modules' names.",
+        "pretrained model lacks; none: no heads; anything else is a regular expression for the "
+        "modules' names.",
     )
 
     def __post_init__(self) -> None:
@@ -214,12 +212,11 @@ def _check_patterns(key: str, value: object) -> None:
     """Raise a ValueError unless a pattern is one regular expression or a list of words, none of
     them empty.
     """
-    items = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(items, Sequence)
-        or not items
-        or not all(isinstance(i, str) and i for i in items)
-    ):
+    patterns = [value] if isinstance(value, str) else value
+    is_valid = False
+    if isinstance(patterns, Sequence) and len(patterns) > 0:
+        is_valid = all(isinstance(pattern, str) and pattern for pattern in patterns)
+    if not is_valid:
         raise ValueError(f"{key} must be a string or a list of strings, none empty, got {value!r}")
     if isinstance(value, str):
         matches(value, "", of=key)  # raises if it is not a regular expression
@@ -248,19 +245,16 @@ class Settings:
     range.
     """
 
-    seed: int = _machine_option(42, "Seed of the adapters' initialisation.", panel="Method")
-    weights: Sequence[float] | None = _machine_option(
+    seed: int = option(42, "Seed of the adapters' initialisation.")
+    weights: Sequence[float] | None = option(
         None,
         "Strength of each task's update, in the order of the tasks; 1 by default.",
-        panel="Method",
         scope="tasks",
     )
-    tokenizer: str | None = _machine_option(
+    tokenizer: str | None = _layer_option(
         None,
         "Whose tokens the result has where models brought new ones: base, union or the name of a "
-        "task. The default is "
-        "union, or base if on_shape_mismatch is keep-base.",
-        panel="Layers",
+        "task. The default is union, or base if on_shape_mismatch is keep-base.",
         scope="merge",
     )
     step: int | None = _machine_option(
@@ -269,23 +263,18 @@ class Settings:
         "merged says.",
         scope="run",
     )
-    state: bool | None = _machine_option(
+    state: bool | None = _file_option(
         None,
         "Keep what the next merge needs beside the model: the sums of order-free methods, and in "
         "float32 what the model rounds, which are NUFILT's layers and the means of other_params. "
         "By default, methods with sums do.",
-        panel="Files",
         scope="merge",
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _machine_option(
-        "auto",
-        "Type of the result: auto is the base's, with FP8 as bfloat16.",
-        panel="Files",
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _file_option(
+        "auto", "Type of the result: auto is the base's, with FP8 as bfloat16."
     )
-    max_shard_size: int | None = _machine_option(
-        None,
-        "The largest size of a weight file, such as 5GB; by default, the base's files.",
-        panel="Files",
+    max_shard_size: int | None = _file_option(
+        None, "The largest size of a weight file, such as 5GB; by default, the base's files."
     )
     device: str = _machine_option(
         "cpu",
@@ -377,9 +366,8 @@ class ProtocolConfig:
     evaluate: Evaluate = _protocol_option(
         "diagonal",
         "What is scored. last: the final model. diagonal: also each task right after its step, "
-        "which BWT needs. "
-        "every_step: all tasks so far at every step. every_step_all: also those to come, which FWT "
-        "needs.",
+        "which BWT needs. every_step: all tasks so far at every step. every_step_all: also those "
+        "to come, which FWT needs.",
     )
     save_on_every_step: bool = _protocol_option(
         True,
@@ -411,6 +399,9 @@ class ProtocolConfig:
             raise ValueError(
                 "resume=true needs the checkpoints that save_on_every_step=false does not keep"
             )
+
+
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 @dataclass(frozen=True)
