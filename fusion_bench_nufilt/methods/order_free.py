@@ -1,5 +1,6 @@
-"""What order-free methods share, a state of sums over the tasks and an update whose strength may
-grow with depth; and those whose state is a plain sum.
+"""What order-free methods share: a state of sums over the tasks, and an update whose strength may
+grow with depth. Here are also those whose state is a plain sum; the others are in
+:mod:`.spectral`.
 """
 
 import math
@@ -28,8 +29,6 @@ from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_d
 
 # Products in float32 know directions down to this share of the strongest.
 RTOL_OF_FLOAT32 = 1e-4
-# Eigenvalues below this share of the largest are inaccurate in float32.
-RTOL_OF_EIGENVALUES = 1e-3
 
 
 class OrderFree(LayerMethod):
@@ -151,37 +150,6 @@ class OrderFree(LayerMethod):
         return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
 
-class FirstWhole(OrderFree):
-    """A method that takes a single task whole, as the state's ``votes``, and sees to it once a
-    second one arrives.
-    """
-
-    @abstractmethod
-    def accumulate_next(self, state: State, task: TaskVector) -> State:
-        """Return the sums with one more task, as :meth:`accumulate` does, of which the state has
-        all earlier ones.
-        """
-
-    @abstractmethod
-    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
-        """Return the merged update ``(d_o, d_i)`` of at least two tasks."""
-
-    def accumulate(self, state: State, task: TaskVector) -> State:
-        count = state["count"]
-        if count == 1:
-            return {**state, "votes": task.matrix}
-        if count == 2:
-            first = TaskVector(state["votes"], digits=task.digits)
-            votes = torch.zeros_like(state["votes"])
-            state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
-        return self.accumulate_next({**state, "count": count}, task)
-
-    def merged_update(self, state: State, scale: float) -> Tensor:
-        if state["count"] == 1:
-            return state["votes"]
-        return self.merged_update_of_several(state, scale)
-
-
 def task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -> Tensor | LowRank:
     """Return the task vector of a layer in a stack, or its factors."""
     if isinstance(task, LowRank):
@@ -203,73 +171,6 @@ def direction_dtype(wide: torch.dtype) -> torch.dtype:
     bfloat16.
     """
     return torch.float64 if wide == torch.float64 else torch.float16
-
-
-def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTOL) -> Tensor:
-    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix
-    in float64.
-
-    Directions up to this share of the strongest are left out; by default, those that are rounding
-    error. ``f`` takes all ``min(d_o, d_i)`` singular values.
-    """
-    if X.shape[0] < X.shape[1]:
-        return map_spectrum(X.mT, f, faintest).mT
-    products = X
-    if faintest < RTOL_OF_FLOAT32:
-        products = X.double()
-    d = X.shape[1]
-    # Sums of low-rank updates have all that counts in a few directions, so few are tried first.
-    ranks = [d // 16, d // 4, d // 2, d]
-    while True:
-        rank = ranks.pop(0)
-        if 0 < rank < d:
-            Q = leading_basis(products, rank, rounds=2)
-            B = products @ Q
-        else:
-            Q = None
-            B = X.double()
-        squares, V = torch.linalg.eigh(gram_matrix(B.double()))
-        weakest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
-        # A quarter, since subspace iteration finds the weakest directions of a basis too weak.
-        has_all_that_count = weakest <= faintest / 4
-        if Q is None or has_all_that_count:
-            break
-        is_flat = weakest > faintest**0.5
-        if len(ranks) == 2 and is_flat:  # half of the directions is not enough either
-            ranks = [d]
-    # The directions that were not computed have singular values of 0.
-    s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
-    gain = torch.where(s > faintest * s.amax(), f(s) / s, 0)[-len(squares) :]
-    left = (B @ V.to(B)) * gain.to(B)
-    right = V
-    if Q is not None:
-        right = Q @ V.to(Q)
-    return left.to(X.dtype) @ right.to(X.dtype).mT
-
-
-def polar_factor(X: Tensor) -> Tensor:
-    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without
-    rounding's directions.
-
-    A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones.
-    They are few, and a second step in float64 takes these parts out.
-    """
-    eigenvalues, V_all = torch.linalg.eigh(gram_matrix(X))  # the smallest first
-    num_faint = int((eigenvalues < RTOL_OF_EIGENVALUES * eigenvalues[-1]).sum())
-    V = V_all[:, num_faint:]
-    U = X @ V
-    s = torch.linalg.vector_norm(U, dim=0)
-    U = U / s
-    V_faint = V_all[:, :num_faint].double()
-    V_faint = V_faint - V.double() @ ((U / s).double().mT @ (X.double() @ V_faint))
-    U_faint = X.double() @ V_faint
-    # V_faint spans the faint directions; its rotation makes the outputs orthogonal, too.
-    rotation = torch.linalg.eigh(U_faint.mT @ U_faint).eigenvectors
-    U_faint = U_faint @ rotation
-    V_faint = V_faint @ rotation
-    s_faint = torch.linalg.vector_norm(U_faint, dim=0)
-    U_faint = U_faint * torch.where(s_faint > RTOL, 1 / s_faint, 0)
-    return U @ V.mT + (U_faint @ V_faint.mT).to(X)
 
 
 def strengths(
@@ -369,3 +270,45 @@ class WudiSums(OrderFree):
         ridge = self.options.eps * M.diagonal().mean() * identity
         # M has no negative eigenvalue, so that with any ridge Cholesky's factors exist.
         return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
+
+
+def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTOL) -> Tensor:
+    r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix
+    in float64.
+
+    Directions up to this share of the strongest are left out; by default, those that are rounding
+    error. ``f`` takes all ``min(d_o, d_i)`` singular values.
+    """
+    if X.shape[0] < X.shape[1]:
+        return map_spectrum(X.mT, f, faintest).mT
+    products = X
+    if faintest < RTOL_OF_FLOAT32:
+        products = X.double()
+    d = X.shape[1]
+    # Sums of low-rank updates have all that counts in a few directions, so few are tried first.
+    ranks = [d // 16, d // 4, d // 2, d]
+    while True:
+        rank = ranks.pop(0)
+        if 0 < rank < d:
+            Q = leading_basis(products, rank, rounds=2)
+            B = products @ Q
+        else:
+            Q = None
+            B = X.double()
+        squares, V = torch.linalg.eigh(gram_matrix(B.double()))
+        weakest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
+        # A quarter, since subspace iteration finds the weakest directions of a basis too weak.
+        has_all_that_count = weakest <= faintest / 4
+        if Q is None or has_all_that_count:
+            break
+        is_flat = weakest > faintest**0.5
+        if len(ranks) == 2 and is_flat:  # half of the directions is not enough either
+            ranks = [d]
+    # The directions that were not computed have singular values of 0.
+    s = pad(squares.clamp_min(0).sqrt(), (d - len(squares), 0))
+    gain = torch.where(s > faintest * s.amax(), f(s) / s, 0)[-len(squares) :]
+    left = (B @ V.to(B)) * gain.to(B)
+    right = V
+    if Q is not None:
+        right = Q @ V.to(Q)
+    return left.to(X.dtype) @ right.to(X.dtype).mT

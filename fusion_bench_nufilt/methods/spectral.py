@@ -1,7 +1,8 @@
-"""Methods on the singular directions of task vectors: spectral voting, TSV-M, and their mean,
-`best`.
+"""Order-free methods on the singular directions of task vectors: spectral voting, TSV-M, and their
+mean, `best`.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,17 +10,47 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion_bench_nufilt.methods.base import State
-from fusion_bench_nufilt.methods.options import DEFAULTS, ScaleConfig, SpectralConfig, TsvConfig
-from fusion_bench_nufilt.methods.order_free import (
-    RTOL_OF_FLOAT32,
-    FirstWhole,
-    OrderFree,
-    map_spectrum,
-    polar_factor,
+from fusion_bench_nufilt.methods.options import (
+    DEFAULTS,
+    RTOL,
+    ScaleConfig,
+    SpectralConfig,
+    TsvConfig,
 )
+from fusion_bench_nufilt.methods.order_free import RTOL_OF_FLOAT32, OrderFree, map_spectrum
 from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 
-SLOPE = 0.03  # the fall of q between no vote and one vote
+
+class FirstWhole(OrderFree):
+    """A method that takes a single task whole, as the state's ``votes``, and sees to it once a
+    second one arrives.
+    """
+
+    @abstractmethod
+    def accumulate_next(self, state: State, task: TaskVector) -> State:
+        """Return the sums with one more task, as :meth:`accumulate` does, of which the state has
+        all earlier ones.
+        """
+
+    @abstractmethod
+    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
+        """Return the merged update ``(d_o, d_i)`` of at least two tasks."""
+
+    def accumulate(self, state: State, task: TaskVector) -> State:
+        count = state["count"]
+        if count == 1:
+            return {**state, "votes": task.matrix}
+        if count == 2:
+            first = TaskVector(state["votes"], digits=task.digits)
+            votes = torch.zeros_like(state["votes"])
+            state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
+        return self.accumulate_next({**state, "count": count}, task)
+
+    def merged_update(self, state: State, scale: float) -> Tensor:
+        if state["count"] == 1:
+            return state["votes"]
+        return self.merged_update_of_several(state, scale)
 
 
 class Spectral(FirstWhole):
@@ -84,6 +115,9 @@ class Spectral(FirstWhole):
             lambda sigma: strength * flatten(sigma, self.options.damp),
             self.options.faintest,
         )
+
+
+SLOPE = 0.03  # the fall of q between no vote and one vote
 
 
 def flatten(sigma: Tensor, damp: float) -> Tensor:
@@ -173,6 +207,35 @@ class TsvStream(OrderFree):
         left = polar_factor(state["left"][:, is_used].to(s.dtype))
         right = polar_factor(state["right"][:, is_used].to(s.dtype))
         return scale * left * s[is_used] @ right.mT
+
+
+# Eigenvalues below this share of the largest are inaccurate in float32.
+RTOL_OF_EIGENVALUES = 1e-3
+
+
+def polar_factor(X: Tensor) -> Tensor:
+    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without
+    rounding's directions.
+
+    A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones.
+    They are few, and a second step in float64 takes these parts out.
+    """
+    eigenvalues, V_all = torch.linalg.eigh(gram_matrix(X))  # the smallest first
+    num_faint = int((eigenvalues < RTOL_OF_EIGENVALUES * eigenvalues[-1]).sum())
+    V = V_all[:, num_faint:]
+    U = X @ V
+    s = torch.linalg.vector_norm(U, dim=0)
+    U = U / s
+    V_faint = V_all[:, :num_faint].double()
+    V_faint = V_faint - V.double() @ ((U / s).double().mT @ (X.double() @ V_faint))
+    U_faint = X.double() @ V_faint
+    # V_faint spans the faint directions; its rotation makes the outputs orthogonal, too.
+    rotation = torch.linalg.eigh(U_faint.mT @ U_faint).eigenvectors
+    U_faint = U_faint @ rotation
+    V_faint = V_faint @ rotation
+    s_faint = torch.linalg.vector_norm(U_faint, dim=0)
+    U_faint = U_faint * torch.where(s_faint > RTOL, 1 / s_faint, 0)
+    return U @ V.mT + (U_faint @ V_faint.mT).to(X)
 
 
 class Best(FirstWhole):

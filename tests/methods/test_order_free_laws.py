@@ -13,14 +13,8 @@ from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig, WudiConfig
-from fusion_bench_nufilt.methods.order_free import (
-    Isotropic,
-    Sum,
-    WudiSums,
-    map_spectrum,
-    polar_factor,
-)
-from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream
+from fusion_bench_nufilt.methods.order_free import Isotropic, Sum, WudiSums, map_spectrum
+from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream, polar_factor
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.devices import warn_once
