@@ -35,20 +35,20 @@ class OrderFree(LayerMethod):
     """A method whose result does not depend on the tasks' order, nor the size of its state on their
     number.
 
-    The state holds the tensors of :meth:`state_shapes`, in float32 at least but for
-    :attr:`directions`, and the ``count`` of the tasks that moved the layer. A task that did not
-    change the layer has no effect.
+    The state holds the tensors of :meth:`state_shapes`, in float32 at least but for those of
+    :attr:`direction_names`, and the ``count`` of the tasks that moved the layer. A task that did
+    not change the layer has no effect.
     """
 
     Options: ClassVar[type] = ScaleConfig
     defaults: ClassVar[Mapping[str, Any]] = ORDER_FREE_DEFAULTS
     itemsize = 8
     supports_low_rank = True
-    directions: tuple[str, ...] = ()
+    direction_names: tuple[str, ...] = ()
     """Names of tensors in the state whose columns are of length 1 or 0, which are kept in
-    :func:`direction_dtype`.
+    :func:`_direction_dtype`.
     """
-    strength: ClassVar[str] = "scale"
+    scale_option: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""
 
     options: RampConfig
@@ -77,8 +77,8 @@ class OrderFree(LayerMethod):
         for name, shape in self.state_shapes(*base.shape[1:]).items():
             # Single numbers cost nothing in float64.
             dtype = wide if shape else torch.float64
-            if name in self.directions:
-                dtype = direction_dtype(wide)
+            if name in self.direction_names:
+                dtype = _direction_dtype(wide)
             state[name] = base.new_zeros((len(names), *shape), dtype=dtype)
         return {**state, "count": base.new_zeros(len(names), dtype=torch.int64)}
 
@@ -96,22 +96,24 @@ class OrderFree(LayerMethod):
         states = []
         task_norms = []
         for row in range(len(names)):
-            tau = task_vector(task, base, row, float64)
+            tau = _task_vector(task, base, row, float64)
             before = {key: value[row] for key, value in state.items()}
             after = before
             is_changed = tau.norm() if isinstance(tau, LowRank) else tau.any()
             if is_changed:
-                after = in_float64(before) if float64 else dict(before)
+                after = dict(before)
+                if float64:
+                    after = _in_float64(before)
                 after["count"] = after["count"] + 1
                 after = self.accumulate(after, TaskVector(tau, strength, compute_dtype(base)))
             states.append({key: after[key].to(value.dtype) for key, value in before.items()})
             task_norms.append(tau.norm())
-        merged = {key: stack([each[key] for each in states]) for key in state}
+        new_state = {key: stack([row_state[key] for row_state in states]) for key in state}
         measures = {"task_norm": stack(task_norms)}
-        for key, value in merged.items():
+        for key, value in new_state.items():
             if value.ndim == 1:
                 measures[key] = value
-        return merged, measures
+        return new_state, measures
 
     def merged_weight(
         self, names: Sequence[str], state: State, base: Tensor, *, float64: bool
@@ -120,7 +122,7 @@ class OrderFree(LayerMethod):
         for row, (name, theta_0) in enumerate(zip(names, base, strict=True)):
             layer_state = {key: value[row] for key, value in state.items()}
             if float64:
-                layer_state = in_float64(layer_state)
+                layer_state = _in_float64(layer_state)
             if layer_state["count"] == 0:
                 weights.append(theta_0.clone())
             else:
@@ -131,26 +133,26 @@ class OrderFree(LayerMethod):
     @property
     def scale(self) -> float:
         """The strength of the update in the middle of the model."""
-        scale: float = getattr(self.options, self.strength)
+        scale: float = getattr(self.options, self.scale_option)
         return scale
 
     @cached_property
     def _scales(self) -> dict[str, float]:
-        return strengths(self.layers, self.scale, self.options.ramp, self.last_blocks)
+        """The strength of the update of each layer."""
+        return layer_scales(self.layers, self.scale, self.options.ramp, self.last_blocks)
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         d_o, d_i = shape
         # Held at once: the sums in float64, their eigenvectors, what is solved with them, and the
         # solver's workspace.
-        state = sum(
-            math.prod(each)
-            for name, each in self.state_shapes(d_o, d_i).items()
-            if name not in self.directions
-        )
-        return itemsize * (4 * state + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
+        sums = 0
+        for name, tensor_shape in self.state_shapes(d_o, d_i).items():
+            if name not in self.direction_names:
+                sums += math.prod(tensor_shape)
+        return itemsize * (4 * sums + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
 
 
-def task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -> Tensor | LowRank:
+def _task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -> Tensor | LowRank:
     """Return the task vector of a layer in a stack, or its factors."""
     if isinstance(task, LowRank):
         return task[row].double() if float64 else task[row]
@@ -158,7 +160,7 @@ def task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -
     return theta_t - to_compute_dtype(base[row])
 
 
-def in_float64(state: State) -> State:
+def _in_float64(state: State) -> State:
     """Return a state whose floating-point tensors are in float64."""
     wide = {}
     for name, value in state.items():
@@ -166,28 +168,28 @@ def in_float64(state: State) -> State:
     return wide
 
 
-def direction_dtype(wide: torch.dtype) -> torch.dtype:
+def _direction_dtype(wide: torch.dtype) -> torch.dtype:
     """Return the dtype of directions beside sums of a dtype. No value is above 1, so float16 beats
     bfloat16.
     """
     return torch.float64 if wide == torch.float64 else torch.float16
 
 
-def strengths(
-    names: Sequence[str], kappa: float, ramp: float, last_blocks: Mapping[str | None, int]
+def layer_scales(
+    names: Sequence[str], scale: float, ramp: float, last_blocks: Mapping[str | None, int]
 ) -> dict[str, float]:
-    r"""Return κ of each layer: :math:`\kappa\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))` in block l of
-    the L blocks that the model has, merged or not.
+    r"""Return the strength λ of each layer: :math:`\lambda\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))`
+    in block l of the L blocks that the model has, merged or not.
 
-    A layer outside all blocks, or in the only one of its stack, has :math:`\kappa`.
+    A layer outside all blocks, or in the only one of its stack, has :math:`\lambda`.
     """
-    kappas = dict.fromkeys(names, kappa)
+    scales = dict.fromkeys(names, scale)
     for name in names:
         block = block_of(name)
         if block is not None and last_blocks[block.stack] > 0:
             depth = 2 * block.number / last_blocks[block.stack] - 1
-            kappas[name] = kappa * (1 + ramp * depth)
-    return kappas
+            scales[name] = scale * (1 + ramp * depth)
+    return scales
 
 
 class Sum(OrderFree):

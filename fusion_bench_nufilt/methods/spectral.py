@@ -82,7 +82,7 @@ class Spectral(FirstWhole):
     citation = "spectral voting, an unpublished method of fusion-bench-nufilt"
     Options = SpectralConfig
 
-    strength = "kappa"
+    scale_option = "kappa"
     options: SpectralConfig
 
     def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
@@ -147,7 +147,7 @@ class TsvStream(OrderFree):
         "another"
     )
     Options = TsvConfig
-    directions = ("left", "right")
+    direction_names = ("left", "right")
 
     options: TsvConfig
 
@@ -192,11 +192,11 @@ class TsvStream(OrderFree):
             # The strongest, in the order of their tasks; of equal ones the earlier.
             by_strength = columns["values"].argsort(descending=True, stable=True)
             strongest = by_strength[:k].sort().values
-            columns = {name: each[..., strongest] for name, each in columns.items()}
-        kept = {**state, "columns": torch.full_like(state["columns"], count)}
-        for name, each in columns.items():
-            kept[name] = pad(each, (0, k - each.shape[-1]))
-        return kept
+            columns = {name: value[..., strongest] for name, value in columns.items()}
+        new_state = {**state, "columns": torch.full_like(state["columns"], count)}
+        for name, value in columns.items():
+            new_state[name] = pad(value, (0, k - value.shape[-1]))
+        return new_state
 
     def merged_update(self, state: State, scale: float) -> Tensor:
         s = state["values"]
@@ -265,7 +265,7 @@ class Best(FirstWhole):
     label = "TSV-M with spectral voting"
     citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
     defaults = DEFAULTS[name]
-    directions = TsvStream.directions
+    direction_names = TsvStream.direction_names
     weighs_tasks = True
 
     def __init__(
@@ -309,4 +309,6 @@ def rescale_to_min_norm(X: Tensor, least: float) -> Tensor:
     others as they are.
     """
     norm = torch.linalg.vector_norm(X).item()
-    return X * (least / norm) if 0 < norm < least else X
+    if 0 < norm < least:
+        return X * (least / norm)
+    return X

@@ -12,7 +12,7 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import SpectralConfig
-from fusion_bench_nufilt.methods.order_free import RTOL, strengths
+from fusion_bench_nufilt.methods.order_free import RTOL, layer_scales
 from fusion_bench_nufilt.methods.spectral import Spectral, flatten
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.nufilt import LowRank
@@ -137,18 +137,18 @@ def test_kappa_grows_with_the_block_and_stacks_of_blocks_are_told_apart():
     ]
     expected = [0.9, 0.54, 0.9, 1.26, 0.54, 1.26, 0.9]
     last = last_block_numbers(names)
-    kappas = strengths(names, 0.9, 0.4, last)
+    kappas = layer_scales(names, 0.9, 0.4, last)
     assert list(kappas) == names
     assert list(kappas.values()) == pytest.approx(expected)
-    assert set(strengths(names, 0.9, 0.0, last).values()) == {0.9}
+    assert set(layer_scales(names, 0.9, 0.0, last).values()) == {0.9}
 
 
 def test_kappa_is_that_of_the_models_block_whichever_blocks_are_merged():
     whole = [f"encoder.{number}.q" for number in range(12)]
     half = whole[:6]
     of_model = last_block_numbers(whole)
-    kappas = strengths(whole, 0.9, 0.4, of_model)
-    assert strengths(half, 0.9, 0.4, of_model) == {name: kappas[name] for name in half}
+    kappas = layer_scales(whole, 0.9, 0.4, of_model)
+    assert layer_scales(half, 0.9, 0.4, of_model) == {name: kappas[name] for name in half}
 
 
 # --- in FusionBench ---
