@@ -1,5 +1,5 @@
 r"""A task vector and its singular directions, for order-free methods that need more than its
-entries, and the strength that a whole task should have.
+entries, and then the strength that a whole task should have.
 
 Single precision has seven digits and a task vector's spectrum three or four decades, of which Gram
 matrices and cubes make many more. The few leading directions are therefore taken out first, and
@@ -19,8 +19,9 @@ from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis, top_eigenvectors
 from fusion_bench_nufilt.utils.tensors import compute_dtype, to_compute_dtype
 
-LEADING = 16  # the directions that are taken out
-# A task's vote is sought among its share of a layer's directions if there were so many tasks.
+NUM_TAKEN_OUT = 16  # the leading directions that are taken out
+# A task's vote is sought, and its rank is measured, in its share of a layer's directions if there
+# were so many tasks.
 MAX_TASKS = 8
 
 
@@ -156,15 +157,25 @@ class TaskVector:
         """
         if self.factors is not None:
             return self.vote()
-        leading = self.leading(max(1, min(self._given.shape) // MAX_TASKS))
+        directions = self.leading(max(1, min(self._given.shape) // MAX_TASKS))
+        s = directions.values
         # A vote is the cube of a singular value, and the last one may be found half as large as
         # it is.
-        if leading.values[-1] <= (faintest / 8) ** (1 / 3) * leading.values[0]:
-            return _vote_of(leading)
+        if s[-1] <= (faintest / 8) ** (1 / 3) * s[0]:
+            return _vote_of(directions)
         gram = gram_matrix(self._tall)
         s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
         A = (self._tall / s_1) @ (gram / s_1**2)
         return self._as_given(A).double(), s_1.double()
+
+    def squares(self) -> Tensor:
+        """Return all squared singular values, the largest first, in float64; of thin factors, as
+        many as they have.
+        """
+        if self.factors is not None:
+            return self.directions(self.factors.rank).values.square()
+        gram = gram_matrix(self._tall.double())
+        return torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
 
     @property
     def _is_wide(self) -> bool:
@@ -185,7 +196,9 @@ class TaskVector:
     @cached_property
     def _parts(self) -> "_Parts":
         tall = self._tall
-        V = torch.linalg.qr(top_eigenvectors(gram_matrix(tall), min(LEADING, tall.shape[1]))).Q
+        V = torch.linalg.qr(
+            top_eigenvectors(gram_matrix(tall), min(NUM_TAKEN_OUT, tall.shape[1]))
+        ).Q
         squares, W = torch.linalg.eigh(gram_matrix((tall @ V).double()))
         V = V @ W.flip(-1).to(V)
         rest = tall - tall @ V @ V.mT
@@ -241,16 +254,8 @@ class Spectrum(NamedTuple):
 
 def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
     """Return the spectrum of a task vector ``(d_o, d_i)``."""
-    task = TaskVector(tau)
     d_o, d_i = tau.shape
-    if task.factors is not None:
-        squares = task.directions(min(d_o, d_i)).values.double().square()
-    else:
-        tall = task.matrix.double()
-        if d_o < d_i:
-            tall = tall.mT
-        squares = torch.linalg.eigvalsh(gram_matrix(tall)).flip(-1).clamp_min(0)
-    return Spectrum((d_o, d_i), squares.cpu(), rounding)
+    return Spectrum((d_o, d_i), TaskVector(tau).squares().cpu(), rounding)
 
 
 def rounding_energy(theta: Tensor, spacing: float) -> float:
@@ -264,19 +269,19 @@ def rounding_energy(theta: Tensor, spacing: float) -> float:
     return 3 / (8 * log(2)) / 12 * (spacing * norm) ** 2
 
 
-def tail(spectra: Sequence[Spectrum], leading: int) -> float:
-    """Return the share of a task's energy outside the ``leading`` directions of its layers."""
+def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
+    """Return the share of a task's energy outside the leading directions of its layers."""
     outside = 0.0
     whole = 0.0
     for (d_o, d_i), squares, rounding in spectra:
         energy = squares.sum().item()
         # The largest squared singular value of a random matrix of this energy (Marchenko-Pastur).
         edge = rounding * (d_o**-0.5 + d_i**-0.5) ** 2
-        leaders = squares[:leading]
-        leaders = leaders[leaders > edge]
+        leading = squares[:num_leading]
+        leading = leading[leading > edge]
         # The leading directions also have their part of the rounding errors.
-        rest = (1 - len(leaders) / d_o) * (1 - len(leaders) / d_i)
-        outside += energy - leaders.sum().item() - rest * rounding
+        rest = (1 - len(leading) / d_o) * (1 - len(leading) / d_i)
+        outside += energy - leading.sum().item() - rest * rounding
         whole += energy - rounding
     return outside / whole
 
@@ -309,7 +314,7 @@ def task_strength(
     layers.
     """
     sides = sorted(min(shape) for shape in shapes)
-    leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
+    num_leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
     spectra: list[Spectrum] = []
     # Steps of the golden ratio are far from the period at which kinds of layers return.
     scattered = sorted(range(len(layers)), key=lambda number: number * 0.618034 % 1)
@@ -323,5 +328,5 @@ def task_strength(
             break
     if not spectra:
         return 1.0
-    growth = (tail(spectra, leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
+    growth = (tail(spectra, num_leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
     return 0.5 + 0.5 * min(1.0, max(0.0, growth))
