@@ -196,9 +196,8 @@ class TaskVector:
     @cached_property
     def _parts(self) -> "_Parts":
         tall = self._tall
-        V = torch.linalg.qr(
-            top_eigenvectors(gram_matrix(tall), min(NUM_TAKEN_OUT, tall.shape[1]))
-        ).Q
+        count = min(NUM_TAKEN_OUT, tall.shape[1])
+        V = torch.linalg.qr(top_eigenvectors(gram_matrix(tall), count)).Q
         squares, W = torch.linalg.eigh(gram_matrix((tall @ V).double()))
         V = V @ W.flip(-1).to(V)
         rest = tall - tall @ V @ V.mT
@@ -252,40 +251,6 @@ class Spectrum(NamedTuple):
     rounding: float  # the energy that rounding to the task's stored dtype is expected to have
 
 
-def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
-    """Return the spectrum of a task vector ``(d_o, d_i)``."""
-    d_o, d_i = tau.shape
-    return Spectrum((d_o, d_i), TaskVector(tau).squares().cpu(), rounding)
-
-
-def rounding_energy(theta: Tensor, spacing: float) -> float:
-    r"""Return the expected energy of the rounding errors of a weight.
-
-    ``spacing`` is that of stored values, relative to the power of two below each, so that the error
-    of a value is spread evenly over one spacing. With magnitudes :math:`m\,2^e` whose logarithms
-    are, too, the mean of :math:`m^{-2}` is :math:`3 / (8 \ln 2)`.
-    """
-    norm = torch.linalg.vector_norm(theta, dtype=torch.float64).item()
-    return 3 / (8 * log(2)) / 12 * (spacing * norm) ** 2
-
-
-def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
-    """Return the share of a task's energy outside the leading directions of its layers."""
-    outside = 0.0
-    whole = 0.0
-    for (d_o, d_i), squares, rounding in spectra:
-        energy = squares.sum().item()
-        # The largest squared singular value of a random matrix of this energy (Marchenko-Pastur).
-        edge = rounding * (d_o**-0.5 + d_i**-0.5) ** 2
-        leading = squares[:num_leading]
-        leading = leading[leading > edge]
-        # The leading directions also have their part of the rounding errors.
-        rest = (1 - len(leading) / d_o) * (1 - len(leading) / d_i)
-        outside += energy - leading.sum().item() - rest * rounding
-        whole += energy - rounding
-    return outside / whole
-
-
 def task_strength(
     layers: Sequence[_L],
     shapes: Sequence[tuple[int, int]],
@@ -330,3 +295,37 @@ def task_strength(
         return 1.0
     growth = (tail(spectra, num_leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
     return 0.5 + 0.5 * min(1.0, max(0.0, growth))
+
+
+def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
+    """Return the share of a task's energy outside the leading directions of its layers."""
+    outside = 0.0
+    whole = 0.0
+    for (d_o, d_i), squares, rounding in spectra:
+        energy = squares.sum().item()
+        # The largest squared singular value of a random matrix of this energy (Marchenko-Pastur).
+        edge = rounding * (d_o**-0.5 + d_i**-0.5) ** 2
+        leading = squares[:num_leading]
+        leading = leading[leading > edge]
+        # The leading directions also have their part of the rounding errors.
+        rest = (1 - len(leading) / d_o) * (1 - len(leading) / d_i)
+        outside += energy - leading.sum().item() - rest * rounding
+        whole += energy - rounding
+    return outside / whole
+
+
+def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
+    """Return the spectrum of a task vector ``(d_o, d_i)``."""
+    d_o, d_i = tau.shape
+    return Spectrum((d_o, d_i), TaskVector(tau).squares().cpu(), rounding)
+
+
+def rounding_energy(theta: Tensor, spacing: float) -> float:
+    r"""Return the expected energy of the rounding errors of a weight.
+
+    ``spacing`` is that of stored values, relative to the power of two below each, so that the error
+    of a value is spread evenly over one spacing. With magnitudes :math:`m\,2^e` whose logarithms
+    are, too, the mean of :math:`m^{-2}` is :math:`3 / (8 \ln 2)`.
+    """
+    norm = torch.linalg.vector_norm(theta, dtype=torch.float64).item()
+    return 3 / (8 * log(2)) / 12 * (spacing * norm) ** 2
