@@ -73,15 +73,15 @@ class LayerMethod(ABC):
         seed: int = 42,
         last_blocks: Mapping[str | None, int] | None = None,
     ) -> None:
-        self.options, self.layers, self.seed = options, layers, seed
+        self.options = options
+        self.layers = layers
+        self.seed = seed
         self.last_blocks = last_blocks or last_block_numbers(layers)
 
     def __str__(self) -> str:
         """The method's name and all its settings."""
-        return (
-            f"{self.label} "
-            f"({', '.join(f'{key} {value}' for key, value in vars(self.options).items())})"
-        )
+        settings = [f"{key} {value}" for key, value in vars(self.options).items()]
+        return f"{self.label} ({', '.join(settings)})"
 
     @abstractmethod
     def init_state(self, names: Sequence[str], base: Tensor) -> State:

@@ -75,12 +75,13 @@ class Nufilt(LayerMethod):
             measures = dict.fromkeys(MEASURES, zeros)
             for kind in (True, False):
                 rows = [row for row, is_first in enumerate(is_first_task) if is_first == kind]
+                part_of_task: Tensor | LowRank
                 if isinstance(task, LowRank):
                     left = select_rows(task.left, rows)
-                    part_of_task: Tensor | LowRank = LowRank(left, select_rows(task.right, rows))
+                    part_of_task = LowRank(left, select_rows(task.right, rows))
                 else:
                     part_of_task = select_rows(task, rows)
-                after, measured = self.update(
+                after, measures_of_part = self.update(
                     [names[row] for row in rows],
                     {"weight": select_rows(theta, rows)},
                     select_rows(base, rows),
@@ -90,7 +91,7 @@ class Nufilt(LayerMethod):
                     float64=float64,
                 )
                 weight = replace_rows(weight, rows, after["weight"])
-                for name, values in measured.items():
+                for name, values in measures_of_part.items():
                     measures[name] = replace_rows(measures[name], rows, values.double())
             return {"weight": weight}, measures
         wide = compute_dtype(theta)
@@ -101,7 +102,9 @@ class Nufilt(LayerMethod):
             # A whole model's own bits, which the base plus a rounded difference need not have.
             return {"weight": task.to(wide).to(theta.dtype)}, measures_of_first(tau)
         del task  # as large as anything that follows
-        A = self._initial_A(names, step, theta) if self.options.has_adapter else None
+        A = None
+        if self.options.has_adapter:
+            A = self._initial_A(names, step, theta)
         weight, measures = fuse_stack(
             base,
             theta,
@@ -116,13 +119,14 @@ class Nufilt(LayerMethod):
     def _initial_A(self, names: Sequence[str], step: int, theta: Tensor) -> Tensor:
         """Return the initial A ``(n, r_l, d_i)`` of each layer."""
         d_i = theta.shape[-1]
-        drawn = []
+        initial = []
         for name in names:
             if self.lora_A is None:
-                drawn.append(initial_A(name, d_i, self.options, self.seed, step))
+                A = initial_A(name, d_i, self.options, self.seed, step)
             else:
-                drawn.append(self.lora_A[name].detach())
-        return stack([A.to(theta.device).contiguous() for A in drawn])
+                A = self.lora_A[name].detach()
+            initial.append(A.to(theta.device).contiguous())
+        return stack(initial)
 
     def warning(self, shapes: Sequence[tuple[int, int]], entry_point: EntryPoint) -> str | None:
         rank = self.options.null_rank
