@@ -1,5 +1,5 @@
-"""Where layers are solved: on which devices, in which threads, in how much memory, and what fails
-there.
+"""Where layers are solved: on which devices, in which threads, with which products, in how much
+memory, and what fails there.
 """
 
 import ctypes
@@ -19,6 +19,9 @@ import torch
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+log = logging.getLogger(__name__)
+warn_once = functools.cache(log.warning)
 
 Devices = torch.device | str | Sequence[torch.device | str]
 """One device, a list of devices, or a string of their names with commas between them."""
@@ -167,6 +170,10 @@ class _ExactProducts:
 
 
 _exact_products = _ExactProducts()
+# What torch.backends.cuda.matmul.fp32_precision and its like are made of. The attribute of
+# torch.backends.mkldnn itself, in torch 2.13, sets another one than it shows.
+_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 
 
 def _make_products_exact(restore: ExitStack) -> None:
@@ -183,12 +190,6 @@ def _make_products_exact(restore: ExitStack) -> None:
             before = "none"  # as torch spells that there is no setting for these products
         restore.callback(_set_precision, backend, "matmul", before)
         _set_precision(backend, "matmul", "ieee")
-
-
-# What torch.backends.cuda.matmul.fp32_precision and its like are made of. The attribute of
-# torch.backends.mkldnn itself, in torch 2.13, sets another one than it shows.
-_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-_set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 
 
 def _follows(backend: str, rounding: str) -> bool:
@@ -239,10 +240,6 @@ def give_back_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
-
-
-log = logging.getLogger(__name__)
-warn_once = functools.cache(log.warning)
 
 
 class DeviceOutOfMemoryError(ValueError):

@@ -1,5 +1,5 @@
-"""Files and folders that are whole or not there, locks on folders, and the JSON files beside models
-and results, checked against a schema.
+"""Locks on folders; files and folders that are whole or not there; names from elsewhere; YAML; and
+the JSON files beside models and results, with the schemas that they are checked against.
 
 A schema names what is read back; the files hold more, for people.
 """
@@ -64,37 +64,6 @@ def refuse_foreign(folder: Path, mark: str) -> None:
         raise ValueError(
             f"--out {folder}: it has '{min(names)}' and no {mark}; name a new or an empty folder"
         )
-
-
-class FullDiskError(OSError, ValueError):
-    """A disk is full; the message says what was to be written there."""
-
-
-@contextmanager
-def disk_full_errors(folder: Path, size: str = "") -> Iterator[None]:
-    """Turn the error of a full disk into one that names the folder, and the ``size`` of what it
-    should hold.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # A block inside this one may have named a folder already: the outer one says more.
-        cause = error.__cause__ if isinstance(error, FullDiskError) else error
-        if _error_number(cause) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise FullDiskError(
-            f"no room left on the disk for '{folder}'{size}: {cause}. Make room and run the same "
-            "command again"
-        ) from cause
-
-
-def _error_number(error: BaseException | None) -> int | None:
-    """Return the number of an operating system's error, which safetensors gives in its text."""
-    number: int | None = getattr(error, "errno", None)
-    match = re.search(r"os error (\d+)", str(error))
-    if number is None and match is not None:
-        return int(match[1])
-    return number
 
 
 @contextmanager
@@ -195,6 +164,37 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+class FullDiskError(OSError, ValueError):
+    """A disk is full; the message says what was to be written there."""
+
+
+@contextmanager
+def disk_full_errors(folder: Path, size: str = "") -> Iterator[None]:
+    """Turn the error of a full disk into one that names the folder, and the ``size`` of what it
+    should hold.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # A block inside this one may have named a folder already: the outer one says more.
+        cause = error.__cause__ if isinstance(error, FullDiskError) else error
+        if _error_number(cause) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise FullDiskError(
+            f"no room left on the disk for '{folder}'{size}: {cause}. Make room and run the same "
+            "command again"
+        ) from cause
+
+
+def _error_number(error: BaseException | None) -> int | None:
+    """Return the number of an operating system's error, which safetensors gives in its text."""
+    number: int | None = getattr(error, "errno", None)
+    match = re.search(r"os error (\d+)", str(error))
+    if number is None and match is not None:
+        return int(match[1])
+    return number
+
+
 def printable(name: str) -> str:
     """Escape the control characters of a name from elsewhere, which could act on a terminal or a
     page.
@@ -273,11 +273,6 @@ def parse_json(text: bytes, kind: type[_T]) -> _T:
     return validate(content, kind)
 
 
-@cache  # making one takes milliseconds
-def _type_adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def validate(content: Any, kind: type[_T]) -> _T:
     """Return content from JSON or YAML unchanged if it is of a type, such as a ``TypedDict``, or as
     a dataclass.
@@ -296,6 +291,11 @@ def validate(content: Any, kind: type[_T]) -> _T:
         raise ValueError(_message(error)) from error
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+@cache  # making one takes milliseconds
+def _type_adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _message(error: ValidationError) -> str:

@@ -1,9 +1,9 @@
-"""Merged models on disk: their weights, the state to go on from, and the manifest that describes
-both.
+"""Merged models on disk: their weights, the state to go on from, the manifest that describes both,
+and the heads beside them.
 
 A step of a run and a merge of folders write the same manifest, so that either can go on from the
 other's result. A result is used again only while all that it depends on is the same as its
-description says; otherwise, what differs is named.
+description says; otherwise, what differs is named (:func:`differences`).
 """
 
 import hashlib
@@ -34,105 +34,8 @@ from fusion_bench_nufilt.utils.files import (
 )
 from fusion_bench_nufilt.utils.tensors import digest
 
-
-class Difference(NamedTuple):
-    """A value of a description that is not the stored one."""
-
-    name: str  # its keys, joined by dots
-    stored: Any
-    wanted: Any
-
-    def __str__(self) -> str:
-        if all(re.fullmatch(r"[0-9a-f]{64}", str(value)) for value in (self.stored, self.wanted)):
-            return f"{self.name} is not the same"  # digests tell a reader nothing
-        return f"{self.name} is {_short(self.stored)} there and {_short(self.wanted)} here"
-
-
-def differences(
-    stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = ""
-) -> list[Difference]:
-    """Return what differs between the stored description of a result and that of the result that is
-    wanted.
-    """
-    differing: list[Difference] = []
-    for key in {**stored, **wanted}:  # in their order, which a set would not keep
-        name = f"{prefix}{key}"
-        old = stored.get(key)
-        new = wanted.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            differing += differences(old, new, f"{name}.")
-        elif old != new:
-            differing.append(Difference(name, old, new))
-    return differing
-
-
-def without_times(differing: list[Difference]) -> list[Difference]:
-    """Return the differences but those of the time of a file, whose content may be the same."""
-    return [difference for difference in differing if not difference.name.endswith(".time")]
-
-
-def in_one_line(differing: list[Difference]) -> str:
-    """Name the first three differences."""
-    return "; ".join(map(str, differing[:3]))
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    if len(text) > 80:
-        return f"{text[:77]}..."
-    return text
-
-
-_PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
-
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
 STATE_FILE = "nufilt_state/model.safetensors"
-
-
-def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
-    """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives
-    the advice.
-    """
-    return read_json(folder / MANIFEST, Manifest, advice)
-
-
-# Fields of a task's configuration that are dropped: the user's folder, and what the merged model
-# decides itself.
-_NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")
-
-
-def add_head(
-    heads: dict[str, Head], task: str, modules: list[str], config: Mapping[str, Any]
-) -> str:
-    """Add a head, which has a file of its own; return its name: the task's, with a number if that
-    is taken.
-    """
-    name = _unused(task, heads)
-    stems = {PurePosixPath(head["file"]).stem for head in heads.values()}
-    stem = _unused(re.sub(r"[^\w.-]+", "_", name), stems)
-    kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
-    heads[name] = Head(file=f"heads/{stem}.safetensors", modules=modules, config=kept)
-    return name
-
-
-def _unused(name: str, others: Collection[str]) -> str:
-    """Return the name, with the first free number from 2 if it is among the others."""
-    candidate = name
-    number = 2
-    while candidate in others:
-        candidate = f"{name}-{number}"
-        number += 1
-    return candidate
-
-
-def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dict[str, bytes]:
-    """Return the files of all heads of a result, or of one task's, by path; refuse one that is not
-    what was saved.
-    """
-    heads = manifest.get("heads", {})
-    files = [head["file"] for name, head in heads.items() if task in (None, name)]
-    verify_files(folder, manifest, "fetch it again", files)
-    return {file: (folder / file).read_bytes() for file in files}
 
 
 def save_checkpoint(
@@ -181,6 +84,27 @@ def _name_untied_head(model: Any, config: Path) -> None:
         write_text(config, json.dumps(content, indent=2) + "\n")
 
 
+def load_checkpoint(model: nn.Module, folder: Path) -> None:
+    """Load the weights that :func:`save_checkpoint` saved from such a model."""
+    from_pretrained = getattr(model, "from_pretrained", None)
+    if callable(from_pretrained):
+        # The widest dtype that occurs, so that each weight is read exactly; a model may have
+        # several dtypes.
+        dtype = reduce(torch.promote_types, {parameter.dtype for parameter in model.parameters()})
+        saved = from_pretrained(folder, dtype=dtype)
+        model.load_state_dict(saved.state_dict())
+    else:
+        load_model(model, folder / "model.safetensors")
+
+
+def load_state(folder: Path) -> dict[str, Tensor]:
+    """Return the state that was saved beside a merged model; {} if its method keeps none."""
+    file = folder / STATE_FILE
+    if not file.is_file():
+        return {}
+    return load_file(file)
+
+
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -192,6 +116,13 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     files = _fingerprints(folder, sorted(names))
     write_json(folder / MANIFEST, {**about, "files": files})
+
+
+def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
+    """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives
+    the advice.
+    """
+    return read_json(folder / MANIFEST, Manifest, advice)
 
 
 def read_whole_checkpoint(folder: Path) -> Manifest:
@@ -244,27 +175,6 @@ def verify_files(
             )
 
 
-def load_checkpoint(model: nn.Module, folder: Path) -> None:
-    """Load the weights that :func:`save_checkpoint` saved from such a model."""
-    from_pretrained = getattr(model, "from_pretrained", None)
-    if callable(from_pretrained):
-        # The widest dtype that occurs, so that each weight is read exactly; a model may have
-        # several dtypes.
-        dtype = reduce(torch.promote_types, {parameter.dtype for parameter in model.parameters()})
-        saved = from_pretrained(folder, dtype=dtype)
-        model.load_state_dict(saved.state_dict())
-    else:
-        load_model(model, folder / "model.safetensors")
-
-
-def load_state(folder: Path) -> dict[str, Tensor]:
-    """Return the state that was saved beside a merged model; {} if its method keeps none."""
-    file = folder / STATE_FILE
-    if not file.is_file():
-        return {}
-    return load_file(file)
-
-
 def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
     def fingerprint(name: str) -> Fingerprint:
         with (folder / name).open("rb") as stream:
@@ -273,6 +183,93 @@ def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
 
     with ThreadPoolExecutor(8) as pool:  # digests of large files are computed without Python's lock
         return dict(zip(names, pool.map(fingerprint, names), strict=True))
+
+
+# Fields of a task's configuration that are dropped: the user's folder, and what the merged model
+# decides itself.
+_NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")
+
+
+def add_head(
+    heads: dict[str, Head], task: str, modules: list[str], config: Mapping[str, Any]
+) -> str:
+    """Add a head, which has a file of its own; return its name: the task's, with a number if that
+    is taken.
+    """
+    name = _unused(task, heads)
+    stems = {PurePosixPath(head["file"]).stem for head in heads.values()}
+    stem = _unused(re.sub(r"[^\w.-]+", "_", name), stems)
+    kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
+    heads[name] = Head(file=f"heads/{stem}.safetensors", modules=modules, config=kept)
+    return name
+
+
+def _unused(name: str, others: Collection[str]) -> str:
+    """Return the name, with the first free number from 2 if it is among the others."""
+    candidate = name
+    number = 2
+    while candidate in others:
+        candidate = f"{name}-{number}"
+        number += 1
+    return candidate
+
+
+def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dict[str, bytes]:
+    """Return the files of all heads of a result, or of one task's, by path; refuse one that is not
+    what was saved.
+    """
+    heads = manifest.get("heads", {})
+    files = [head["file"] for name, head in heads.items() if task in (None, name)]
+    verify_files(folder, manifest, "fetch it again", files)
+    return {file: (folder / file).read_bytes() for file in files}
+
+
+class Difference(NamedTuple):
+    """A value of a description that is not the stored one."""
+
+    name: str  # its keys, joined by dots
+    stored: Any
+    wanted: Any
+
+    def __str__(self) -> str:
+        if all(re.fullmatch(r"[0-9a-f]{64}", str(value)) for value in (self.stored, self.wanted)):
+            return f"{self.name} is not the same"  # digests tell a reader nothing
+        return f"{self.name} is {_short(self.stored)} there and {_short(self.wanted)} here"
+
+
+def differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = ""
+) -> list[Difference]:
+    """Return what differs between the stored description of a result and that of the result that is
+    wanted.
+    """
+    differing: list[Difference] = []
+    for key in {**stored, **wanted}:  # in their order, which a set would not keep
+        name = f"{prefix}{key}"
+        old = stored.get(key)
+        new = wanted.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            differing += differences(old, new, f"{name}.")
+        elif old != new:
+            differing.append(Difference(name, old, new))
+    return differing
+
+
+def without_times(differing: list[Difference]) -> list[Difference]:
+    """Return the differences but those of the time of a file, whose content may be the same."""
+    return [difference for difference in differing if not difference.name.endswith(".time")]
+
+
+def in_one_line(differing: list[Difference]) -> str:
+    """Name the first three differences."""
+    return "; ".join(map(str, differing[:3]))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    if len(text) > 80:
+        return f"{text[:77]}..."
+    return text
 
 
 def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
@@ -292,6 +289,9 @@ def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
     """Return one digest of named parts, such as digests of tensors, in any order."""
     lines = sorted(f"{part}\n" for part in parts)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+_PACKAGES = ("fusion-bench-nufilt", "fusion-bench", "torch", "transformers", "safetensors")
 
 
 @cache
