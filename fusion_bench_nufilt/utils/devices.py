@@ -31,39 +31,44 @@ def check_devices(devices: Devices) -> list[torch.device]:
     """Return the devices; raise a ValueError if PyTorch cannot use one, or if they would not give
     the same bits.
     """
-    names = devices.split(",") if isinstance(devices, str) else devices
-    found = [
-        _check_device(name) for name in ([names] if isinstance(names, torch.device) else names)
-    ]
-    if len({device.type for device in found}) != 1:
-        raise ValueError(f"devices must be of one kind, got {', '.join(map(str, found)) or 'none'}")
-    return found
+    names: Sequence[torch.device | str]
+    if isinstance(devices, str):
+        names = devices.split(",")
+    elif isinstance(devices, torch.device):
+        names = [devices]
+    else:
+        names = devices
+    checked = [_check_device(name) for name in names]
+    if len({device.type for device in checked}) != 1:
+        listing = ", ".join(map(str, checked)) or "none"
+        raise ValueError(f"devices must be of one kind, got {listing}")
+    return checked
 
 
-def _check_device(device: torch.device | str) -> torch.device:
+def _check_device(name: torch.device | str) -> torch.device:
     try:
-        where = torch.device(device)
-        if where.type not in ("cpu", "cuda"):
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"device '{where}': layers are computed on cpu or cuda only; choose device=cpu"
+                f"device '{device}': layers are computed on cpu or cuda only; choose device=cpu"
             )
         # PyTorch loads its solvers for GPUs at their first use, which fails if two threads come to
         # it together.
-        torch.linalg.eigh(torch.eye(1, dtype=torch.float32, device=where))
+        torch.linalg.eigh(torch.eye(1, dtype=torch.float32, device=device))
     except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA, or no such device
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"device '{device}': PyTorch can't compute there: {reason}; choose device=cpu"
+            f"device '{name}': PyTorch can't compute there: {reason}; choose device=cpu"
         ) from error
-    return where
+    return device
 
 
-def fast_in_float64(where: torch.device) -> bool:
+def fast_in_float64(device: torch.device) -> bool:
     """Tell whether a device computes in float64 at half its float32 rate or faster, as NVIDIA's
     P100 to B200 do.
     """
     capabilities = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
-    return where.type == "cuda" and torch.cuda.get_device_capability(where) in capabilities
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in capabilities
 
 
 class DevicePool(Generic[_T]):
@@ -93,7 +98,7 @@ class DevicePool(Generic[_T]):
 def map_layers(
     function: Callable[[_T], _R],
     items: Sequence[_T],
-    where: torch.device,
+    device: torch.device,
     workers: int | None = None,
 ) -> Iterator[_R]:
     """Yield the results in order; until the last one is taken, float32 products keep full
@@ -104,12 +109,16 @@ def map_layers(
     machine, and gives the same bits for any number of threads. Where there is one, or an
     accelerator without ``workers``, the caller's thread does everything.
     """
-    threads = torch.get_num_threads() if where.type == "cpu" else workers or 1
+    begin = None
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        begin = _single_threaded
+    else:
+        threads = workers or 1
     with _exact_products:
         if threads == 1:
             yield from map(function, items)
         else:
-            begin = _single_threaded if where.type == "cpu" else None
             yield from _side_by_side(function, items, min(workers or threads, threads), begin)
 
 
@@ -150,9 +159,8 @@ class _ExactProducts:
     """
 
     def __init__(self) -> None:
-        self._lock = (
-            RLock()
-        )  # The garbage collector may close another merge in the thread that holds the lock.
+        # Reentrant: the garbage collector may close another merge in the thread that holds it.
+        self._lock = RLock()
         self._merges = 0
         self._restore = ExitStack()
 

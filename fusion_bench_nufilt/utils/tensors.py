@@ -243,7 +243,9 @@ def is_finite(values: Tensor) -> bool:
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as one; a single one is not copied."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+    if len(tensors) == 1:
+        return tensors[0][None]
+    return torch.stack(list(tensors))
 
 
 def select_rows(stacked: Tensor, rows: Sequence[int]) -> Tensor:
