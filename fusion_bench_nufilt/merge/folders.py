@@ -265,13 +265,12 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         name = f"'{checkpoint.name}'"
         label = f"'{checkpoint.label}'"
         public_warnings = [text.replace(name, label) for text in public_warnings]
-    mean_counts = {}
     for param in plan.others:
-        record = done[param]
-        if "not_finite" in record:
-            public_warnings.append(NOT_FINITE % record["not_finite"])
-        count = record.get("mean_count", plan.last_step)
-        # A tensor that is not listed counts every step, as most do.
+        if "not_finite" in done[param]:
+            public_warnings.append(NOT_FINITE % done[param]["not_finite"])
+    # As most tensors are the mean of every step's model, these are not listed.
+    mean_counts = {}
+    for param, count in plan.mean_counts.items():
         if count != plan.last_step:
             mean_counts[param] = count
     averaged = len(plan.averaged)

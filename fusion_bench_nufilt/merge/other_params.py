@@ -179,8 +179,6 @@ def write_other(
         rows_writer.write(plan.vocabulary.new_rows(param))
         record["written"].append(rows_writer.entry())
     record["read"] = digests.by_source()
-    if param in plan.averaged:
-        record["mean_count"] = plan.models_in_mean(param) + len(plan.joining(param))
     # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
     output.record(record)
 
@@ -265,23 +263,22 @@ def average_others(
     number of models in the mean of each, by param, and the means that the model rounds, by their
     keys in the state.
     """
-    counts = {}
     means = {}
     to_keep = means_to_keep(plan)
-    for param in plan.averaged:
-        key = plan.others[param][0]
-        tensor = OtherParam(plan, param, key, ReadDigests())
-        counts[param] = plan.models_in_mean(param) + len(tensor.tasks)
+    for param, keys in plan.others.items():
+        if param not in plan.averaged:
+            continue
+        tensor = OtherParam(plan, param, keys[0], ReadDigests())
         if not tensor.numel:
             continue
         bounds = _bounds(0, tensor.numel, tensor.piece_length)
         value = torch.cat([tensor.piece(start, stop) for start, stop in bounds])
         value = value.reshape(tensor.info.shape)
         if tensor.tasks:
-            write(key, value)
+            write(keys[0], value)
         if param in to_keep:
             means[mean_key(param)] = value.to(to_keep[param].dtype)
-    return counts, means
+    return plan.mean_counts, means
 
 
 def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:

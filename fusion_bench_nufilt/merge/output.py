@@ -17,7 +17,7 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.files import LOCK, Count, lock_folder, sync, write_text
+from fusion_bench_nufilt.utils.files import LOCK, lock_folder, sync, write_text
 from fusion_bench_nufilt.utils.manifest import differences, in_one_line, without_times
 from fusion_bench_nufilt.utils.tensors import file_digest, write_at
 
@@ -35,7 +35,6 @@ class Record(TypedDict, total=False):
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
     read: Required[dict[str, str]]  # digests of what was read, by the model's role in the merge
     reports: Required[list[dict[str, Any]]]
-    mean_count: Count
     not_finite: str
 
 

@@ -140,6 +140,21 @@ class Plan(Selection):
                 joining[f"task {number}"] = task
         return joining
 
+    @property
+    def mean_counts(self) -> dict[str, int]:
+        """The number of models in the mean of each tensor after this merge, by param.
+
+        One that is not listed counts every step.
+        """
+        means = self.averaged_at(1)
+        # What an earlier merge averaged and this one leaves as it is has as many models as before.
+        earlier_means = self.before.get("mean_counts", {})
+        counts = {}
+        for param in self.others:
+            if param in means or param in earlier_means:
+                counts[param] = self.models_in_mean(param) + len(self.joining(param))
+        return counts
+
     @cached_property
     def headers(self) -> dict[str, bytes]:
         """The header of each file of the result, once the base is on this disk."""

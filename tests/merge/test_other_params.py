@@ -82,6 +82,29 @@ TASKS = [f"task{i}" for i in range(1, 6)]
 REST = {"_pretrained_": "base", "task4": "task4", "task5": "task5"}
 
 
+def norm(folder):
+    return tensors(folder)[NORM]
+
+
+def test_the_first_tasks_tensors_count_one_model_at_once_and_one_at_a_time(stream):
+    first = {**FEW, "other_params": "first", "on_shape_mismatch": "keep-base"}
+    counts = manifest(merge(stream, **first))["mean_counts"]
+    assert counts[NORM] == 1
+    merge(stream, ["task1"], "one", **first)
+    merge(stream, ["task2"], "two", merged="one", **first)
+    last = merge(stream, ["task3"], "three", merged="two", **first)
+    assert manifest(last)["mean_counts"] == counts
+
+
+def test_a_mean_that_a_merge_leaves_as_it_is_counts_the_models_that_it_has(stream):
+    few = {"target_modules": ["k_proj"], "on_shape_mismatch": "keep-base"}
+    merge(stream, ["task1"], "one", other_params="first", **few)
+    merge(stream, ["task2"], "two", merged="one", other_params="first", **few)
+    last = merge(stream, ["task3"], "three", merged="two", other_params="mean", **few)
+    expected = torch.lerp(norm(stream / "task1"), norm(stream / "task3"), 0.5)
+    assert torch.equal(norm(last), expected)
+
+
 @pytest.fixture
 def narrow(tmp_path):
     """Five tasks in bfloat16, whose updates of the norms are a few of its roundings."""

@@ -160,7 +160,7 @@ def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_n
         {"param": None},
         {"read": []},
         {"reports": [3]},
-        {"mean_count": 2.7},
+        {"not_finite": 2.7},
     ],
     ids=str,
 )
