@@ -401,8 +401,9 @@ def check_same_base(plan: Plan) -> list[str]:
         updated = _sample([layer for layer in plan.layers if task.is_update(layer.param)])
         warnings += task.check_effect(changed, [layer.param for layer in updated])
     models = []
-    for model in plan.models.values():
-        if model.is_complete and model is not plan.pretrained and not model.source.remote:
+    # The state of the model merged so far is compared with that model as its layers are read.
+    for role, model in plan.models.items():
+        if role not in ("base", "state") and model.is_complete and not model.source.remote:
             models.append(model)
     # A plan downloads no weights; the merge looks at them once they are on this disk.
     if not models or plan.base.remote:

@@ -53,12 +53,25 @@ def test_what_nufilt_merged_is_no_sum_to_go_on_from(stream):
     plan(stream, ["task1", "task2"], method="best")
 
 
-@pytest.mark.parametrize("role", ["task", "merged"])
-def test_a_result_far_from_its_base_is_not_suspected_to_be_of_another(stream, role):
-    for task in ("task1", "task2", "task3"):
+def move_far(folder, tasks=("task1", "task2", "task3")):
+    """Give tasks updates as large as the base."""
+    for task in tasks:
         for layer in range(2):
             key = f"model.layers.{layer}.mlp.up_proj.weight"
-            change(stream / task, key, lambda value: value + value.std())
+            change(folder / task, key, lambda value: value + value.std())
+
+
+def test_the_state_beside_a_result_far_from_its_base_is_not_suspected_to_be_of_another(tmp_path):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    move_far(tmp_path, ["task1", "task2"])
+    options = {"target_modules": ["up_proj"], "settings": {"state": True}}
+    merge(tmp_path, ["task1", "task2"], "far", **options)
+    assert plan(tmp_path, ["task3"], merged="far", **options).warnings == []
+
+
+@pytest.mark.parametrize("role", ["task", "merged"])
+def test_a_result_far_from_its_base_is_not_suspected_to_be_of_another(stream, role):
+    move_far(stream)
     options = {"method": "sum", "scale": 1.0, "target_modules": ["up_proj"]}
     merge(stream, ["task1", "task2"], "far", **options)
     if role == "task":
