@@ -209,7 +209,7 @@ def merged_checkpoint(
     if path is None:
         return None, {}
     folder = Path(path).expanduser()
-    manifest = read_manifest(folder, _CHANGED) or Manifest()
+    manifest = read_manifest(folder, "merge or fetch it again") or Manifest()
     saved_digest = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
     if not verify or pretrained is None or saved_digest is None:
         return folder, manifest

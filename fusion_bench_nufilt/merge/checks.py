@@ -39,7 +39,7 @@ from fusion_bench_nufilt.utils.tensors import FLOATS, describe
 
 log = logging.getLogger(__name__)
 
-CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
+_CHANGED = "merge or fetch it again; --no-verify goes on from it all the same"
 
 # A fine-tuned weight has a cosine of nearly 1 with its pretrained value; unrelated weights have one
 # of about 0.
@@ -243,7 +243,7 @@ def verify_merged(plan: Plan) -> list[str]:
             state_files = [f"{state_folder}/{name}" for name in plan.state.source.opened]
         # Configurations, too: the result has the base's, and an edit would be lost without a word.
         names = [*merged.opened, *state_files, *small_files]
-        verify_files(merged.folder, plan.before, CHANGED, names)
+        verify_files(merged.folder, plan.before, _CHANGED, names)
         return []
     warnings = []
     for name in small_files:

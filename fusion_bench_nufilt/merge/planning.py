@@ -23,7 +23,6 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
-    CHANGED,
     check_merged,
     check_module_files,
     check_same_base,
@@ -163,7 +162,7 @@ def _open_merged(
     if name is None:
         return None, Manifest(), None
     merged = _open("merged model", name, "give it as a --task")
-    before = read_manifest(merged.folder, CHANGED) or Manifest()
+    before = read_manifest(merged.folder, "merge or fetch it again") or Manifest()
     merged_model = ModelWeights(merged, architecture)
     if method_class.is_stateless and _has_sums(before):
         return merged_model, before, None

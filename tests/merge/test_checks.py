@@ -40,6 +40,13 @@ def test_a_task_that_comes_twice_is_refused_by_whatever_name(stream, again):
         plan(stream, ["task1", "task2", again])
 
 
+def test_a_damaged_manifest_is_not_said_to_pass_unverified(stream):
+    merge(stream, ["task1"], "one")
+    (stream / "one" / "nufilt.json").write_text("{")
+    with pytest.raises(ValueError, match=r"nufilt.json' is damaged, .*; merge or fetch it again$"):
+        plan(stream, ["task2"], merged="one", settings={"verify": False})
+
+
 def test_the_merged_model_is_no_task(stream):
     merge(stream, ["task1"], "one")
     with pytest.raises(ValueError, match="one' is also --merged"):
