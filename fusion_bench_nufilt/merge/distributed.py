@@ -14,7 +14,7 @@ from torch import Tensor
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
-from fusion_bench_nufilt.utils.devices import give_back_freed_memory
+from fusion_bench_nufilt.utils.devices import exact_products, give_back_freed_memory
 
 from .engine import LayerMerger, MergedLayer
 from .output import Record
@@ -87,7 +87,9 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
             arrays = [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]
             results.append((merged.record, arrays))
 
-        merger.merge([layers[param] for param in params], on_layer)
+        # As in map_layers: a node may be set to round products, as containers of NVIDIA's are.
+        with exact_products:
+            merger.merge([layers[param] for param in params], on_layer)
         return results
 
     return merge

@@ -115,7 +115,7 @@ def map_layers(
         begin = _single_threaded
     else:
         threads = workers or 1
-    with _exact_products:
+    with exact_products:
         if threads == 1:
             yield from map(function, items)
         else:
@@ -177,7 +177,7 @@ class _ExactProducts:
                 self._restore.close()
 
 
-_exact_products = _ExactProducts()
+exact_products = _ExactProducts()
 # What torch.backends.cuda.matmul.fp32_precision and its like are made of. The attribute of
 # torch.backends.mkldnn itself, in torch 2.13, sets another one than it shows.
 _precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)

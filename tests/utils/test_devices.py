@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import fuse_layers
+from fusion_bench_nufilt.merge.distributed import _make_merger
+from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.utils.devices import DevicePool, check_devices, map_layers
+from tests.merge.helpers import plan, save_stream
 from tests.merge.test_fuse import CONFIG, models
+from tests.tiny_models import llama
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -82,6 +86,12 @@ needs_settings_per_backend = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def stream(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    return tmp_path
+
+
 def precisions(_=None):
     backends = (torch.backends.cuda, torch.backends.mkldnn)
     return [backend.matmul.fp32_precision for backend in backends]
@@ -120,6 +130,23 @@ def test_merges_that_overlap_are_both_exact_and_leave_the_user_s_setting(
         merges[first_to_end].close()
     assert precisions() == EXACT
     assert list(merges[1 - first_to_end]) == [EXACT] * 8
+
+
+@needs_settings_per_backend
+def test_products_are_not_rounded_on_a_node_of_a_cluster_either(
+    stream, monkeypatch, rounded_products
+):
+    planned = plan(stream, ["task1"])
+    update = Nufilt.update
+    seen = []
+
+    def noting_precisions(*args, **options):
+        seen.append(precisions())
+        return update(*args, **options)
+
+    monkeypatch.setattr(Nufilt, "update", noting_precisions)
+    _make_merger(planned, [1.0])([layer.param for layer in planned.layers[:1]])
+    assert seen == [EXACT]
 
 
 LEVELS = [
