@@ -33,7 +33,8 @@ class Record(TypedDict, total=False):
     param: Required[str]
     #: For each range of bytes: its file, the offsets of its start and end, and its digest.
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
-    read: Required[dict[str, str]]  # digests of what was read, by the model's role in the merge
+    #: What it was made from: digests by the model's role in the merge, and strengths of tasks.
+    read: Required[dict[str, str]]
     reports: Required[list[dict[str, Any]]]
     not_finite: str
 

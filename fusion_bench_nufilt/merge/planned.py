@@ -139,6 +139,9 @@ class PlannedLayers(LayerSource[Layer]):
         key = layer.keys[0]
         digests: dict[str, str] = {}
         weight, digests["base"] = plan.base.read(key, device)
+        if self.method.weighs_tasks:
+            # They follow from all layers of the tasks, which this layer's digests do not tell.
+            digests["strengths"] = str(list(self.strengths))
         theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
         state = self._read_state(layer, device, digests)
         if plan.method.is_stateless:

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
-from tests.merge.helpers import STATE, hashes, interrupt, merge, plan, same, tensors
+from tests.merge.helpers import STATE, change, hashes, interrupt, merge, plan, same, tensors
 from tests.models.test_adapters import save_all
 from tests.tiny_models import llama
 
@@ -63,6 +63,16 @@ def test_one_by_one_interrupted_or_sent_elsewhere_it_is_the_same(folder):
     planned = plan(folder, TASKS, method="best")
     sent = pickle.dumps((planned, PlannedLayers(planned).strengths))
     assert PlannedLayers(*pickle.loads(sent)).strengths == [1.0, 0.5]
+
+
+def test_a_layer_that_was_made_with_another_strength_is_made_again(folder):
+    """The strength follows from all layers: the change of one is a change of all."""
+    interrupt(folder, after=8, tasks=TASKS, method="best")
+    key = "model.layers.1.mlp.up_proj.weight"
+    change(folder / "task9", key, lambda value: value + 0.1 * torch.randn_like(value))
+    assert strengths(folder, TASKS) == [1.0, 1.0]
+    expected = hashes(merge(folder, TASKS, "expected", method="best"))
+    assert hashes(merge(folder, TASKS, method="best")) == expected
 
 
 def test_folders_give_the_bits_of_the_models_in_memory(folder):
