@@ -12,7 +12,8 @@ in a run that goes on, and for tasks that are merged one at a time.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.step import LowRank
-from fusion_bench_nufilt.utils.devices import process_memory
+from fusion_bench_nufilt.utils.devices import map_layers, process_memory
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
@@ -63,14 +64,18 @@ class PlannedLayers(LayerSource[Layer]):
         self.first_step = plan.first_step
         self.memory_limit = self.budget(self.workers)
         self._strengths = strengths
+        self._measuring = Lock()
 
-    @cached_property
+    @property
     def strengths(self) -> Sequence[float]:
-        if self._strengths is not None:
+        # The first thread that asks measures them for all.
+        with self._measuring:
+            if self._strengths is None:
+                if self.method.weighs_tasks:
+                    self._strengths = measure_strengths(self.plan)
+                else:
+                    self._strengths = [1.0] * len(self.plan.tasks)
             return self._strengths
-        if not self.method.weighs_tasks:
-            return [1.0] * len(self.plan.tasks)
-        return measure_strengths(self.plan)
 
     def name(self, layer: Layer) -> str:
         return layer.name
@@ -233,13 +238,19 @@ def measure_strengths(plan: Plan) -> list[float]:
     return [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
 
 
-@torch.no_grad()
 def strength_of(base: Source, layers: Sequence[Layer], task: ModelWeights) -> float:
     """Return the strength of a task, given all layers to merge, between a half and 1."""
     shapes = [layer.view.shape for layer in layers]
-    return task_strength(layers, shapes, partial(_spectrum_of, base, task))
+
+    def measure_strength(task: ModelWeights) -> float:
+        return task_strength(layers, shapes, partial(_spectrum_of, base, task))
+
+    # On one thread, as layers are solved: an eigenvalue solver has other bits on several.
+    (strength,) = map_layers(measure_strength, [task], torch.device("cpu"), workers=1)
+    return strength
 
 
+@torch.no_grad()
 def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | None:
     """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
     if layer.param not in task.params:

@@ -65,6 +65,23 @@ def test_one_by_one_interrupted_or_sent_elsewhere_it_is_the_same(folder):
     assert PlannedLayers(*pickle.loads(sent)).strengths == [1.0, 0.5]
 
 
+def test_a_strength_has_the_same_bits_on_any_number_of_threads(tmp_path):
+    """Where it is between that of an adapter and that of a full model, it has all its digits."""
+    update = torch.randn(320, 8) @ torch.randn(8, 320) + 0.26 * torch.randn(320, 320)
+    for name, scale in [("base", 0.0), ("task1", 0.001)]:
+        weight = torch.ones(320, 320) + scale * update
+        (tmp_path / name).mkdir()
+        save_file({"up_proj.weight": weight}, tmp_path / name / "model.safetensors")
+    before = torch.get_num_threads()
+    found = set()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.add(strengths(tmp_path, ["task1"])[0])
+    torch.set_num_threads(before)
+    (strength,) = found
+    assert 0.5 < strength < 1.0
+
+
 def test_a_layer_that_was_made_with_another_strength_is_made_again(folder):
     """The strength follows from all layers: the change of one is a change of all."""
     interrupt(folder, after=8, tasks=TASKS, method="best")
