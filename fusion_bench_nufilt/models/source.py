@@ -213,7 +213,11 @@ class MemorySource(Source):
         return self._values[key].flatten()[start:stop]
 
     def write(self, key: str, value: Tensor) -> None:
-        self._values[key].copy_(value)
+        """Replace the values of a tensor, whose dtype must hold the new ones."""
+        target = self._values[key]
+        target.copy_(value)
+        if not is_finite(target):
+            raise ValueError(f"tensor '{key}': the merged weight is too large for {target.dtype}")
 
     def same(self, key: str, other: str) -> bool:
         """Tell whether two tensors hold the same values, at once where they share their memory."""

@@ -124,6 +124,16 @@ def test_bfloat16_models_stay_bfloat16():
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
 
 
+def test_what_the_dtype_can_not_hold_is_refused_as_in_folders():
+    models = {name: model.half() for name, model in pool(2, llama()).items()}
+    for name, model in models.items():
+        value = 4e4 if name == "_pretrained_" else 6e4
+        model.model.layers[0].mlp.up_proj.weight.data.fill_(value)
+    run = LayerwiseMergingAlgorithm("sum", scale=2.0, evaluate="last")
+    with pytest.raises(ValueError, match=r"up_proj\.weight': the merged weight is too large for"):
+        run.run(models)
+
+
 def test_files_of_a_run_with_a_log_directory(tmp_path):
     merged = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL)).run(pool(3))
     last = type(merged).from_pretrained(tmp_path / "checkpoints" / "merged_model_2")
