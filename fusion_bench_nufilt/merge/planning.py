@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
@@ -234,17 +235,17 @@ def _join_vocabularies(
 
 def _refuse_twice(plan: Plan) -> None:
     """Refuse a task that comes twice, by one name or two, or that is the model to merge into."""
-    names_by_folder = {}
-    if plan.merged is not None:
-        names_by_folder[plan.merged.checkpoint.folder.resolve()] = "--merged"
+    names_by_folder: dict[Path, str] = {}
     for task in plan.tasks:
         folder = task.checkpoint.folder.resolve()
+        if plan.merged is not None and folder == plan.merged.checkpoint.folder.resolve():
+            raise ValueError(f"task '{task.source.name}' is also --merged: leave the task out")
         if folder in names_by_folder:
             raise ValueError(
-                f"task '{task.source.name}' is also {names_by_folder[folder]}: name it once, and "
-                "set its strength by --weights"
+                f"task '{task.source.name}' is also task '{names_by_folder[folder]}': name it "
+                "once, and set its strength by --weights"
             )
-        names_by_folder[folder] = f"task '{task.source.name}'"
+        names_by_folder[folder] = task.source.name
 
 
 def _check(plan: Plan, architecture: Architecture) -> list[str]:
