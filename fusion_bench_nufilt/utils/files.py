@@ -43,7 +43,7 @@ def lock_folder(folder: Path) -> BaseFileLock:
     another process holds it.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out {folder}: there is a file of that name")
+        raise ValueError(f"'{folder}' can't be a folder: there is a file of that name")
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:

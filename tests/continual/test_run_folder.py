@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from torch import nn
 
-from fusion_bench_nufilt.continual.run_folder import RunFolder
+from fusion_bench_nufilt.continual.run_folder import RunFolder, open_run_folder
 from fusion_bench_nufilt.utils.files import MANIFEST
 from tests.conftest import REPO
 from tests.continual.helpers import InterruptedRunError, interrupt_after, pool
@@ -29,6 +29,15 @@ def folder(tmp_path):
     folder = RunFolder(tmp_path / "logs")
     folder.save_step(1, nn.Linear(2, 2), ABOUT, {}, {})
     return folder
+
+
+def test_a_file_in_place_of_the_log_directory_is_refused_by_its_name(tmp_path):
+    (tmp_path / "log").touch()
+    with (
+        pytest.raises(ValueError, match=r"^'.*log' can't be a folder: there is a file"),
+        open_run_folder(str(tmp_path / "log")),
+    ):
+        pass
 
 
 def test_a_second_run_in_a_log_directory_is_refused(tmp_path):
