@@ -256,11 +256,18 @@ def verify_merged(plan: Plan) -> list[str]:
     return warnings
 
 
-def check_shapes(selection: Selection, task: ModelWeights, architecture: Architecture) -> list[str]:
+def check_shapes(
+    selection: Selection,
+    task: ModelWeights,
+    architecture: Architecture,
+    *,
+    can_exclude: bool = True,
+) -> list[str]:
     """Refuse a task whose tensors have other shapes than the base's.
 
     Where ``on_shape_mismatch`` allows them outside the layers, return the params of those tensors,
-    which are to stay as they are in the base.
+    which are to stay as they are in the base. ``can_exclude`` tells whether the user has this
+    option and others that leave tensors out.
     """
     pretrained = selection.pretrained
     merged_params = {layer.param for layer in selection.layers}
@@ -287,17 +294,16 @@ def check_shapes(selection: Selection, task: ModelWeights, architecture: Archite
         if is_outside and selection.targets.on_shape_mismatch != "error":
             kept.append(param)
             continue
-        reason = (
-            "it comes from another base, its vocabulary was changed, or it is a head that "
-            "--heads can name"
-        )
+        reason = "it comes from another base, its vocabulary was changed, or it is a head"
+        if can_exclude:
+            reason += " that --heads can name"
         if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
             # The same sizes, with the last two exchanged.
             reason = (
                 "transformers 5 saves these experts transposed: load the other model with "
                 "it and save it again"
             )
-        if is_outside:
+        if is_outside and can_exclude:
             reason += "; on_shape_mismatch=keep-base leaves it as it is in the base"
         raise ValueError(
             f"model '{task.source.name}', tensor '{param}': shape {shape} differs from {expected} "
@@ -307,12 +313,17 @@ def check_shapes(selection: Selection, task: ModelWeights, architecture: Archite
 
 
 def check_task(
-    selection: Selection, task: ModelWeights, architecture: Architecture, averaged: set[str]
+    selection: Selection,
+    task: ModelWeights,
+    architecture: Architecture,
+    averaged: set[str],
+    *,
+    can_exclude: bool = True,
 ) -> list[str]:
     """Refuse a task that lacks layers of the base or has no numbers in them, and return warnings.
 
     Its shapes have passed :func:`check_shapes`. ``averaged`` has the other tensors that the task
-    is to change.
+    is to change, and ``can_exclude`` tells whether the user has an option that leaves layers out.
     """
     name = task.source.name
     pretrained = selection.pretrained
@@ -324,7 +335,7 @@ def check_task(
             f"'{name}': kept from the base because of their shape: {format_names(task.ignored)}"
         )
     warnings += task.check_base(selection.base)
-    task.check_layers(selection.layers, pretrained)
+    task.check_layers(selection.layers, pretrained, can_exclude=can_exclude)
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
     extra = []
     for param in task.params:
@@ -544,6 +555,7 @@ def check_module(
         )
     base.tie(architecture)
     task.tie(architecture)
-    check_shapes(selection, task, architecture)
-    for warning in check_task(selection, task, architecture, selection.averaged_at(1)):
+    check_shapes(selection, task, architecture, can_exclude=False)
+    averaged = selection.averaged_at(1)
+    for warning in check_task(selection, task, architecture, averaged, can_exclude=False):
         log.info("%s", warning)

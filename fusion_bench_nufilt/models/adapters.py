@@ -449,7 +449,9 @@ class LoraAdapter(ModelWeights):
 
     # What is checked before a merge
 
-    def check_layers(self, layers: Sequence[Layer], base: ModelWeights) -> None:
+    def check_layers(
+        self, layers: Sequence[Layer], base: ModelWeights, *, can_exclude: bool
+    ) -> None:
         if layers and all(layer.param not in self.params for layer in layers):
             raise ValueError(
                 f"adapter '{self.source.name}' changes none of the {len(layers)} layers to merge: "

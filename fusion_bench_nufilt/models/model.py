@@ -241,8 +241,13 @@ class ModelWeights:
 
     # What is checked before a merge
 
-    def check_layers(self, layers: Sequence[Layer], base: "ModelWeights") -> None:
-        """Raise a ValueError if the model lacks layers that it needs for a merge."""
+    def check_layers(
+        self, layers: Sequence[Layer], base: "ModelWeights", *, can_exclude: bool
+    ) -> None:
+        """Raise a ValueError if the model lacks layers that it needs for a merge.
+
+        ``can_exclude`` tells whether the user has an option that leaves layers out.
+        """
         lost = [layer for layer in layers if layer.param not in self.params]
         if not lost:
             return
@@ -257,7 +262,10 @@ class ModelWeights:
                 f"{lacks} and has '{renamed[0]}', which the base lacks: its tensors are named "
                 "otherwise, rename them as the base's are"
             )
-        raise ValueError(f"{lacks}, one of {len(lost)}{exclude_hint(first.name)}")
+        hint = ""
+        if can_exclude:
+            hint = exclude_hint(first.name)
+        raise ValueError(f"{lacks}, one of {len(lost)}{hint}")
 
     def check_base_has(self, param: str, base: "ModelWeights", architecture: Architecture) -> None:
         """Raise a ValueError if the model updates a tensor, which the base lacks."""

@@ -30,12 +30,20 @@ def merge(base, *models, **options):
 
 
 def test_a_model_of_another_size_is_refused_by_name_layer_and_shape():
-    with pytest.raises(ValueError, match=r"model 'svhn' lacks layer .*, one of 13"):
+    # A method of FusionBench has no option that leaves layers out, so that none is advised.
+    with pytest.raises(ValueError, match=r"model 'svhn' lacks layer .*, one of 13$"):
         check_module(clip(), nn.Linear(2, 2), "svhn")
     other = clip()
     tower(other).encoder.layers[1].mlp.fc1.weight = nn.Parameter(torch.zeros(3, 32))
     message = r"model 'svhn', tensor '.*layers\.1\.mlp\.fc1.*': shape \(3, 32\)"
     with pytest.raises(ValueError, match=message):
+        check_module(clip(), other, "svhn")
+
+
+def test_no_option_is_advised_for_a_tensor_of_another_shape_where_there_is_none():
+    other = clip()
+    tower(other).post_layernorm.bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"bias': shape \(3,\) .*, or it is a head$"):
         check_module(clip(), other, "svhn")
 
 
