@@ -345,11 +345,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._keep_heads(plan)
         reports: dict[str, Report] = {}
 
-        def on_layer(result: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
+        def on_layer(result: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
             layer = result.layer
             # The weight of a step that nobody reads is not computed, unless it is the state.
             if self.method.is_stateless or self.is_used(step):
-                merged_source.write(merged_weights.keys[layer.param], weigh())
+                merged_source.write(merged_weights.keys[layer.param], merged_weight())
             if plan.keeps_state and has_state(plan, layer):
                 # The state stays with the model, whichever GPU computed the layer.
                 device = layer.view.read(pretrained).device

@@ -82,8 +82,8 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         results: _Merged = []
 
-        def on_layer(merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
-            pieces = serialize_layer(local_plan, state_places, merged, weigh)
+        def on_layer(merged: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
+            pieces = serialize_layer(local_plan, state_places, merged, merged_weight)
             arrays = [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]
             results.append((merged.record, arrays))
 

@@ -210,8 +210,8 @@ def _merge(
     layers = [layer for layer in plan.layers if layer.param not in done]
     others = [param for param in plan.others if param not in done]
 
-    def write_layer(merged: MergedLayer[Layer], weigh: Callable[[], Tensor]) -> None:
-        output.add(merged.record, serialize_layer(plan, state_places, merged, weigh))
+    def write_layer(merged: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
+        output.add(merged.record, serialize_layer(plan, state_places, merged, merged_weight))
 
     def write_other_param(param: str) -> None:
         write_other(plan, param, state_places, output)

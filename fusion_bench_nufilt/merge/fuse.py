@@ -168,9 +168,9 @@ def fuse_layers(
     reports: dict[str, LayerReport] = {}
     finished: deque[str] = deque()
 
-    def on_layer(layer: MergedLayer[str], weigh: Callable[[], Tensor]) -> None:
+    def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
         name = layer.layer
-        fused[name] = weigh().to(merged[name].device)
+        fused[name] = merged_weight().to(merged[name].device)
         (report,) = layer.record["reports"]
         reports[name] = LayerReport(**{key: report[key] for key in report if key != "step"})
         # This is a worker's thread: the loop below tells the caller in the caller's own.
@@ -189,8 +189,8 @@ def merge_matrices(source: MatrixLayers) -> dict[str, Tensor]:
     """Merge all tasks into all layers, and return the merged weights by name."""
     merged: dict[str, Tensor] = {}
 
-    def on_layer(layer: MergedLayer[str], weigh: Callable[[], Tensor]) -> None:
-        merged[layer.layer] = weigh().to(source.pretrained[layer.layer].device)
+    def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
+        merged[layer.layer] = merged_weight().to(source.pretrained[layer.layer].device)
 
     for _ in merge_layers(source, list(source.pretrained), on_layer):
         pass

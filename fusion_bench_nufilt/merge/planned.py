@@ -382,7 +382,7 @@ def serialize_layer(
     plan: Plan,
     state_places: Mapping[str, TensorInfo],
     merged: MergedLayer[Layer],
-    weigh: Callable[[], Tensor],
+    merged_weight: Callable[[], Tensor],
 ) -> list[memoryview]:
     """Return the bytes of a layer's state, if it is kept, and of its weight; note their places in
     its record.
@@ -391,7 +391,7 @@ def serialize_layer(
     """
     layer = merged.layer
     record = merged.record
-    weight = plan.vocabulary.grown_layer(layer.param, weigh(), record["read"])
+    weight = plan.vocabulary.grown_layer(layer.param, merged_weight(), record["read"])
     stored: list[tuple[TensorInfo, Tensor]] = []
     if state_places:
         for key, value in state_to_keep(plan, layer, merged.state).items():
