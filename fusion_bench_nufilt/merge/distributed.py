@@ -43,16 +43,17 @@ def merge_on_cluster(
 
     ``write`` takes a layer's record, and the bytes for each range in the record's ``written``.
     """
+    # A run that goes on may have none left, for which no worker is started.
+    if not layers:
+        return
     source = PlannedLayers(plan)
     work = {}
     for batch in source.batches(layers):
         work[f"layer '{batch[0].param}'"] = ([layer.param for layer in batch],)
-    strengths: Sequence[float] = []
-    if work:
-        # Here, so that every node has the same.
-        strengths = source.strengths
     ray = connect(plan.settings.address)
     nodes = cluster_nodes(plan)
+    # Measured here, so that every node has the same.
+    strengths = source.strengths
     for _, merged in run_on_cluster(ray, nodes, work, _make_merger, plan, strengths):
         # As they arrive: a driver that is killed has lost no more than the layers in progress.
         for record, pieces in merged:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fusion_bench_nufilt.merge.distributed import merge_on_cluster
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.methods.options import Settings
 from tests.conftest import REPO
-from tests.merge.helpers import hashes, merge
+from tests.merge.helpers import hashes, merge, plan
 from tests.models.test_adapters import save_all
 from tests.tiny_models import llama
 
@@ -50,6 +51,13 @@ def test_without_ray_the_error_names_the_extra(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=message):
         merge(tmp_path, TASKS, settings={"engine": "ray"})
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_goes_on_with_no_layer_left_starts_no_worker(tmp_path, monkeypatch):
+    save_matrices(tmp_path, (8, 8), 1)
+    planned = plan(tmp_path, TASKS, settings={"engine": "ray"})
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert list(merge_on_cluster(planned, [], print)) == []
 
 
 def test_an_address_is_for_a_cluster():
