@@ -39,13 +39,14 @@ def mergekit(
     """
     with terminal(quiet):
         try:
-            from fusion_bench_nufilt.merge.in_mergekit import register_methods, run_file
+            from mergekit.scripts.run_yaml import main
+
+            from fusion_bench_nufilt.merge.in_mergekit import register_methods
         except ImportError as error:
             raise ValueError(f"{error}: pip install 'fusion-bench-nufilt[mergekit]'") from None
         register_methods()
         try:
-            text = config.read_text()
-            content = validate(yaml.safe_load(text), dict[str, Any])
+            content = validate(yaml.safe_load(config.read_text()), dict[str, Any])
         except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
             raise ValueError(f"'{config}' can't be read: {' '.join(str(error).split())}") from None
         _check_parameters(content)
@@ -53,7 +54,7 @@ def mergekit(
         if quiet:
             words.append("--quiet")
         try:
-            run_file(content, text, words)
+            main(words, prog_name="nufilt mergekit")
         except ValidationError as error:
             messages = [entry["msg"] for entry in error.errors()]
             raise ValueError("; ".join(messages)) from None

@@ -1,8 +1,6 @@
 """The layer-wise methods as merge methods of mergekit, which reads, plans and writes."""
 
-import os
 import re
-from collections.abc import Sequence
 from dataclasses import Field, fields
 from functools import cache
 from itertools import chain
@@ -10,15 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from mergekit.common import ModelPath, ModelReference
-from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
-from mergekit.merge import run_merge
 from mergekit.merge_methods import base as mergekit
 from mergekit.merge_methods import register
-from mergekit.options import MergeOptions, PrettyPrintHelp, add_merge_options
-from mergekit.scripts.run_yaml import main as mergekit_yaml
-from pydantic import AfterValidator, BaseModel, FiniteFloat
+from pydantic import AfterValidator, FiniteFloat
 from torch import Tensor
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod
@@ -41,66 +34,6 @@ def register_methods() -> None:
     """Make every layer-wise method a merge method of mergekit, under its own name."""
     for kind in METHODS.values():
         register(MergekitMethod(kind))
-
-
-def run_file(content: dict[str, Any], text: str, words: Sequence[str]) -> None:
-    """Do what mergekit-yaml does with its words, but take each model that is a folder as one.
-
-    Args:
-        content: that of the file, whose text the result's card has.
-        text: of the file.
-        words: the file, the folder of the result, and options.
-    """
-
-    @add_merge_options
-    def run(merge_options: MergeOptions, config_file: str, out_path: str) -> None:
-        merge_options.apply_global_options()
-        config = _with_folders(MergeConfiguration.model_validate(content))
-        run_merge(config, out_path, merge_options, config_source=text)
-
-    command = PrettyPrintHelp("nufilt mergekit", params=mergekit_yaml.params, callback=run)
-    command.main(list(words), prog_name="nufilt mergekit")
-
-
-def _with_folders(value: Any) -> Any:
-    """Return a part of mergekit's configuration in which models that are folders have a path that
-    no hub name is like.
-
-    Of a folder such as org/name, mergekit's card would be that of the hub's model of this name.
-    """
-    if isinstance(value, ModelReference):
-        return _folder_reference(value)
-    if isinstance(value, BaseModel):
-        parts = {name: _with_folders(getattr(value, name)) for name in type(value).model_fields}
-        return value.model_copy(update=parts)
-    if isinstance(value, list):
-        return [_with_folders(part) for part in value]
-    if isinstance(value, dict):
-        return {name: _with_folders(part) for name, part in value.items()}
-    return value
-
-
-def _folder_reference(reference: ModelReference) -> ModelReference:
-    # mergekit takes apart a folder's name with a + for an adapter, or an @ for a revision.
-    path = _folder_path(reference)
-    if path is not None:
-        return reference.model_copy(update={"model": ModelPath(path=path), "lora": None})
-    parts = {}
-    for name, part in (("model", reference.model), ("lora", reference.lora)):
-        path = None if part is None else _folder_path(part)
-        if path is not None:
-            parts[name] = ModelPath(path=path)
-    return reference.model_copy(update=parts)
-
-
-def _folder_path(name: ModelReference | ModelPath) -> str | None:
-    """Return the path of the folder of this name; None if there is none."""
-    path = os.path.expanduser(str(name))
-    if not os.path.isdir(path):
-        return None
-    if path.startswith((".", os.sep)):
-        return path
-    return os.path.join(".", path)
 
 
 class MergekitMethod(mergekit.GroupMergeMethod):
