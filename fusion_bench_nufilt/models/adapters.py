@@ -356,14 +356,11 @@ class LoraAdapter(ModelWeights):
         update, digests = self._update(param, theta_0.device)
         if param not in self.magnitudes:
             return update, digests
-        # DoRA: each row of theta_0 + B A is brought to the length that the adapter learned.
         lengths, digest_of_lengths = self.source.read(self.magnitudes[param], theta_0.device)
-        wide = update.left.dtype
-        transposed = param in self._transposed
-        weight = theta_0.T if transposed else theta_0
-        weight = weight.to(wide) + update.product()
-        weight *= (lengths.to(wide) / torch.linalg.vector_norm(weight, dim=1))[:, None]
-        return (weight.T if transposed else weight), digests + digest_of_lengths
+        digests += digest_of_lengths
+        if param in self._transposed:
+            return _dora(theta_0.T, update, lengths).T, digests
+        return _dora(theta_0, update, lengths), digests
 
     def _update(self, param: str, device: torch.device) -> tuple[LowRank, str]:
         """Read the factors of a layer's update in float32 at least, with its scaling, and their
@@ -424,7 +421,23 @@ class LoraAdapter(ModelWeights):
         if param in self.keys or param not in self.updates:
             return super().row(param, row, base)
         theta_0 = base.row(param, row, base)
+        if param in self.magnitudes:
+            return self._dora_row(param, row, theta_0)
         return self.elements(param, row * len(theta_0), (row + 1) * len(theta_0), theta_0)
+
+    def _dora_row(self, param: str, row: int, theta_0: Tensor) -> Tensor:
+        """Return a row of a weight that DoRA changed, given the base's."""
+        # Of an embedding, DoRA learns the lengths of columns, over all tokens.
+        if self.updates[param].of_embedding:
+            raise ValueError(
+                f"adapter '{self.source.name}' changes '{param}' by DoRA, so that the rows of its "
+                f"new tokens can't be told one by one: merge it into its base {WITH_PEFT}, or "
+                "leave its tokens out with --tokenizer base"
+            )
+        update, _ = self._update(param, theta_0.device)
+        lengths, _ = self.source.read(self.magnitudes[param], theta_0.device)
+        of_row = LowRank(update.left[row : row + 1], update.right)
+        return _dora(theta_0[None], of_row, lengths[row : row + 1])[0]
 
     def name_of(self, key: str) -> str:
         name = key.removeprefix(PREFIX).replace(_SAVED, ".")
@@ -520,6 +533,13 @@ class LoraAdapter(ModelWeights):
             f"adapter '{self.source.name}' changes nothing in the {len(layers)} layers looked at: "
             f"{reason}"
         ]
+
+
+def _dora(theta_0: Tensor, update: LowRank, lengths: Tensor) -> Tensor:
+    """Return rows of theta_0 + B A, each brought to the length that the adapter learned."""
+    weight = theta_0.to(update.left.dtype) + update.product()
+    weight *= (lengths.to(weight.dtype) / torch.linalg.vector_norm(weight, dim=1))[:, None]
+    return weight
 
 
 _Factors = tuple[Tensor, Tensor, str]  # A, B, and their digests

@@ -366,6 +366,32 @@ def test_an_adapter_brings_its_tokens(grown):
     assert torch.equal(out[HEAD], whole.get_output_embeddings().weight)
 
 
+def save_dora(folder, module):
+    """An adapter that changes a table of tokens by DoRA, and names two rows beyond the words."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    torch.manual_seed(7)
+    config = LoraConfig(target_modules=["q_proj", module], use_dora=True, init_lora_weights=False)
+    model = get_peft_model(model, config)
+    model.save_pretrained(folder / "adapter")
+    tokenizer("<a>", "<b>").save_pretrained(folder / "adapter")
+    return model.merge_and_unload()
+
+
+def test_the_row_of_a_token_in_a_head_that_dora_changed_is_that_of_pefts_model(grown):
+    whole = save_dora(grown, "lm_head")
+    options = {"method": "sum", "scale": 1.0, "target_modules": ["q_proj", "lm_head"]}
+    out = tensors(merge(grown, ["adapter"], **options, **MEAN))
+    torch.testing.assert_close(out[HEAD], whole.get_output_embeddings().weight.detach())
+
+
+def test_the_rows_of_tokens_in_an_embedding_that_dora_changed_are_left_out_on_demand(grown):
+    save_dora(grown, "embed_tokens")
+    with pytest.raises(ValueError, match=r"by DoRA, so that the rows.*--tokenizer base"):
+        merge(grown, ["adapter"])
+    out = merge(grown, ["adapter"], "out2", settings={"tokenizer": "base"})
+    assert len(AutoTokenizer.from_pretrained(out)) == WORDS
+
+
 def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many(grown):
     save(grown / "other", finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4))
     assert not plan(grown, ["other"]).vocabulary.params
