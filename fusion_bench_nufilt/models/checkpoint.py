@@ -534,8 +534,12 @@ def _repository(name: str) -> str:
 
 
 def _hub_command(name: str) -> str:
-    """Return the command that gets a hub repository into a folder."""
-    return f"hf download {_repository(name)} --local-dir FOLDER"
+    """Return the command that gets a hub repository, in the revision named, into a folder."""
+    command = f"hf download {_repository(name)}"
+    revision = name.partition("@")[2]
+    if revision:
+        command += f" --revision {shlex.quote(revision)}"
+    return f"{command} --local-dir FOLDER"
 
 
 def _hub_headers(name: str, folder: Path) -> _Files:

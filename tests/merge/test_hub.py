@@ -131,12 +131,19 @@ def test_a_whole_model_with_an_adapters_config_beside_it_is_a_whole_model(tmp_pa
     assert same(tensors(merge_folders(planned, tmp_path / "out")), expected)
 
 
-def test_a_pickled_adapter_is_refused_with_what_gets_it(tmp_path, hub):
+@pytest.mark.parametrize(
+    ("task", "command"),
+    [
+        ("task1", "hf download owner/task1 --local-dir FOLDER"),
+        ("task1@v2", "hf download owner/task1 --revision v2 --local-dir FOLDER"),
+    ],
+)
+def test_a_pickled_adapter_is_refused_with_what_gets_that_revision(tmp_path, hub, task, command):
     remote = tmp_path / "remote" / "task1"
     (remote / "adapter_config.json").write_text("{}")
     (remote / "model.safetensors").rename(remote / "adapter_model.bin")
-    with pytest.raises(ValueError, match="hf download owner/task1 --local-dir FOLDER`, and give"):
-        plan("task1")
+    with pytest.raises(ValueError, match=f"`{command}`, and give"):
+        plan(task)
 
 
 def test_an_adapter_and_the_index_of_a_whole_model_are_refused(tmp_path, hub):
