@@ -296,7 +296,11 @@ class Checkpoint(Source):
         """Return the files of the modules that sentence-transformers puts behind the model, by path
         in the folder.
         """
-        weights = [f"{module}/*.safetensors" for module in _module_folders(self.folder)]
+        weights = []
+        for module in _module_folders(self.folder):
+            # Pickles, too: a module that has nothing else is refused, wherever it comes from.
+            for suffix in (".safetensors", *_PICKLE_SUFFIXES):
+                weights.append(f"{module}/*{suffix}")
         if not weights:
             return {}
         return _read_module_files(self.folder_with(*weights))

@@ -25,6 +25,7 @@ from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.merge.helpers import RANKS, STATE, manifest, merge, never, same, save_stream, tensors
 from tests.merge.test_heads import save as save_classifiers
 from tests.models.test_quantised import quantise
+from tests.models.test_small_files import encoder
 from tests.tiny_models import llama
 
 COMMIT = "0" * 40
@@ -129,6 +130,14 @@ def test_a_whole_model_with_an_adapters_config_beside_it_is_a_whole_model(tmp_pa
     (tmp_path / "remote" / "task1" / "adapter_config.json").write_text("{}")
     planned = plan("task1")
     assert same(tensors(merge_folders(planned, tmp_path / "out")), expected)
+
+
+def test_a_module_of_the_base_with_pickled_weights_is_refused_as_one_in_a_folder_is(tmp_path, hub):
+    encoder(tmp_path / "remote" / "base")
+    dense = tmp_path / "remote" / "base" / "2_Dense"
+    (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"2_Dense/pytorch_model\.bin' holds pickled weights"):
+        plan("task1")
 
 
 @pytest.mark.parametrize(
