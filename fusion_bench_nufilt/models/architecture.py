@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.methods.base import last_block_numbers
+from fusion_bench_nufilt.methods.base import block_of, last_block_numbers
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import Heads
@@ -555,8 +555,9 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         except KeyError as error:
             log.warning("tensor '%s' is not merged as a layer: %s", printable(key), error.args[0])
             continue
-        # all-linear leaves the output head out, and asks the model which module that is.
-        if _HEAD.fullmatch(path):
+        # all-linear leaves the output head out, and asks the model which module that is. In a
+        # block, a layer of such a name is another one, such as the output of an RWKV's attention.
+        if _HEAD.fullmatch(path) and block_of(path) is None:
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root
 

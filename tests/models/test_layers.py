@@ -10,6 +10,8 @@ from torch import nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.models.architecture import from_names
+from fusion_bench_nufilt.utils.tensors import TensorInfo
 from tests.released import released
 from tests.tiny_models import TOWER, Shared, clip, llama, llava, t5, tower
 
@@ -177,3 +179,13 @@ def test_a_value_out_of_range_is_refused_by_name(key, values):
     for value in values:
         with pytest.raises(ValueError, match=key):
             TargetConfig(**{key: value})
+
+
+def test_what_is_named_as_an_output_head_in_a_block_is_a_layer():
+    """As in an RWKV, whose layers are told by the names of its tensors."""
+    layers = [f"blocks.{block}.att.{part}" for block in range(2) for part in ("key", "output")]
+    info = TensorInfo("model.safetensors", "F32", (8, 8), 0, 256)
+    told = from_names({f"{name}.weight": info for name in [*layers, "head"]})
+    assert names(told, "all-linear") == [*layers, "head"]
+    told = from_names({f"{name}.weight": info for name in [*layers, "output"]})
+    assert names(told, "all-linear") == layers
