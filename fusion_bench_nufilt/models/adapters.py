@@ -238,6 +238,12 @@ class LoraAdapter(ModelWeights):
         claim = f"{count} rows for the tokens {numbers} of '{param}' with {rows} rows"
         if not numbers or len(numbers) != count:
             raise ValueError(f"adapter '{name}' has {claim}: {_SAVE_AGAIN}")
+        # Of another base, or of one whose layers are told by names, which show no embedding.
+        if rows == 0:
+            raise ValueError(
+                f"adapter '{name}' has rows for the tokens {numbers} of '{param}', which the base "
+                f"is not known to have: {_with_peft(self.checkpoint, architecture)}"
+            )
         if max(numbers) >= rows:
             raise ValueError(
                 f"adapter '{name}' has {claim}: load its base, resize its embeddings as for the "

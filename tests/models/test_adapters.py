@@ -359,6 +359,16 @@ def test_an_untrained_adapter_that_brings_tensors_has_an_effect_where_they_are_m
     assert any("changes nothing" in text for text in warnings(tmp_path))
 
 
+def test_trained_tokens_of_another_base_are_not_said_to_need_a_larger_one(tmp_path):
+    save_all(tmp_path, llama(), target_modules=["q_proj"], trainable_token_indices=[3, 7])
+    swap_the_base(tmp_path)
+    message = (
+        r"rows for the tokens \[3, 7\] of .* is not known to have: merge it into its base with"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_adapter(tmp_path)
+
+
 def test_the_placeholders_of_zero_3_are_named_in_adapters_and_models(tmp_path):
     save_all(tmp_path, llama())
     for task in ("adapter", "task1", "base"):
