@@ -233,7 +233,7 @@ class Architecture:
         whole.
         """
         parts = {}
-        for key, info in source.tensors.items():
+        for key, info in source.whole.items():
             param = self.param(key)
             if param in self._parts and info.shape == self.shape(param):
                 parts[key] = self._parts[param]

@@ -14,7 +14,10 @@ from fusion_bench_nufilt import FusionConfig, NufiltContinualMergingAlgorithm, f
 from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.layers import coverage, unsupported_modules, views
+from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.source import module_source
 from tests.families import CONVERTED, FAMILIES, OpenClipBlock, openclip
 from tests.tiny_models import clip, finetuned, full_clip, tower
 
@@ -327,3 +330,14 @@ def test_a_parameter_without_elements_holds_no_matrix():
     module.register_parameter("gate_up_proj", nn.Parameter(torch.empty(0, 4, 4)))
     module.register_parameter("down_proj", nn.Parameter(torch.empty(0, 2, 4)))
     assert views(module) == []
+
+
+def test_a_source_that_was_split_is_split_alike_for_another_reader():
+    model = nn.MultiheadAttention(8, 2)
+    architecture = Architecture(model)
+    source = module_source("attention", model)
+    first = ModelWeights(source, architecture)
+    again = ModelWeights(source, architecture)
+    assert again.params == first.params
+    for key in again.keys.values():
+        assert again.source.read(key)[0].shape == again.params[key]
