@@ -404,8 +404,11 @@ def untie_model(architecture: Architecture, model: nn.Module) -> None:
         untie_parameter(model, names)
         config: Any = getattr(model, "config", None)
         if config is not None and is_untied(architecture, vars(config)):
-            # Otherwise, transformers ties them again when it loads the saved model.
+            # Otherwise, transformers ties them again when it loads the saved model: version 5 by
+            # the model's configuration, version 4 by that of the language model in it.
             config.tie_word_embeddings = False
+            if hasattr(config, "get_text_config"):
+                config.get_text_config(decoder=True).tie_word_embeddings = False
 
 
 def is_untied(architecture: Architecture, config: Mapping[str, Any]) -> bool:

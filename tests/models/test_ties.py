@@ -16,7 +16,7 @@ from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import check_module
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, same, tensors
-from tests.tiny_models import SMALL, T5, build, finetuned, llama
+from tests.tiny_models import SMALL, T5, VISION, build, finetuned, llama
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -285,6 +285,22 @@ def test_pools_merge_two_tensors_as_two(tmp_path, place, check_models):
     merged.save_pretrained(tmp_path / "saved")
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert same(loaded.state_dict(), expected)
+
+
+def test_a_language_model_in_a_larger_model_is_untied_in_its_own_configuration_too():
+    """By which transformers 4 ties what it loads; a folder is merged to the same configuration."""
+    text = hf.LlamaConfig(**SMALL, vocab_size=50, tie_word_embeddings=True)
+    config = hf.LlavaConfig(
+        vision_config=deepcopy(VISION), text_config=text, tie_word_embeddings=True
+    )
+    base = build(hf.LlavaForConditionalGeneration, config, 0)
+    task = finetuned(base, 1)
+    task.lm_head.weight = nn.Parameter(base.lm_head.weight.detach() + 0.01)
+    algorithm = LayerwiseMergingAlgorithm("sum", other_params="mean")
+    merged = algorithm.run({"_pretrained_": base, "task": task})
+    assert merged.config.tie_word_embeddings is False
+    assert merged.config.text_config.tie_word_embeddings is False
+    assert base.config.text_config.tie_word_embeddings is True
 
 
 def test_a_pool_goes_on_from_a_merged_model_with_two_tensors(tmp_path):
