@@ -73,30 +73,32 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
         base = group.base.tensor
         wide = compute_dtype(base)
-        tasks = []
-        for each in group.non_base:
-            weight = rest["weight"][each.id]
-            tensor = each.tensor
+        tasks: list[tuple[str, Tensor]] = []  # the name of each, and its tensor
+        for task in group.non_base:
+            weight = rest["weight"][task.id]
+            tensor = task.tensor
             if weight != 1:
                 tensor = torch.lerp(base.to(wide), tensor.to(wide), weight)
-            tasks.append(tensor)
+            tasks.append((str(task.id), tensor))
         folder = _folder(group.base.id)
         model = _base(folder, targets)
-        names = [layer.name for layer in model.all_layers()]
         layers = _layers_in(model, group)
         if not layers:
             joining = [task for step, task in enumerate(tasks, 1) if targets.changes_others(step)]
             return _mean(base, joining, group.metadata.name)
-        method = self.kind(options, names, rest["seed"], model.architecture.last_blocks)
+        layer_names = [layer.name for layer in model.all_layers()]
+        method = self.kind(options, layer_names, rest["seed"], model.architecture.last_blocks)
         pretrained = _matrices(layers, base)
-        check_layers(pretrained, pretrained, model="pretrained")
-        task_layers = [_matrices(layers, task) for task in tasks]
-        for task in task_layers:
-            check_layers(pretrained, task, model="task")
+        check_layers(pretrained, pretrained, model=str(group.base.id))
+        task_layers = []
+        for name, tensor in tasks:
+            matrices = _matrices(layers, tensor)
+            check_layers(pretrained, matrices, model=name)
+            task_layers.append(matrices)
         strengths = [1.0] * len(tasks)
         if method.weighs_tasks:
-            folders = [_folder(each.id) for each in group.non_base]
-            strengths = [_strength(folder, targets, task) for task in folders]
+            task_folders = [_folder(task.id) for task in group.non_base]
+            strengths = [_strength(folder, targets, task) for task in task_folders]
         merged = merge_matrices(MatrixLayers(method, pretrained, task_layers, strengths=strengths))
         # Rows that no layer has stay the base's, bit by bit.
         result = base.clone()
@@ -187,13 +189,14 @@ def _matrices(layers: list[Layer], tensor: Tensor) -> dict[str, Tensor]:
     return {layer.name: layer.view.matrix(tensor[slice(*layer.view.rows)]) for layer in layers}
 
 
-def _mean(base: Tensor, tasks: list[Tensor], tensor: str) -> Tensor:
+def _mean(base: Tensor, tasks: list[tuple[str, Tensor]], tensor: str) -> Tensor:
+    """Return the mean of the tasks' tensors of this name, or the base's if there is none."""
     mean = base
-    for count, task in enumerate(tasks, 1):
+    for count, (name, task) in enumerate(tasks, 1):
+        if not is_finite(task):
+            raise ValueError(f"model '{name}', tensor '{tensor}' has NaN or infinite values")
         mean = running_mean(mean, task, count)
     # A tensor of the base that no task changes is copied, whatever it holds.
-    if tasks and not is_finite(mean):
-        raise ValueError(f"tensor '{tensor}': a model has NaN or infinite values")
     rounded = mean.to(base.dtype)
     if tasks and not is_finite(rounded):
         raise ValueError(f"tensor '{tensor}': the mean has values that {base.dtype} can't hold")

@@ -1,5 +1,7 @@
 """mergekit with the methods of this package gives what `nufilt merge` gives of the same models."""
 
+import re
+
 import pytest
 import torch
 import yaml
@@ -221,6 +223,15 @@ def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tenso
         code, text = nufilt(*words, "--quiet")
         assert code == 1, text
         assert f"error: tensor '{tensor}': {message}" in text
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_model_with_values_that_are_not_finite_is_named(folder, tensor):
+    change(folder / "task2", tensor, lambda value: value / 0)
+    write(folder, "sum", other_params="mean")
+    code, text = nufilt(*THEIRS, "--quiet")
+    assert code == 1
+    assert re.search(rf"model '\S*task2', \w+ '{tensor.removesuffix('.weight')}.* NaN", text), text
 
 
 def test_a_file_without_a_base_and_one_with_more_layers_than_the_base_are_refused(folder):
