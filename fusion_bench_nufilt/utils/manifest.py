@@ -149,20 +149,21 @@ def verify_files(
     alone tell.
 
     By default, the files are all that the manifest lists except the model card, which people edit.
-    A manifest of an earlier version, which lists none, passes.
+    With a manifest of an earlier version, which lists none, files must only be there.
     """
     files = manifest.get("files")
-    if files is None:
-        return
     if names is None:
-        names = files.keys() - {CARD}
+        names = set(files or ()) - {CARD}
     names = sorted(names)
     for name in names:
         path = PurePosixPath(name)
         # A manifest from elsewhere must not make this read a file outside the folder.
         if path.is_absolute() or ".." in path.parts or not (folder / path).is_file():
             raise ValueError(f"'{folder}' lacks {name}; {advice}")
-        if name not in files or (folder / path).stat().st_size != files[name]["size"]:
+    if files is None:
+        return
+    for name in names:
+        if name not in files or (folder / name).stat().st_size != files[name]["size"]:
             raise ValueError(
                 f"'{folder}': {name} is not what was saved (its size differs); {advice}"
             )

@@ -14,6 +14,7 @@ from transformers import CLIPVisionModel, T5ForConditionalGeneration
 from fusion_bench_nufilt.utils.files import atomic_file, atomic_folder, restore_folder, write_text
 from fusion_bench_nufilt.utils.manifest import (
     load_checkpoint,
+    read_heads,
     read_whole_checkpoint,
     save_checkpoint,
 )
@@ -197,3 +198,16 @@ def test_a_damaged_checkpoint_is_known_and_named(tmp_path, damage):
     damage(tmp_path / "step" / "model.safetensors")
     with pytest.raises(ValueError, match="step"):
         read_whole_checkpoint(tmp_path / "step")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("file", ["../secret", "{folder}/secret"])
+def test_a_head_is_no_file_outside_the_folder_whatever_the_manifest_lists(tmp_path, file, listed):
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    file = file.format(folder=tmp_path)
+    manifest = {"heads": {"task": {"file": file, "modules": [], "config": {}}}}
+    if listed:
+        manifest["files"] = {file: {"size": 6, "sha256": "0" * 64}}
+    with pytest.raises(ValueError, match=r"merged' lacks .*secret; fetch it again"):
+        read_heads(tmp_path / "merged", manifest)
