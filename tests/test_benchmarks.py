@@ -142,6 +142,18 @@ def test_a_part_of_the_gpu_script_that_fails_or_runs_over_is_a_row(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("part", ["parity", "tests"])
+def test_the_gpu_script_names_files_of_tests_that_are_there_and_hold_tests_for_a_gpu(part):
+    work, _ = gpu.PARTS[part]
+    _, names = work.args
+    for name in names.split():
+        path = REPO / "tests" / name
+        files = [path]
+        if path.is_dir():
+            files = path.glob("test_*.py")
+        assert any("every_device" in file.read_text() for file in files), name
+
+
 @pytest.mark.slow
 def test_the_gpu_script_measures_every_method(tmp_path):
     command = [str(SPEED / "gpu.sh"), str(tmp_path), "--device=cpu", "--tiny", "--part=clip-b32"]

@@ -232,7 +232,7 @@ parity = partial(tests, "parity vectors", "nufilt/test_parity.py")
 clip_b32 = partial(steps, "clip-b32", "CLIP B/32, eight tasks", 7, 1)
 clip_l14 = partial(steps, "clip-l14", "CLIP L/14, eight tasks", 7, 1)
 llama_7b_block = partial(steps, "llama-7b-block", "Llama-7B, one task: 32 times a block", 1, 32)
-OTHER_TESTS = "nufilt/test_fusion.py methods merge/test_merge.py"
+OTHER_TESTS = "methods merge/test_fuse.py merge/test_merge.py"
 other_tests = partial(tests, "other tests marked `cuda`", OTHER_TESTS)
 PARTS: dict[str, tuple[Any, float]] = {  # what is done, and the seconds that it may take
     "about": (about, 30),
