@@ -453,8 +453,7 @@ class LoraAdapter(ModelWeights):
         """Return the base's configuration, with the labels that the adapter trained."""
         if self.source.config:
             return super().head_config(base)
-        last_key = list(self.head.values())[-1]
-        count = self.source.tensors[last_key].shape[0]
+        count = self._count_labels()
         model_class = (self.config.get("auto_mapping") or {}).get("base_model_class")
         model_class = model_class or _CLASSES.get(str(self.config.get("task_type")))
         config = {**base, "architectures": [model_class]}
@@ -462,6 +461,16 @@ class LoraAdapter(ModelWeights):
             config["id2label"] = {str(number): f"LABEL_{number}" for number in range(count)}
             config["label2id"] = {f"LABEL_{number}": number for number in range(count)}
         return config
+
+    def _count_labels(self) -> int:
+        """Return the number of rows of the head's output layer."""
+        shapes = [self.source.tensors[key].shape for key in self.head.values()]
+        matrices = [shape for shape in shapes if len(shape) >= 2]
+        # Layers before the output layer, which may follow it by name, keep the backbone's width:
+        # a DistilBERT has classifier and pre_classifier.
+        not_square = [shape for shape in matrices if shape[0] != shape[1]]
+        candidates = not_square or matrices or shapes
+        return candidates[-1][0]
 
     def module_files(self) -> dict[str, bytes]:
         return {}  # an adapter's folder has none

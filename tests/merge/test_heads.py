@@ -267,12 +267,12 @@ def test_tasks_whose_folders_have_one_name_keep_their_heads_apart(tmp_path):
     assert sizes == {"last": 5, "last-2": 10}
 
 
-def save_bert_adapter(folder):
+def save_adapter(folder, backbone, with_head, target_modules):
     """Folders `base` and `adapter`, of LoRA and a trained classifier; return peft's model."""
-    train("bert")[0].save_pretrained(folder / "base")
-    model = hf.BertForSequenceClassification.from_pretrained(folder / "base", num_labels=4)
+    backbone.save_pretrained(folder / "base")
+    model = with_head.from_pretrained(folder / "base", num_labels=4)
     # An adapter for this type of task comes with its classifier.
-    lora = LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS")
+    lora = LoraConfig(r=4, target_modules=target_modules, task_type="SEQ_CLS")
     adapted = get_peft_model(model, lora)
     for name, value in adapted.named_parameters():
         if value.requires_grad:
@@ -282,8 +282,22 @@ def save_bert_adapter(folder):
     return adapted
 
 
-def test_an_adapters_trained_classifier_is_a_head(tmp_path):
-    adapted = save_bert_adapter(tmp_path)
+def save_bert_adapter(folder):
+    with_head = hf.BertForSequenceClassification
+    return save_adapter(folder, train("bert")[0], with_head, ["query", "value"])
+
+
+def save_distilbert_adapter(folder):
+    """By name, the layer before the output layer follows it."""
+    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2, "vocab_size": 50}
+    backbone = build(hf.DistilBertModel, hf.DistilBertConfig(**sizes), 0)
+    with_head = hf.DistilBertForSequenceClassification
+    return save_adapter(folder, backbone, with_head, ["q_lin", "v_lin"])
+
+
+@pytest.mark.parametrize("save", [save_bert_adapter, save_distilbert_adapter])
+def test_an_adapters_trained_classifier_is_a_head(tmp_path, save):
+    adapted = save(tmp_path)
     out = merge(tmp_path, ["adapter"])
     merged = adapted.merge_and_unload().eval()
     loaded = load_task(out, "adapter")
