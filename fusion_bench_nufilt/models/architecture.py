@@ -270,6 +270,12 @@ class Architecture:
             if not heads.of([view.key]):
                 layers_by_param[self.param_of(view)] = name
                 wholes.append(self._params[view.key])
+        if not layers_by_param:
+            raise ValueError(
+                f"all {len(selected)} layers to merge in '{base.name}' belong to the tasks' own "
+                f"heads ({', '.join(sorted(heads.modules))}): name others in target_modules, or "
+                "say heads=none"
+            )
         stored = self.by_param(base)
         # Before shapes are compared, since the placeholders of ZeRO-3 have a remedy of their own.
         base.check_not_empty(chain.from_iterable(stored.get(whole, ()) for whole in wholes))

@@ -131,6 +131,17 @@ def test_classifiers_of_the_same_labels_share_their_head_unless_the_user_names_i
         plan(tmp_path, ["one", "two"], heads="clasifier")
 
 
+def test_where_all_layers_to_merge_are_in_heads_the_message_says_what_merges_them(tmp_path):
+    base = build(hf.ViTForImageClassification, hf.ViTConfig(**VIT, num_labels=3), 0)
+    base.save_pretrained(tmp_path / "base")
+    finetuned(base, 1, scale=0.002).save_pretrained(tmp_path / "one")
+    options = {"target_modules": ["classifier"]}
+    message = r"all 1 layers to merge in '.*base' belong to the tasks' own heads \(classifier\).*"
+    with pytest.raises(ValueError, match=f"{message} say heads=none"):
+        plan(tmp_path, ["one"], heads="classifier", **options)
+    assert len(plan(tmp_path, ["one"], heads="none", **options).layers) == 1
+
+
 #: Encoders: configuration, model with the head of a masked language model, classifier.
 ENCODERS = {
     "bert": (hf.BertConfig, hf.BertForMaskedLM, hf.BertForSequenceClassification),
