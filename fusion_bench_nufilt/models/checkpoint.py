@@ -153,7 +153,7 @@ class Checkpoint(Source):
         if is_adapter(folder) or all((folder / file).is_file() for file in shards):
             return cls.from_folder(name, folder)
         # The folder is named after its commit: headers and weights are of one version.
-        return cls(name, folder, _hub_headers(name, folder))
+        return cls(name, folder, _hub_headers(name, folder.name))
 
     @classmethod
     def from_folder(cls, name: str, folder: Path, inside: str = "") -> "Checkpoint":
@@ -546,17 +546,16 @@ def _hub_command(name: str) -> str:
     return f"{command} --local-dir FOLDER"
 
 
-def _hub_headers(name: str, folder: Path) -> _Files:
-    """Return the tensors of the weights in a hub repository, whose small files are in a folder."""
+def _hub_headers(name: str, commit: str) -> _Files:
+    """Return the tensors of the weights in a hub repository."""
     try:
-        metadata = huggingface_hub.get_safetensors_metadata(_repository(name), revision=folder.name)
+        metadata = huggingface_hub.get_safetensors_metadata(_repository(name), revision=commit)
     except NotASafetensorsRepoError as error:
-        remedy = "Convert it with https://huggingface.co/spaces/safetensors/convert"
-        if (folder / _ADAPTER_CONFIG).is_file():
-            remedy = f"Get it with `{_hub_command(name)}`, and give FOLDER"
+        # The hub gives the headers of files with these names alone. Of a folder, the one file of
+        # any name is read, and what is pickled is refused with the command that converts it.
         raise ValueError(
-            f"'{name}' on the hub holds no safetensors; pickled weights run code when opened and "
-            f"are refused. {remedy}"
+            f"'{name}' on the hub holds neither {_SINGLE} nor {INDEX}; pickled weights run code "
+            f"when opened and are refused. Get it with `{_hub_command(name)}`, and give FOLDER"
         ) from error
     except Exception as error:
         raise ValueError(

@@ -174,9 +174,30 @@ def test_an_output_that_exists_is_refused_before_any_download(tmp_path, hub):
 
 def test_a_plan_refuses_what_does_not_fit_before_any_download(tmp_path, hub):
     next((tmp_path / "remote" / "task2").glob("*.safetensors")).unlink()
-    with pytest.raises(ValueError, match=r"'owner/task2' on the hub holds no safetensors.*refused"):
+    message = r"'owner/task2' on the hub holds neither model\.safetensors nor .*are refused"
+    with pytest.raises(ValueError, match=message):
         plan("task1", "task2")
     assert not weights(hub)
+
+
+def test_one_file_of_another_name_is_merged_from_a_folder_as_the_message_says(
+    tmp_path, hub, monkeypatch
+):
+    expected = tensors(merge(tmp_path / "remote", ["task1"]))
+    folder = tmp_path / "remote" / "task1"
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    get_metadata = huggingface_hub.get_safetensors_metadata
+
+    def get_safetensors_metadata(name, revision=None):
+        if name == "owner/task1":
+            raise NotASafetensorsRepoError("it looks for model.safetensors alone")
+        return get_metadata(name, revision)
+
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata)
+    with pytest.raises(ValueError, match="hf download owner/task1 --local-dir FOLDER`, and give"):
+        plan("task1")
+    planned = plan_merge("owner/base", [str(folder)], None, FusionConfig(**RANKS))
+    assert same(tensors(merge_folders(planned, tmp_path / "out")), expected)
 
 
 def test_without_a_network_the_cause_is_told(monkeypatch):
