@@ -187,8 +187,14 @@ def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
 
 
 # Fields of a task's configuration that are dropped: the user's folder, and what the merged model
-# decides itself.
-_NOT_KEPT = ("_name_or_path", "dtype", "torch_dtype")
+# decides itself, which is never quantised.
+_NOT_KEPT = (
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "compression_config",
+)
 
 
 def add_head(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm, load_task
 from tests.classifiers import KINDS, labels, logits_and_accuracy, train
 from tests.merge.helpers import change, change_json, manifest, merge, plan, same, tensors
+from tests.models.test_quantised import quantise
 from tests.tiny_models import SMALL, build, finetuned
 
 VIT = {**SMALL, "image_size": 16, "patch_size": 8}
@@ -316,6 +317,15 @@ def test_an_adapters_trained_classifier_is_a_head(tmp_path, save):
     assert torch.equal(loaded.classifier.weight, merged.classifier.weight)
     words = torch.arange(3, 19).reshape(2, 8)
     torch.testing.assert_close(loaded(words).logits, merged(words).logits)
+
+
+def test_the_head_of_an_adapter_on_an_fp8_base_belongs_to_a_model_that_is_not_quantised(tmp_path):
+    """As the result is: on a GPU, transformers would look for the scales of its weights."""
+    save_bert_adapter(tmp_path)
+    quantise(tmp_path / "base", layers=r".*(query|key|value)\.weight")
+    out = merge(tmp_path, ["adapter"])
+    assert "quantization_config" not in manifest(out)["heads"]["adapter"]["config"]
+    assert not getattr(load_task(out, "adapter").config, "quantization_config", None)
 
 
 def test_a_head_under_the_name_of_pefts_wrapper_is_kept_under_that_of_the_model(tmp_path):
