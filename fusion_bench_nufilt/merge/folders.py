@@ -95,8 +95,8 @@ def merge_folders(
                 "anew what was made from it"
             )
         manifest = _manifest(plan, output.done, warnings)
-        write_files(output.model, files)
-        (output.model / CARD).write_text(model_card(plan, manifest["warnings"]))
+        card = model_card(plan, manifest["warnings"])
+        write_files(output.model, {**files, CARD: card.encode()})
         # The last of the files, since it has the digests of all others.
         write_manifest(output.model, manifest)
         output.finish()

@@ -78,7 +78,7 @@ def _name_untied_head(model: Any, config: Path) -> None:
     head = getattr(model.get_output_embeddings(), "weight", None)
     if embeddings is None or head is None or embeddings is head:
         return
-    content = json.loads(config.read_text())
+    content = json.loads(config.read_bytes())
     if content.get("tie_word_embeddings"):
         content["tie_word_embeddings"] = False
         write_text(config, json.dumps(content, indent=2) + "\n")

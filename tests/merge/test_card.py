@@ -2,6 +2,7 @@
 out.
 """
 
+import io
 import re
 
 import pytest
@@ -79,3 +80,11 @@ def test_it_says_in_words_what_was_merged_and_what_was_left_out(stream):
     assert "'task1': kept from the base because of their shape: 'model.norm.weight'" in card
     for text in manifest(out)["warnings"]:
         assert f"- {text}" in card
+
+
+def test_the_card_is_in_utf_8_whatever_the_locale(stream, monkeypatch):
+    card = "---\nlicense_name: modèle\n---\n"
+    (stream / "base" / "README.md").write_text(card, encoding="utf-8")
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
+    out = merge(stream, ["task1"])
+    assert "license_name: modèle" in (out / "README.md").read_text(encoding="utf-8")
