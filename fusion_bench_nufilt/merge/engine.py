@@ -4,6 +4,7 @@ What is merged, and where it is read from, a :class:`LayerSource` says; how, a
 :class:`fusion_bench_nufilt.methods.LayerMethod`. Neither knows of threads, devices or failures.
 """
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -25,7 +26,6 @@ from fusion_bench_nufilt.utils.devices import (
     DeviceOutOfMemoryError,
     DevicePool,
     classify_error,
-    log,
     map_layers,
     oom_as_error,
     warn_once,
@@ -37,6 +37,8 @@ from fusion_bench_nufilt.utils.tensors import (
     stack,
     to_compute_dtype,
 )
+
+log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
