@@ -136,10 +136,9 @@ class Heads:
         elif theirs is None and self.labels is not None:
             # An adapter may also train what is no head, such as the projector of a LLaVA.
             count = len(self.labels)
+            labelled = [name for name in outputs if task[name][0] == count]
             outputs = [
-                name
-                for name in outputs
-                if self.base.get(name) != task[name] or task[name][0] == count
+                name for name in outputs if name in labelled or self.base.get(name) != task[name]
             ]
         if not outputs:
             return set()
