@@ -77,7 +77,8 @@ class Heads:
         if not classifiers:
             classifiers = set()
             for key in self._matrices(task):
-                if not set(trained or ()).isdisjoint(key.split(".")):
+                # Names of modules may be ends of paths, such as classifier.out_proj.
+                if any(f".{module}." in f".{key}" for module in trained or ()):
                     classifiers.add(key.rpartition(".")[0])
         # Beside its head, an adapter's model has all that the base has.
         whole = task if trained is None else {**self.base, **task}

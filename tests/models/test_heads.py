@@ -127,6 +127,17 @@ def test_what_an_adapter_trained_is_a_head_only_if_it_is_new_or_as_long_as_the_l
     assert heads.modules == {"bert.score", "classifier"}
 
 
+@pytest.mark.parametrize("trained", ["out_proj", "classifier.out_proj"])
+def test_the_module_that_an_adapter_trained_may_be_named_by_the_end_of_its_path(trained):
+    bert, config, prefix = build("bert", 3)
+    base = {name: shape for name, shape in bert.items() if name.startswith("bert.")}
+    head = {"classifier.out_proj.weight": (3, 32), "classifier.out_proj.bias": (3,)}
+    base |= {**head, "classifier.dense.weight": (32, 32)}
+    heads = Heads("auto", base, config, prefix)
+    heads.add("task", head, {}, [trained])
+    assert heads.modules == {"classifier.out_proj"}
+
+
 @pytest.mark.parametrize("family", ["llama", "bert, masked"])
 def test_a_longer_vocabulary_is_no_head(family):
     base, config, prefix = build(family, 2, bare=True)
