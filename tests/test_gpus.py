@@ -27,6 +27,7 @@ from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.source import MemorySource, Source
 from fusion_bench_nufilt.nufilt import LowRank, adapter
 from fusion_bench_nufilt.nufilt.step import working_bytes
 from fusion_bench_nufilt.utils.devices import warn_once
@@ -665,3 +666,11 @@ def test_layers_in_which_a_task_has_other_ranks_are_solved_in_parts(gpus):
     on_cpu, _ = fuse_layers(pretrained, merged, task, CONFIG, device="cpu")
     for name, weight in on_cpu.items():
         torch.testing.assert_close(on_gpu[name], weight, rtol=0, atol=1e-9)
+
+
+def test_tied_weights_that_lie_on_two_gpus_are_compared(gpus):
+    """As those of a model that is loaded with a device map."""
+    weight = torch.arange(12.0).reshape(4, 3)
+    tensors = {"embedding": weight.to("cuda:0"), "head": weight.to("cuda:1")}
+    # Simulated tensors have no addresses, by which weights that share their memory are known.
+    assert Source.same(MemorySource("task", tensors), "embedding", "head")

@@ -82,7 +82,8 @@ class Source(ABC):
             stop = min(start + length, numel)
             values = self.elements(key, start, stop).double()
             other_values = self.elements(other, start, stop).double()
-            if not torch.equal(values, other_values):
+            # The layers of a model in memory may lie on several devices.
+            if not torch.equal(values, other_values.to(values.device)):
                 return False
         return True
 
