@@ -140,7 +140,7 @@ class Evaluator:
         """Tell whether the task pool is known to have a task; some pools do not say what they
         have.
         """
-        return any(task in task_aliases(name) for name in self._names)
+        return name_in_pool(task, self._names) is not None
 
     def _scores(
         self, model: nn.Module, tasks: Sequence[str], subset: SubsetIndices | None
@@ -284,11 +284,11 @@ def _score_v01(
     fabric = getattr(pool, "fabric", None)
     if fabric is not None:
         model = fabric.setup(model)
-    name_in_pool = {}
-    for name in pool.task_names:
-        for alias in task_aliases(name):
-            name_in_pool[alias] = name
-    loaded_tasks = {name: load(name_in_pool[name]) for name in tasks if name in name_in_pool}
+    loaded_tasks = {}
+    for name in tasks:
+        pool_name = name_in_pool(name, pool.task_names)
+        if pool_name is not None:
+            loaded_tasks[name] = load(pool_name)
     results = {}
     for name, task in loaded_tasks.items():
         if subset is not None:
