@@ -69,8 +69,11 @@ class LayerSource(ABC, Generic[_L]):
     """The number of batches of layers in progress."""
     first_step: int
     """The number of the first task in the stream, from 1."""
-    memory_limit: int
-    """The bytes of main memory that all layers in progress may take together."""
+
+    @property
+    @abstractmethod
+    def memory_limit(self) -> int:
+        """The bytes of main memory that all layers in progress may take together."""
 
     @property
     @abstractmethod

@@ -62,9 +62,12 @@ class PlannedLayers(LayerSource[Layer]):
         self.devices = plan.settings.devices
         self.workers = plan.settings.workers
         self.first_step = plan.first_step
-        self.memory_limit = self.budget(self.workers)
         self._strengths = strengths
         self._measuring = Lock()
+
+    @property
+    def memory_limit(self) -> int:
+        return self.budget(self.workers)
 
     @property
     def strengths(self) -> Sequence[float]:
