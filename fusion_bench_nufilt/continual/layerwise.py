@@ -365,11 +365,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         ) as bar:
             for count in merge_layers(PlannedLayers(plan), plan.layers, on_layer):
                 bar.update(count)
-        counts, means = average_others(plan, merged_source.write)
-        self._mean_counts |= counts
-        for param in counts:
+        means = average_others(plan, merged_source.write)
+        mean_counts = plan.mean_counts
+        for param in mean_counts:
             self._states.pop(mean_key(param), None)
         self._states |= means
+        self._mean_counts |= mean_counts
         # Whichever device is free takes the next layers, so that they end in any order.
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged

@@ -254,14 +254,11 @@ class _Writer:
         return self.place.file, self.place.start, self.place.stop, self._sha.hexdigest()
 
 
-def average_others(
-    plan: Plan, write: Callable[[str, Tensor], object]
-) -> tuple[dict[str, int], dict[str, Tensor]]:
+def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, Tensor]:
     """Average the tensors outside the merged layers in memory.
 
-    ``write`` takes a key in the base and the new values; a tied tensor comes once. Return the
-    number of models in the mean of each, by param, and the means that the model rounds, by their
-    keys in the state.
+    ``write`` takes a key in the base and the new values; a tied tensor comes once. Return the means
+    that the model rounds, by their keys in the state.
     """
     means = {}
     to_keep = means_to_keep(plan)
@@ -278,7 +275,7 @@ def average_others(
             write(keys[0], value)
         if param in to_keep:
             means[mean_key(param)] = value.to(to_keep[param].dtype)
-    return plan.mean_counts, means
+    return means
 
 
 def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
