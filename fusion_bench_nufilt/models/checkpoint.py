@@ -33,6 +33,7 @@ from fusion_bench_nufilt.models.quantised import (
 )
 from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, InputFile, printable, read_json
+from fusion_bench_nufilt.utils.fingerprint import fingerprint_files
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
 
 INDEX = "model.safetensors.index.json"
@@ -103,6 +104,7 @@ class Checkpoint(Source):
         self.files = list(files)
         self.remote = opened is None
         self._inside = inside
+        self._fingerprint = ""  # until it is asked for
         self.tensors: dict[str, TensorInfo] = {}
         self.opened = opened or {}
         for file, tensors in files.items():
@@ -217,6 +219,13 @@ class Checkpoint(Source):
         if self.revision is None:
             return printable(Path(self.name).absolute().name)
         return printable(self.name)
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of its tensors as they are stored, whose files must be on this disk."""
+        if not self._fingerprint:
+            self._fingerprint = fingerprint_files(self.opened.values())
+        return self._fingerprint
 
     def identity(self) -> Input:
         """Return what tells this checkpoint from others, without reading its weights: its revision

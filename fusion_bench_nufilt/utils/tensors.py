@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +21,23 @@ from .files import InputFile
 
 CHUNK_BYTES = 2**24
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
-_DTYPES["F8_E4M3"] = torch.float8_e4m3fn
+# All that safetensors stores of torch's.
+_DTYPES = FLOATS | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,25 @@ class TensorFile:
         last_byte = info.start + stop * dtype.itemsize
         return self._bytes(first_byte, last_byte).view(dtype)
 
+    def pieces(self, bounds: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Read small pieces of the file, given where each starts and stops."""
+        try:
+            # Opened once, and without a buffer, which would read more than the pieces.
+            with open(self.path, "rb", buffering=0) as file:
+                for start, stop in bounds:
+                    file.seek(start)
+                    piece = file.read(stop - start)
+                    if len(piece) < stop - start:
+                        raise self._ended_early()
+                    yield piece
+        except OSError as error:
+            raise ValueError(f"'{self.path}' can't be read: {error.strerror or error}") from error
+
+    def _ended_early(self) -> ValueError:
+        return ValueError(
+            f"'{self.path}' ended before its header says: was it changed during the run?"
+        )
+
     def _bytes(self, start: int, stop: int) -> Tensor:
         buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         unread = buffer.numpy().data
@@ -121,10 +155,7 @@ class TensorFile:
             while len(unread) > 0:  # one call reads 2 GB at most
                 count = file.readinto(unread)
                 if not count:
-                    raise ValueError(
-                        f"'{self.path}' ended before its header says: was it changed during the "
-                        "run?"
-                    )
+                    raise self._ended_early()
                 unread = unread[count:]
         return buffer
 

@@ -1,0 +1,97 @@
+"""What a model is known by before any work: one digest of its content, from a small piece of every
+tensor.
+
+It is the same for the same names, dtypes, shapes and bytes, in files or in memory, whatever the
+files are called, however the tensors are spread over them, and whatever else is in their headers.
+Two models that were trained apart differ in every tensor, and so in their fingerprints. An edit
+inside one tensor may lie outside its piece: that only the digest of the whole tensor shows.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from .tensors import TensorFile, TensorInfo, describe, raw_bytes
+
+#: Read of each tensor, from its middle; a smaller one is read as a whole.
+PIECE_BYTES = 4096
+#: In so many tensors of a model at most; the others are known by name, dtype and shape.
+MOST_PIECES = 4096
+
+
+def fingerprint_files(files: Iterable[TensorFile]) -> str:
+    """Return the fingerprint of the tensors in some files, which hold them all together.
+
+    Raises:
+        ValueError: a file can't be read; the message names it.
+    """
+    files_by_key = {key: file for file in files for key in file.tensors}
+    tensors = {key: file.tensors[key] for key, file in files_by_key.items()}
+    sampled: dict[TensorFile, list[str]] = {}
+    for key in _sample(tensors):
+        sampled.setdefault(files_by_key[key], []).append(key)
+    pieces: dict[str, bytes] = {}
+    for file, keys in sampled.items():
+        bounds = []
+        for key in keys:
+            start, stop = _piece_bounds(tensors[key].nbytes)
+            bounds.append((tensors[key].start + start, tensors[key].start + stop))
+        pieces |= zip(keys, file.pieces(bounds), strict=True)
+    return _digest(tensors, pieces)
+
+
+def fingerprint_tensors(model: nn.Module | Mapping[str, Tensor]) -> str:
+    """Return the fingerprint of a model's parameters and buffers, or of other tensors by name, such
+    as the factors of an adapter.
+    """
+    if isinstance(model, nn.Module):
+        model = model.state_dict()
+    # A module may have further state, which is no tensor.
+    values = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    tensors = {name: describe(value) for name, value in values.items()}
+    pieces: dict[str, bytes] = {}
+    for name in _sample(values):
+        value = values[name].detach()
+        start, stop = _piece_bounds(value.nbytes)
+        itemsize = value.element_size()
+        # Cut before it leaves an accelerator.
+        piece = value.flatten()[start // itemsize : stop // itemsize]
+        pieces[name] = bytes(raw_bytes(piece))
+    return _digest(tensors, pieces)
+
+
+def _sample(names: Collection[str]) -> list[str]:
+    """Return the names of the tensors of which a piece is read: all, or of very many some from all
+    over the model.
+    """
+    if len(names) <= MOST_PIECES:
+        return list(names)
+
+    # Every n-th one might be of one kind, such as the scales of all experts.
+    def digest_of(name: str) -> bytes:
+        return hashlib.sha256(name.encode()).digest()
+
+    return sorted(names, key=digest_of)[:MOST_PIECES]
+
+
+def _piece_bounds(nbytes: int) -> tuple[int, int]:
+    """Return where the piece of a tensor starts and stops, in bytes."""
+    if nbytes <= PIECE_BYTES:
+        return 0, nbytes
+    # A multiple of the bytes of every dtype's elements.
+    start = (nbytes - PIECE_BYTES) // 2 // 16 * 16
+    return start, start + PIECE_BYTES
+
+
+def _digest(tensors: Mapping[str, TensorInfo], pieces: Mapping[str, bytes]) -> str:
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        info = tensors[name]
+        piece = ""
+        if name in pieces:
+            piece = hashlib.sha256(pieces[name]).hexdigest()
+        line = json.dumps([name, info.dtype, list(info.shape), piece])
+        sha.update(f"{line}\n".encode())
+    return sha.hexdigest()
