@@ -20,7 +20,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         import fusion_bench.constants
 
         import fusion_bench_nufilt.continual.compat  # noqa: F401 -- FusionBench needs it from here on
-        from fusion_bench_nufilt.continual.misplaced import CONFIG, refuse_misplaced
+        from fusion_bench_nufilt.utils.misplaced import CONFIG, refuse_misplaced
 
         search_path.append("fusion-bench-nufilt", f"file://{CONFIG}")
         # FusionBench prefers a folder ./config of the user's to its own; with its own appended,

@@ -89,7 +89,7 @@ def compare(
         only_log_of("compare")
         words = with_config_dir(config_dir, overrides or ())
         from fusion_bench_nufilt.compare import configs, run, specs
-        from fusion_bench_nufilt.continual.misplaced import refuse_misplaced
+        from fusion_bench_nufilt.utils.misplaced import refuse_misplaced
 
         refuse_misplaced(words, "nufilt compare")
         refuse_foreign(out, "compare.json")

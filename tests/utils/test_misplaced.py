@@ -6,7 +6,7 @@ import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.continual.misplaced import refuse_misplaced
+from fusion_bench_nufilt.utils.misplaced import refuse_misplaced
 from tests.cli.helpers import nufilt
 
 
