@@ -19,16 +19,24 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        import fusion_bench_nufilt.continual.compat  # noqa: F401 -- FusionBench needs it from here on
         from fusion_bench_nufilt.utils.misplaced import CONFIG, refuse_misplaced
+        from fusion_bench_nufilt.utils.overrides import PLUGIN, user_folders
 
-        search_path.append("fusion-bench-nufilt", f"file://{CONFIG}")
+        is_fusion_bench = "fusion_bench.scripts.cli" in sys.modules
+        words = []
+        if is_fusion_bench:
+            words = sys.argv[1:]
+        # Hydra itself adds the user's folders last, and the first file of a name is taken: theirs.
+        for folder in user_folders(words):
+            search_path.append("user", folder)
+        folders_before = [element.path for element in search_path.get_path()]
+        search_path.append(PLUGIN, f"file://{CONFIG}")
         # FusionBench prefers a folder ./config of the user's to its own; with its own appended,
         # both work.
         project = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
         search_path.append("fusion-bench", f"file://{project / 'fusion_bench_config'}")
-        if "fusion_bench.scripts.cli" in sys.modules:
+        if is_fusion_bench:
             try:
-                refuse_misplaced(sys.argv[1:], "fusion_bench")
+                refuse_misplaced(words, "fusion_bench", folders_before)
             except ValueError as error:
                 raise SystemExit(str(error)) from None  # Python prints it

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.utils.options import unknown
-from fusion_bench_nufilt.utils.overrides import key_of
+from fusion_bench_nufilt.utils.overrides import PLUGIN, key_of, user_folders
 
 PROGRAM = "fabric_model_fusion"
 
@@ -41,7 +41,7 @@ def composing() -> Iterator[None]:
 def compose_run(overrides: Sequence[str]) -> DictConfig:
     """Return what `fusion_bench` composes from overrides; a ValueError says why it can't."""
     # FusionBench would prefer a `config` in the current directory, even an empty one.
-    with composing(), config_loader() as loader:
+    with composing(), config_loader(overrides) as loader:
         try:
             return compose(PROGRAM, list(overrides))
         except MissingConfigException as error:
@@ -56,10 +56,14 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
 
 
 @contextmanager
-def config_loader() -> Iterator[Any]:
+def config_loader(overrides: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield Hydra's loader, which takes a file of the user's before one of this plugin's."""
     folder = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
     with initialize_config_dir(str(folder), version_base=None):
-        yield GlobalHydra.instance().config_loader()
+        loader = GlobalHydra.instance().config_loader()
+        for searched in user_folders(overrides):
+            loader.get_search_path().prepend("user", searched, anchor=PLUGIN)
+        yield loader
 
 
 def taskpool_config(config: DictConfig) -> DictConfig:

@@ -1,5 +1,5 @@
 """Importing this module makes FusionBench up to 0.2.33 work with today's transformers and
-huggingface_hub.
+huggingface_hub, which happens where a method, a model pool or a task pool of this package is used.
 """
 
 import logging
@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import datasets.load
+from hydra.experimental.callback import Callback
 from transformers.models.clip import modeling_clip
 
 # FusionBench imports this class, which transformers 5 has merged into CLIPVisionModel.
@@ -48,3 +49,9 @@ def _name_the_owner() -> None:
 
 
 _name_the_owner()
+
+
+class Compatibility(Callback):
+    """What Hydra makes at the start of a run whose pools are of this package
+    (config/nufilt/compat.yaml), so that this module is imported before any class of FusionBench.
+    """

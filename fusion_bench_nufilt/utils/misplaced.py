@@ -16,7 +16,9 @@ if not CONFIG.is_dir():
     CONFIG = _PACKAGE.parent / "config"
 
 
-def refuse_misplaced(words: Sequence[str], entry_point: EntryPoint) -> None:
+def refuse_misplaced(
+    words: Sequence[str], entry_point: EntryPoint, folders: Sequence[str] = ()
+) -> None:
     """Raise a ValueError, with the right spelling, for a word such as ``+null_rank=0.1667``.
 
     Hydra adds a key that begins with ``+`` at the top level of the configuration, where nothing
@@ -26,8 +28,10 @@ def refuse_misplaced(words: Sequence[str], entry_point: EntryPoint) -> None:
         words: the words of the command line of `fusion_bench`, where they matter only if they
             name a method that comes with this package, or of `nufilt compare`.
         entry_point: where they were typed.
+        folders: Hydra's search path (``file://…``) ahead of this package's configurations: a method
+            of the same name there is another one.
     """
-    if entry_point == "fusion_bench" and not _name_a_method(words):
+    if entry_point == "fusion_bench" and not _name_a_method(words, folders):
         return
     options = None
     for word in words:
@@ -61,10 +65,16 @@ def _refuse(
     raise ValueError(f"'{word}': {name} is an option of the method: say {for_all_methods}")
 
 
-def _name_a_method(words: Sequence[str]) -> bool:
-    """Tell whether the words name a method of this package."""
-    names = [word.removeprefix("method=") for word in words if word.startswith("method=")]
-    return any((CONFIG / "method" / f"{name}.yaml").is_file() for name in names)
+def _name_a_method(words: Sequence[str], folders: Sequence[str]) -> bool:
+    """Tell whether the words name a method of this package, which none of the folders has."""
+    for word in words:
+        if not word.startswith("method="):
+            continue
+        file = Path("method") / f"{word.removeprefix('method=')}.yaml"
+        candidates = [Path(folder.removeprefix("file://")) / file for folder in folders]
+        if (CONFIG / file).is_file() and not any(map(Path.is_file, candidates)):
+            return True
+    return False
 
 
 def _options_of_methods() -> set[str]:

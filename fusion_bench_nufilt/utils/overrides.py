@@ -4,9 +4,32 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+
+#: The name of this plugin in Hydra's search path.
+PLUGIN = "fusion-bench-nufilt"
+
+
+def user_folders(words: Sequence[str]) -> list[str]:
+    """Return the folders of configurations (``file://…``) that a command line names by
+    ``--config-dir`` and ``hydra.searchpath``.
+    """
+    try:
+        options, others = get_args_parser().parse_known_args(list(words))
+        overrides = [_parse(word) for word in [*options.overrides, *others]]
+    except (SystemExit, ValueError):
+        return []  # Hydra itself says what is wrong with the words
+    folders = []
+    if options.config_dir is not None:
+        folders.append(f"file://{Path(options.config_dir).resolve()}")
+    for override in overrides:
+        value = override.value()
+        if override.key_or_group == "hydra.searchpath" and isinstance(value, list):
+            folders += map(str, value)
+    return folders
 
 
 def key_value(word: str) -> tuple[str, Any]:
