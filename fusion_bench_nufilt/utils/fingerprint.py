@@ -45,11 +45,22 @@ def fingerprint_files(files: Iterable[TensorFile]) -> str:
 def fingerprint_tensors(model: nn.Module | Mapping[str, Tensor]) -> str:
     """Return the fingerprint of a model's parameters and buffers, or of other tensors by name, such
     as the factors of an adapter.
+
+    What has several names, such as a tied weight, goes by the first one, as in a saved file.
     """
     if isinstance(model, nn.Module):
         model = model.state_dict()
-    # A module may have further state, which is no tensor.
-    values = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    values: dict[str, Tensor] = {}
+    places: set[object] = set()
+    for name, value in model.items():
+        # A module may have further state, which is no tensor.
+        if not isinstance(value, Tensor):
+            continue
+        place = (value.device, value.data_ptr(), value.shape, value.stride())
+        # Tensors without elements have no place.
+        if place not in places or not value.numel():
+            values[name] = value
+        places.add(place)
     tensors = {name: describe(value) for name, value in values.items()}
     pieces: dict[str, bytes] = {}
     for name in _sample(values):
