@@ -31,7 +31,7 @@ from .record import (
     shared_inputs,
     task_inputs,
 )
-from .settings import AnalysisConfig
+from .settings import MOMENTS, AnalysisConfig
 from .subspaces import TaskVector, affinity_by_rank, data_subspace, task_vector
 from .summary import Analysis, Row
 
@@ -42,7 +42,7 @@ MEMORY = 4 * 10**9  # bytes of the moments that are recorded together
 
 
 class PoolAnalysis:
-    """A model pool under analysis. What needs data is recorded once, in ``folder / "moments"``."""
+    """A model pool under analysis. What needs data is recorded once, in ``folder / MOMENTS``."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class PoolAnalysis:
             "weights": self.experiment.digest(name),
             "taskpool": self.experiment.settings["taskpool"],
         }
-        folder = self.folder / "moments" / file_name(task)
+        folder = self.folder / MOMENTS / file_name(task)
         moments = known_moments(folder, about)
         if moments is None:
             inputs = self._inputs[task]

@@ -8,6 +8,9 @@ from typing import Literal
 from fusion_bench_nufilt.utils import options
 from fusion_bench_nufilt.utils.options import check_choices, check_whole
 
+#: The folder, inside that of an analysis, of what needs data and is recorded once.
+MOMENTS = "moments"
+
 #: The pairs that the paper draws, for its vision models and for Flan-T5.
 PAPER_PAIRS = (
     "mnist:mnist,eurosat:resisc45,svhn:dtd",

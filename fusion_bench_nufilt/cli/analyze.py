@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fusion_bench_nufilt.analysis.settings import AnalysisConfig
+from fusion_bench_nufilt.analysis.settings import MOMENTS, AnalysisConfig
 from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
 from fusion_bench_nufilt.pages.analysis import AnalysisContent
@@ -86,7 +86,7 @@ def analyze(
         from fusion_bench_nufilt.analysis.folders import analyze_folders
         from fusion_bench_nufilt.analysis.summary import save_analysis
 
-        refuse_foreign(out, "analysis.json")
+        refuse_foreign(out, "analysis.json", [MOMENTS])
         # Defaults are always there, and only what was typed can be in vain.
         typed = [name for name in context.params if was_typed(context, name)]
         _refuse_ignored(typed, list(overrides or ()))

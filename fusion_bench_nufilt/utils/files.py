@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
@@ -55,15 +55,28 @@ def lock_folder(folder: Path) -> BaseFileLock:
     return lock
 
 
-def refuse_foreign(folder: Path, mark: str) -> None:
-    """Refuse a folder for results that has files, but not the one that marks earlier results."""
+def refuse_foreign(folder: Path, mark: str, begun: Collection[str] = ()) -> None:
+    """Refuse a folder for results that has files, but not the one that marks earlier results.
+
+    ``begun`` names what is written before the mark: a process that was killed leaves it, with its
+    lock.
+    """
     if not folder.is_dir():
         return
-    names = {path.name for path in folder.iterdir()} - {LOCK}
-    if names and mark not in names:
+    names = {path.name for path in folder.iterdir()}
+    if mark in names:
+        return
+    if LOCK in names:
+        names -= {LOCK, *begun, *(leftover.name for leftover in _leftovers(folder / mark))}
+    if names:
         raise ValueError(
             f"--out {folder}: it has '{min(names)}' and no {mark}; name a new or an empty folder"
         )
+
+
+def _leftovers(target: Path) -> Iterator[Path]:
+    """Yield the temporary files of a file, of this process and of others, which may be dead."""
+    yield from target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*")
 
 
 @contextmanager
@@ -71,7 +84,7 @@ def atomic_file(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``, which becomes ``target`` when the block ends
     without an error.
     """
-    for leftover in target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*"):
+    for leftover in _leftovers(target):
         process = leftover.name.rpartition("-")[2]
         if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed
             leftover.unlink(missing_ok=True)

@@ -32,3 +32,18 @@ def test_a_folder_is_flushed_as_the_system_can(system, tmp_path, monkeypatch):
     monkeypatch.undo()
     flushed = {"posix": 2, "nt": 1}
     assert len(opened) == flushed[system]
+
+
+def test_a_folder_that_a_killed_process_began_is_not_foreign(tmp_path):
+    for name in (files.LOCK, ".compare.json-123", "moments"):
+        (tmp_path / name).touch()
+        files.refuse_foreign(tmp_path, "compare.json", ["moments"])
+    with pytest.raises(ValueError, match=r"it has 'moments' and no compare\.json"):
+        files.refuse_foreign(tmp_path, "compare.json")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".compare.json-123", "moments"])
+def test_a_folder_of_somebody_else_is_foreign(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=r"it has '.*' and no compare\.json"):
+        files.refuse_foreign(tmp_path, "compare.json", ["moments"])
