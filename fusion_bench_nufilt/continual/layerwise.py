@@ -389,28 +389,54 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             return
         file = self.folder.path / "layers.csv"
         if not file.is_file():
+            log.warning("'%s' is not there: it begins anew with step %d", file, step + 1)
             return
         try:
             rows = read_table(file, "task layer step")
-            # A step that was reported, but is not whole on disk, is made and reported again.
-            self._reports = rows[rows["step"] <= step].to_dict("records")
         except ValueError as error:
             log.warning("%s: it begins anew with step %d", error, step + 1)
+            return
+        # A step that was reported, but is not whole on disk, is made and reported again.
+        self._reports = rows[rows["step"] <= step].to_dict("records")
+        for finished_step in range(self.first_step, step + 1):
+            of_step = [row for row in self._reports if row["step"] == finished_step]
+            missing = set(self.layers) - {row["layer"] for row in of_step}
+            if missing:
+                log.warning(
+                    "'%s' has lost %d of %d layers of step %d, '%s' first: only a new run measures "
+                    "them again",
+                    file,
+                    len(missing),
+                    len(self.layers),
+                    finished_step,
+                    min(missing),
+                )
+            self._log_means(of_step)
 
     def _report(self, name: str, reports: Mapping[str, Report]) -> None:
         """Add what a step did to the layers to ``layers.csv``, and its means to the loggers."""
+        rows = []
         for layer, row in reports.items():
-            self._reports.append({"step": row["step"], "task": name, "layer": layer, **row})
+            rows.append({"step": row["step"], "task": name, "layer": layer, **row})
+        self._reports += rows
         if self.folder is None:
             return
         write_text(self.folder.path / "layers.csv", pd.DataFrame(self._reports).to_csv(index=False))
-        if self.fabric.loggers:
-            step = next(iter(reports.values()))["step"]
-            means = {}
-            for key in self.method.logged:
-                values = [row[key] for row in reports.values()]
+        self._log_means(rows)
+
+    def _log_means(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Give the loggers the means over the layers of a step, given its rows of
+        ``layers.csv``.
+        """
+        if not (self.fabric.loggers and rows):
+            return
+        means = {}
+        for key in self.method.logged:
+            # Rows that were read from a damaged file may lack a column.
+            values = [row[key] for row in rows if key in row]
+            if values:
                 means[f"layers/{key}"] = sum(values) / len(values)
-            self.log_dict(means, step=step)
+        self.log_dict(means, step=int(rows[0]["step"]))
 
 
 @auto_register_config

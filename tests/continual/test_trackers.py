@@ -1,6 +1,7 @@
 """Each tracker that FusionBench has a configuration for gets what a run logs, and is finished."""
 
 import csv
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +69,16 @@ def test_a_csv_file_has_every_step(run):
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == STEPS
     assert all(float(row[LOGGED]) >= 0 for row in rows)
+
+
+def test_a_csv_file_of_a_resumed_run_has_every_step(run):
+    words = ("fabric/loggers=csv_logger", "method.save_on_every_step=true")
+    logs = run(*words)
+    shutil.rmtree(logs / "checkpoints" / "merged_model_2")
+    run(*words, "method.resume=true")
+    with open(logs / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row[LOGGED]] == STEPS
 
 
 def test_tensorboard_has_every_step(run):
