@@ -5,7 +5,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,19 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         earlier result is loaded into it.
         """
 
+    def load_step(self, step: int, model: nn.Module) -> None:
+        """Give ``model`` the weights that it had after a step that the log directory has."""
+        assert self.folder is not None
+        self.folder.load_step(step, model)
+
     def restore(self, step: int) -> None:
         """Take over what the log directory has of the steps up to ``step`` when a run is
         resumed.
         """
+
+    def needs_step(self, step: int, newest: int) -> bool:
+        """Tell whether :meth:`restore` of step ``newest`` reads the model of an earlier step."""
+        return False
 
     @property
     def matrix(self) -> AccuracyMatrix:
@@ -389,9 +398,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Give ``merged`` the weights of the newest complete step in the log directory; return that
         step's number.
         """
-        if self.folder is None:
-            return self.first_step - 1
-        newest = self.folder.newest_step(self.first_step, self._last_step)
+        newest = self._newest_step()
         if newest is None:
             return self.first_step - 1
         folder, manifest = newest
@@ -407,12 +414,62 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             )
         self.merge_seconds = manifest["merge_seconds"]
         if self.scores is not None:
+
+            def load_step(finished_step: int) -> nn.Module:
+                self.load_step(finished_step, merged)
+                return merged
+
             # This may load earlier steps into `merged` to score them, so the newest is loaded last.
-            self.scores.restore(step, merged)
-        self.folder.load_step(step, merged)
+            self.scores.restore(step, load_step)
+        self.load_step(step, merged)
         self.go_on_from(folder, manifest)
         self.restore(step)
         return step
+
+    def _newest_step(self) -> tuple[Path, Manifest] | None:
+        """Return the folder and manifest of the newest complete step that the run can go on from.
+
+        An earlier step that is damaged or was deleted is not needed, unless it is to be scored
+        again: then it is made again, with all that follow it.
+        """
+        if self.folder is None:
+            return None
+        newest = self.folder.newest_step(self.first_step, self._last_step)
+        if newest is None:
+            return None
+        newest_step = newest[1]["step"]
+        damages = {}
+        for step in range(self.first_step, newest_step):
+            try:
+                self.folder.read_step(step)
+            except ValueError as error:
+                damages[step] = str(error)
+        while newest is not None:
+            lost_step = self._first_needed(damages, newest[1]["step"])
+            if lost_step is None:
+                break
+            log.warning(
+                "step %d: %s; it is made again, with the steps after it",
+                lost_step,
+                damages[lost_step],
+            )
+            newest = self.folder.newest_step(self.first_step, lost_step - 1)
+        for step, damage in damages.items():
+            if newest is not None and step < newest[1]["step"]:
+                log.warning(
+                    "step %d: %s; the run goes on without it, since nothing later needs it",
+                    step,
+                    damage,
+                )
+        return newest
+
+    def _first_needed(self, steps: Iterable[int], newest: int) -> int | None:
+        """Return the first of some steps without whose model the run can't go on after a step."""
+        for step in steps:
+            is_scored_again = self.scores is not None and self.scores.needs_model(step)
+            if step < newest and (is_scored_again or self.needs_step(step, newest)):
+                return step
+        return None
 
     def _description(self) -> dict[str, Any]:
         """Return all that the models after each step depend on: a run is resumed only if none of it

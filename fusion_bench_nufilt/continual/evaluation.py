@@ -411,9 +411,9 @@ class RunScores:
             if self.is_last(step):
                 self.log_dict(self.matrix.metrics(), step=step)
 
-    def restore(self, step: int, merged: nn.Module) -> None:
+    def restore(self, step: int, load_step: Callable[[int], nn.Module]) -> None:
         """Enter the scores of an earlier process up to a step, and score again where a report was
-        lost.
+        lost; ``load_step`` returns the model after a step.
         """
         assert self.folder is not None
         for finished_step in range(self.first_step, step + 1):
@@ -421,8 +421,12 @@ class RunScores:
             if report:
                 self.record(finished_step, report)
             elif self.tasks(finished_step):
-                self.folder.load_step(finished_step, merged)
-                self.score_step(finished_step, merged)
+                self.score_step(finished_step, load_step(finished_step))
+
+    def needs_model(self, step: int) -> bool:
+        """Tell whether a finished step is to be scored again, since its report was lost."""
+        assert self.folder is not None
+        return bool(self.tasks(step)) and not self.folder.read_report(step)
 
     def final_report(self) -> Report:
         """Return the last report, with the metrics of the run and the paths of its matrix and its

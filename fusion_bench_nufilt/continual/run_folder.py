@@ -114,17 +114,24 @@ class RunFolder:
             if not folder.exists():
                 continue
             try:
-                manifest = read_whole_checkpoint(folder)
-                missing = [field for field in _NEEDED if field not in manifest]
-                if missing:
-                    raise ValueError(f"the manifest of '{folder}' has no {missing[0]}")
-                if manifest["step"] != step:
-                    raise ValueError(f"'{folder}' is of step {manifest['step']}")
+                return folder, self.read_step(step)
             except ValueError as error:
                 log.warning("step %d: %s; looking for the step before", step, error)
-                continue
-            return folder, manifest
         return None
+
+    def read_step(self, step: int) -> Manifest:
+        """Return the manifest of a step; a ValueError says what of it is missing or damaged."""
+        folder = self.checkpoint(step)
+        restore_folder(folder)
+        if not folder.exists():
+            raise ValueError(f"'{folder}' is not there")
+        manifest = read_whole_checkpoint(folder)
+        missing = [field for field in _NEEDED if field not in manifest]
+        if missing:
+            raise ValueError(f"the manifest of '{folder}' has no {missing[0]}")
+        if manifest["step"] != step:
+            raise ValueError(f"'{folder}' is of step {manifest['step']}")
+        return manifest
 
     def checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"merged_model_{step - 1}"

@@ -21,6 +21,7 @@ from tests.continual.helpers import (
     pool,
     saved_pool,
 )
+from tests.continual.test_evaluation import Counter, Counting, WholePool
 from tests.tiny_models import clip, finetuned, llama, tower
 
 SMALL = {
@@ -169,6 +170,56 @@ def test_damaged_reports_of_layers_begin_anew(tmp_path, content, caplog):
     algorithm_in(tmp_path, resume=True).run(pool(2))
     assert "layers.csv' is damaged" in caplog.text
     assert set(pd.read_csv(tmp_path / "layers.csv")["step"]) == {2}
+
+
+@pytest.mark.parametrize("kept_rows", [0, -1])
+def test_rows_that_the_report_of_the_layers_has_lost_are_named(tmp_path, kept_rows, caplog):
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path).run(pool(2), on_step=interrupt_after(1))
+    file = tmp_path / "layers.csv"
+    header, *rows = file.read_text().splitlines()
+    file.write_text("\n".join([header, *rows[:kept_rows]]))
+    algorithm_in(tmp_path, resume=True).run(pool(2))
+    missing = -kept_rows or len(rows)
+    assert f"layers.csv' has lost {missing} of {len(rows)} layers of step 1" in caplog.text
+
+
+def damage(folder, how):
+    if how == "deleted":
+        shutil.rmtree(folder)
+        return
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+class Scores(WholePool):
+    """Scores that tell which step they are of."""
+
+    def __init__(self):
+        super().__init__(["a", "b", "c"])
+
+
+@pytest.mark.parametrize("how", ["deleted", "one bit"])
+@pytest.mark.parametrize("report", ["kept", "lost"])
+def test_an_earlier_step_that_is_damaged_is_named_and_made_again_where_it_is_needed(
+    tmp_path, how, report, caplog
+):
+    models = {name: Counter() for name in ("_pretrained_", "a", "b", "c")}
+    options = {"shuffle_order": False, "evaluate": "every_step"}
+    whole = logging_to(tmp_path, Counting(**options))
+    whole.run(models, Scores())
+    damage(tmp_path / "checkpoints" / "merged_model_1", how)
+    if report == "lost":
+        (tmp_path / "report_1.json").unlink()
+    steps = []
+    resumed = logging_to(tmp_path, Counting(**options, resume=True))
+    resumed.run(models, Scores(), on_step=noting(steps))
+    assert steps == {"kept": [], "lost": [2, 3]}[report]
+    assert "step 2: '" in caplog.text
+    assert {"kept": "goes on without it", "lost": "it is made again"}[report] in caplog.text
+    assert resumed.matrix.rows() == whole.matrix.rows()
 
 
 def merged_onto(folder, models, **options):

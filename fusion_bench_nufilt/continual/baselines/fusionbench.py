@@ -174,9 +174,12 @@ class BatchMethodBaseline(_Baseline):
         self._merged_before = pretrained  # the merged model before the last step
 
     def restore(self, step: int) -> None:
-        if self.rule_config.chosen == "add_running" and self.folder is not None and step > 1:
+        if step > 1 and self.needs_step(step - 1, step):
             self._merged_before = deepcopy(self._merged_before)
-            self.folder.load_step(step - 1, self._merged_before)
+            self.load_step(step - 1, self._merged_before)
+
+    def needs_step(self, step: int, newest: int) -> bool:
+        return self.rule_config.chosen == "add_running" and step == newest - 1
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module

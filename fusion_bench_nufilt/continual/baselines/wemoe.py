@@ -273,7 +273,9 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
     def _resume(self, merged: nn.Module) -> int:
         return super()._resume(self._mixture)  # the model that grows
 
-    def restore(self, step: int) -> None:
+    def load_step(self, step: int, model: nn.Module) -> None:
+        super().load_step(step, model)
+        # The weights alone do not tell which expert a direction belongs to.
         self._mixture.set_ranks([self.expert_rank(number) for number in range(1, step + 1)])
 
     def merge_stream(

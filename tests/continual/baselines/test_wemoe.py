@@ -236,6 +236,41 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     assert resumed.config.experts == whole.config.experts
 
 
+class KilledWhileScoring(GLUE):
+    """A pool that is interrupted when it scores for the nth time."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.left = last
+
+    def load_task(self, name):
+        task = super().load_task(name)
+
+        def evaluate(model):
+            self.left -= 1
+            if self.left == 0:
+                raise InterruptedRunError
+            model(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :2])
+            return {"accuracy": 0.5}
+
+        task.evaluate = evaluate
+        return task
+
+
+@pytest.mark.parametrize("scoring", [1, 2])
+def test_a_run_that_is_killed_while_it_scores_goes_on_with_the_same_bits(tmp_path, scoring):
+    models, taskpool = texts()
+    options = {"shuffle_order": False, "form": "released", "lr": 0.01, "max_steps": 1}
+    options["check_taskpool"] = False
+    whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
+    with pytest.raises(InterruptedRunError):
+        logging_to(tmp_path, LoRAWEMoE(**options)).run(models, KilledWhileScoring(scoring))
+    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(
+        models, KilledWhileScoring(0)
+    )
+    assert same(whole, resumed)
+
+
 def test_what_it_cannot_do_is_refused_before_any_work():
     models, taskpool = texts()
     with pytest.raises(ValueError, match="_merged_"):
