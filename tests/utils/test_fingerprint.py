@@ -89,7 +89,7 @@ def test_every_dtype_and_shape_has_one_in_files_and_in_memory(tmp_path, dtype):
         lambda tensors: {**tensors, "w3": tensors["w3"].view(torch.int32)},
         lambda tensors: {**tensors, "w3": tensors["w3"].reshape(40, 160)},
         lambda tensors: {**tensors, "w3": torch.nextafter(tensors["w3"], torch.tensor(9.0))},
-        lambda tensors: {**tensors, "x3": tensors["w3"]},
+        lambda tensors: {**tensors, "x3": tensors["w3"].clone()},
         lambda tensors: {name: tensors[name] for name in tensors if name != "w3"},
     ],
     ids=["swapped", "dtype", "bits", "shape", "last digits", "more", "fewer"],
