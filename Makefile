@@ -4,6 +4,7 @@
 # make test-slow  the tests that take minutes: kills, clusters, notebooks, a browser
 # make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
 # make docs       the documentation in outputs/site; a broken link or reference fails
+# make release    a source distribution and a wheel in dist/, checked, of a tagged version
 # make constraints  the versions in .venv, in constraints.txt
 # Each sets up what it needs in .venv first, torch and otherwise what pip settles for on the day: the demo what a user
 # installs, the others the developers' tools, too.
@@ -30,7 +31,7 @@ DEMO_METHODS := TSV-M with spectral voting = best, spectral voting = spectral, N
 	NUFILT (ranks 21/10/8) = nufilt:null_rank=21:lora_rank=10, OPCM = opcm, task arithmetic = task_arithmetic, \
 	TSV-M = tsvm, weight averaging = weight_average
 
-.PHONY: demo test test-oldest test-slow adversary lint docs constraints clean
+.PHONY: demo test test-oldest test-slow adversary lint docs release constraints clean
 
 demo: $(INSTALLED)
 	$(BIN)/nufilt compare fabric.accelerator=cpu --methods "$(DEMO_METHODS)" --out outputs/demo --overwrite
@@ -56,6 +57,12 @@ lint: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+release: $(READY)
+	$(BIN)/python tools/release.py
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
