@@ -56,7 +56,7 @@ def compare(
         Literal["last", "diagonal", "every_step", "every_step_all"],
         typer.Option(
             help="What is scored: last is enough for ACC, diagonal for BWT, too, every_step_all "
-            "for FWT."
+            "for the mean zero-shot score."
         ),
     ] = "every_step",
     jobs: Annotated[

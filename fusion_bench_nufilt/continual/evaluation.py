@@ -434,7 +434,7 @@ class RunScores:
         """
         metrics: dict[str, Any] = {}
         for name, value in self.matrix.metrics().items():
-            if not math.isnan(value):  # BWT and FWT need scores that `evaluate` may leave out
+            if not math.isnan(value):  # some need scores that `evaluate` may leave out
                 metrics[name] = value
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")

@@ -367,7 +367,7 @@ class ProtocolConfig:
         "diagonal",
         "What is scored. last: the final model. diagonal: also each task right after its step, "
         "which BWT needs. every_step: all tasks so far at every step. every_step_all: also those "
-        "to come, which FWT needs.",
+        "to come, which the zero-shot score needs.",
     )
     save_on_every_step: bool = _protocol_option(
         True,

@@ -41,7 +41,9 @@ def main_table(results: ComparisonContent) -> Table:
         for label, method in results.methods.items():
             texts.loc[label, "runs"] = f"{len(method.finished)}/{len(method.runs)}"
     # Single models are scored, and not merged.
-    texts.loc[list(results.references), ["BWT %", "FWT %", "extra params", "merging s"]] = ""
+    of_merged = [METRICS[name].column for name in HEADLINE if name != "ACC"]
+    of_merged += ["extra params", "merging s"]
+    texts.loc[list(results.references), of_merged] = ""
 
     title = f"{len(results.tasks)} models merged one after another"
     metrics.columns = [METRICS[name].column for name in HEADLINE]

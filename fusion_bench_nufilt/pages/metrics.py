@@ -23,6 +23,11 @@ class Metric(NamedTuple):
     headline: bool = False  # whether tables and the line below a matrix show it; files have all
     meaning: str = ""  # for readers who do not know its name
 
+    @property
+    def word(self) -> str:
+        """Its name in a sentence."""
+        return self.column.removesuffix(" %")
+
 
 #: What files, tables and loggers report of every run, computed from its accuracy matrix. All are
 #: fractions, and shown in per cent.
@@ -41,12 +46,11 @@ METRICS = {
         meaning="backward transfer, the mean change of a task's score from its own step to the "
         "last one; below zero, tasks are forgotten",
     ),
-    "FWT": Metric(
-        "FWT (%)",
-        "FWT %",
+    "zero_shot": Metric(
+        "zero-shot (%)",
+        "zero-shot %",
         headline=True,
-        meaning="forward transfer, the mean score over the steps of the tasks that are still to "
-        "come",
+        meaning="the mean score of the tasks that are still to come, over the steps",
     ),
     "plasticity": Metric(
         "each task right after its step (%)",
@@ -189,7 +193,7 @@ class AccuracyMatrix:
         return {
             "ACC": self.acc,
             "BWT": self.bwt,
-            "FWT": self.fwt,
+            "zero_shot": self.zero_shot,
             "plasticity": self.plasticity,
         }
 
@@ -199,7 +203,8 @@ class AccuracyMatrix:
         texts = []
         for name in HEADLINE:
             if not math.isnan(metrics[name]):
-                texts.append(f"{name} {percent(metrics[name], sign=METRICS[name].signed)}")
+                value = percent(metrics[name], sign=METRICS[name].signed)
+                texts.append(f"{METRICS[name].word} {value}")
         line = "   ".join(texts) or "no score"
         missing = self.missing
         count = len(self.tasks)
@@ -251,12 +256,11 @@ class AccuracyMatrix:
         return means
 
     @property
-    def fwt(self) -> float:
-        r"""FWT :math:`= \operatorname{mean}_{i<T} \operatorname{mean}_{j>i} a_j(\theta_i)`, else
-        NaN.
+    def zero_shot(self) -> float:
+        r"""Mean score of the tasks that are still to come, :math:`\operatorname{mean}_{i<T}
+        \operatorname{mean}_{j>i} a_j(\theta_i)`, else NaN.
 
-        This is the mean score of tasks that are still to come; the paper announces forward transfer
-        but prints none.
+        It is no forward transfer, which would be a difference from the pretrained model's scores.
         """
         if len(self.tasks) == 1:
             return math.nan

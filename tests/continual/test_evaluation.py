@@ -85,7 +85,7 @@ BWT = ((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3
 
 
 @pytest.mark.parametrize(
-    ("evaluate", "evaluated", "bwt", "fwt"),
+    ("evaluate", "evaluated", "bwt", "zero_shot"),
     [
         ("last", LAST, math.nan, math.nan),
         ("diagonal", DIAGONAL, BWT, math.nan),
@@ -94,13 +94,15 @@ BWT = ((0.25 - 1) + (0.25 - 0.5) + (0.25 - 1 / 3)) / 3
     ],
 )
 def test_what_is_scored_after_which_step_and_every_task_is_loaded_once(
-    evaluate, evaluated, bwt, fwt
+    evaluate, evaluated, bwt, zero_shot
 ):
     pool = V01Pool(TASKS)
     result = run(pool, evaluate)
     assert pool.evaluated == evaluated
     assert sorted(pool.loaded) == TASKS
-    assert (result.acc, result.bwt, result.fwt) == pytest.approx((0.25, bwt, fwt), nan_ok=True)
+    assert (result.acc, result.bwt, result.zero_shot) == pytest.approx(
+        (0.25, bwt, zero_shot), nan_ok=True
+    )
 
 
 class Items(V01Pool):

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from fusion_bench_nufilt.continual import AccuracyMatrix
+from fusion_bench_nufilt.pages.metrics import METRICS
 
 NAN = math.nan
 FULL = [[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]
@@ -63,8 +64,16 @@ def test_rows_and_back_are_the_same():
     assert AccuracyMatrix.from_rows(filled.tasks, filled.rows()).rows() == filled.rows()
 
 
-def test_fwt_is_the_mean_score_of_the_tasks_still_to_come():
+def test_the_mean_zero_shot_score_is_that_of_the_tasks_still_to_come():
     filled = matrix([[0.9, 0.2, 0.4], [0.8, 0.7, 0.1], [0.6, 0.65, 0.5]])
-    assert filled.fwt == pytest.approx(((0.2 + 0.4) / 2 + 0.1) / 2)
-    assert math.isnan(matrix(FULL).fwt)
-    assert math.isnan(matrix([[0.9]], tasks="a").fwt)
+    assert filled.zero_shot == pytest.approx(((0.2 + 0.4) / 2 + 0.1) / 2)
+    assert math.isnan(matrix(FULL).zero_shot)
+    assert math.isnan(matrix([[0.9]], tasks="a").zero_shot)
+
+
+def test_no_number_is_called_forward_transfer():
+    assert "FWT" not in METRICS
+    assert METRICS["zero_shot"].column == "zero-shot %"
+    filled = matrix([[0.9, 0.2], [0.8, 0.7]], tasks="ab")
+    assert filled.metrics()["zero_shot"] == pytest.approx(0.2)
+    assert "zero-shot 20.0" in filled.summary()
