@@ -7,7 +7,14 @@ import altair as alt
 from altair.typing import ChartType
 
 from .charts import bars, dots, lines, score_cells, score_maps
-from .comparison_tables import main_table, method_numbers, overhead_tables, task_numbers, task_table
+from .comparison_tables import (
+    by_accuracy,
+    main_table,
+    method_numbers,
+    overhead_tables,
+    task_numbers,
+    task_table,
+)
 from .content import ComparisonContent, Json, Method
 from .metrics import METRICS, Mean, percent
 from .page import Outputs, Tables, render_page
@@ -79,8 +86,7 @@ def charts_of(results: ComparisonContent) -> dict[str, ChartType]:
     if not results.done:
         return charts
     measured = results.measured
-    accuracy = means(measured, "metric", list(results.done), ["ACC"])["ACC"]
-    best = sorted(results.done, key=lambda label: -accuracy[label].mean)
+    best = by_accuracy(results, list(results.done))
     if len(select(measured, metric="BWT")):
         rows = _metric_rows(results, best, ["ACC", "plasticity", "BWT"])
         charts["stability_plasticity"] = dots(rows)
@@ -174,6 +180,9 @@ def _metric_rows(results: ComparisonContent, labels: Sequence[str], names: Seque
         for label, mean in measured[name].items():
             row: Json = {"panel": METRICS[name].title, "name": label}
             row["text"] = mean.percent(sign=METRICS[name].signed)
+            part = results.missing_part(label, mean, name)
+            if part:
+                row["text"] += f" ({part})"
             if label in results.failed:
                 row["text"] = "failed"
             row["value"] = 100 * mean.mean

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from .content import ComparisonContent
-from .metrics import COSTS, HEADLINE, METRICS
+from .metrics import COSTS, HEADLINE, METRICS, as_shown
 from .page import sentences
 from .results import long_table, means, printed_rows, select
 from .tables import Table
@@ -15,6 +15,9 @@ from .tables import Table
 #: What columns are. A task may have the name of a metric.
 _Columns = Literal["metric", "task"]
 _NOTED = "†"  # marks a printed number that has a note below the table
+_RANKED = (
+    "best (bold) and second best (underlined) of the methods that need no data and lack no score"
+)
 _COSTS = ["iterations", "solving_seconds", "merging_seconds", "memory", "parameters"]
 
 
@@ -68,8 +71,16 @@ def task_table(results: ComparisonContent) -> Table:
 def _measured_words(
     results: ComparisonContent, numbers: pd.DataFrame, by: _Columns
 ) -> pd.DataFrame:
-    """Return means as words; a method whose runs all failed says so."""
+    """Return means as words; one that lacks scores says of how many it is, and a method whose runs
+    all failed says so.
+    """
     words = _words(numbers, by)
+    for name in numbers:
+        metric = name if by == "metric" else ""
+        for label, mean in numbers[name].items():
+            part = results.missing_part(label, mean, metric)
+            if part:
+                words.loc[label, name] += f" ({part})"
     words.loc[results.failed] = "failed"
     return words
 
@@ -102,8 +113,8 @@ def _ranked(
     by: _Columns,
     shown: Sequence[str],
 ) -> Table:
-    """Rank the methods that finished every seed and need no data; numbers shown as equal rank
-    equally, and where all are equal, none is the best.
+    """Rank the methods that finished every seed, need no data and lack no score; numbers shown as
+    equal rank equally, and where all are equal, none is the best.
 
     The rows of the texts begin with those of the numbers, and their columns are named alike;
     ``shown`` has the metrics or tasks whose notes stand below the table.
@@ -116,14 +127,24 @@ def _ranked(
     ranks = pd.DataFrame(index=[results.labels.index(label) for label in compared])
     for name, metric in zip(numbers, shown, strict=True):
         higher_is_better = by == "task" or METRICS[metric].higher_is_better
-        # As shown, in per cent with one decimal: no number is better than one that reads the same.
-        rounded = [round(mean.mean, 3) for mean in numbers.loc[compared, name]]
-        column = pd.Series(rounded, index=ranks.index, dtype=float)
+        shown_numbers = {}
+        for label in compared:
+            mean = numbers.loc[label, name]
+            # The tasks that it lacks may be the ones on which the others score least.
+            if not results.missing_part(label, mean, metric if by == "metric" else ""):
+                # No number is better than one that reads the same.
+                shown_numbers[results.labels.index(label)] = as_shown(mean.mean)
+        column = pd.Series(shown_numbers, dtype=float)
         column = column.rank(method="dense", ascending=not higher_is_better)
         if column.max() > 1:
             ranks[name] = column
     texts = _filled(texts.rename_axis("method"))
-    return Table(title, texts, ranks, len(results.references), _notes(results, by, shown))
+    notes = _notes(results, by, shown)
+    legend = [note for note in notes if note.startswith(_NOTED)]
+    if not ranks.empty:
+        notes.insert(1, _RANKED)
+        legend.insert(0, _RANKED)
+    return Table(title, texts, ranks, len(results.references), notes, legend)
 
 
 def overhead_tables(results: ComparisonContent) -> list[Table]:
@@ -193,6 +214,9 @@ def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     for name in ("parameters", "extra_parameters"):
         columns[name] = _first_values(results, name)
     columns["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
+    accuracy = means(results.measured, "metric", results.labels, ["ACC"])["ACC"]
+    for label, mean in accuracy.items():
+        columns.loc[label, "lacks_scores"] = results.missing_part(label, mean, "ACC")
     for name in ("ACC", "BWT"):
         printed = select(results.printed, metric=name).set_index("method")
         columns[f"paper_{name}"] = printed["value"]
@@ -244,14 +268,26 @@ def _notes(results: ComparisonContent, by: _Columns, shown: Sequence[str]) -> li
     return list(dict.fromkeys(notes))
 
 
+def by_accuracy(results: ComparisonContent, labels: Sequence[str]) -> list[str]:
+    """Return methods from the highest ACC to the lowest, and last those that lack scores."""
+    accuracy = means(results.measured, "metric", labels, ["ACC"])["ACC"]
+    whole = []
+    partial = []
+    for label in sorted(labels, key=lambda label: -accuracy[label].mean):
+        if results.missing_part(label, accuracy[label], "ACC"):
+            partial.append(label)
+        else:
+            whole.append(label)
+    return whole + partial
+
+
 def _best_values(results: ComparisonContent) -> list[str]:
     """Return the value with the highest ACC of each panel, such as ``null_rank=21``."""
     best = []
     for panel in results.panels or ():
         curve = results.curve(panel)
         if curve:
-            accuracy = means(results.measured, "metric", list(curve), ["ACC"])
-            highest = max(curve, key=lambda label: accuracy.loc[label, "ACC"].mean)
+            highest = by_accuracy(results, list(curve))[0]
             best.append(f"{panel['key']}={curve[highest].config[panel['key']]}")
     return best
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
-from .metrics import COSTS, AccuracyMatrix
+from .metrics import COSTS, AccuracyMatrix, Mean
 from .results import (
     MEASURED,
     PAPER,
@@ -180,6 +180,41 @@ class ComparisonContent:
     def labels(self) -> list[str]:
         """The names of all rows of a table, single models first."""
         return [*self.references, *self.methods]
+
+    @property
+    def orders(self) -> int:
+        """How many orders of the tasks the runs had: few tasks have fewer orders than seeds."""
+        orders = set()
+        for method in self.methods.values():
+            for run in method.finished.values():
+                orders.add(tuple(run.tasks or ()))
+        return len(orders)
+
+    def missing_part(self, label: str, mean: Mean, metric: str = "") -> str:
+        """Return such as ``2 of 3 tasks`` or ``9 of 10 seeds`` for the mean of a row that lacks
+        scores, and nothing for one that has all.
+
+        ``metric`` is one of :data:`~fusion_bench_nufilt.pages.metrics.METRICS`; without it, the
+        mean is the score of a task. Of several seeds, the one with the fewest tasks counts.
+        """
+        if mean.count == 0:
+            return ""
+        if label in self.references:
+            counts = [self._scored_by_single_models(label)]
+        else:
+            finished = self.methods[label].finished.values()
+            matrices = [run.matrix for run in finished if run.matrix is not None]
+            if mean.count < len(matrices):
+                return f"{mean.count} of {len(matrices)} seeds"
+            counts = [matrix.task_counts()[metric or "ACC"] for matrix in matrices]
+        scored_tasks, tasks = min(counts)
+        if metric and scored_tasks < tasks:
+            return f"{scored_tasks} of {tasks} tasks"
+        return ""
+
+    def _scored_by_single_models(self, label: str) -> tuple[int, int]:
+        scores = list(self.references[label].values())
+        return len(scores) - scores.count(None), len(scores)
 
     @property
     def scored(self) -> str:

@@ -93,6 +93,13 @@ def or_none(value: float) -> float | None:
     return value
 
 
+def as_shown(value: float) -> float:
+    """Return the number that :func:`percent` shows of a fraction; NaN stays NaN."""
+    if math.isnan(value):
+        return value
+    return float(percent(value))
+
+
 def percent(value: float, *, sign: bool = False) -> str:
     """Return a fraction as text, in per cent with one decimal; ``-`` for NaN."""
     if math.isnan(value):
@@ -195,6 +202,22 @@ class AccuracyMatrix:
             "BWT": self.bwt,
             "zero_shot": self.zero_shot,
             "plasticity": self.plasticity,
+        }
+
+    def task_counts(self) -> dict[str, tuple[int, int]]:
+        """Return for every metric of how many tasks it is the mean, and of how many with all
+        scores.
+        """
+        measured = ~np.isnan(self.values)
+        count = len(self.tasks)
+        last = measured[-1]
+        diagonal = np.diagonal(measured)
+        ahead = [measured[:number, number].all() for number in range(1, count)]
+        return {
+            "ACC": (int(last.sum()), count),
+            "BWT": (int((last & diagonal)[:-1].sum()), count - 1),
+            "zero_shot": (sum(map(bool, ahead)), count - 1),
+            "plasticity": (int(diagonal.sum()), count),
         }
 
     def summary(self) -> str:

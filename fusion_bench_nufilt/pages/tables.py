@@ -28,6 +28,8 @@ class Table:
     ranks: pd.DataFrame = field(default_factory=pd.DataFrame)
     references: int = 0  # the number of rows at the top that are single models
     notes: list[str] = field(default_factory=list)
+    #: Those of the notes that say what marks in the table mean, for the caption in LaTeX.
+    legend: list[str] = field(default_factory=list)
 
     @property
     def header(self) -> list[str]:
@@ -72,7 +74,8 @@ class Table:
         """Render it as a ``table`` for ``booktabs``."""
         rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
         frame = pd.DataFrame(rows, columns=[_latex(printable(name)) for name in self.header])
-        caption = ". ".join(_latex(sentence) for sentence in [self.title, *self.notes[:1]])
+        sentences = [self.title, *self.notes[:1], *self.legend]
+        caption = ". ".join(_latex(sentence) for sentence in sentences)
         text = frame.style.hide(axis="index").to_latex(
             column_format="l" + "r" * (frame.shape[1] - 1),
             caption=caption + ".",

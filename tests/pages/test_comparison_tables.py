@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 
 from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.pages.comparison import comparison_outputs
 from fusion_bench_nufilt.pages.comparison_tables import (
     main_table,
     method_numbers,
     task_numbers,
     task_table,
 )
-from tests.compare.helpers import comparison, failed, final, finished
+from tests.compare.helpers import SCORES, comparison, failed, final, finished
 from tests.pages.sizes import sensitivity_of
 
 SEEDS = (42, 43, 44)
@@ -63,6 +64,67 @@ def test_what_is_shown_as_equal_is_marked_as_equal():
     table = cells(main_table(comparison(measured)))
     marks = [table[name]["ACC %"].mark for name in measured]
     assert marks == ["best", "best", "second"]
+
+
+def test_ranks_have_the_digits_that_are_printed():
+    """Both read 60.2, and the second one is larger."""
+    measured = {}
+    for name, score in (("one", 0.60246), ("two", 0.6025), ("three", 0.59)):
+        measured[name] = runs(0, scores=dict.fromkeys("abc", score))
+    table = cells(main_table(comparison(measured)))
+    assert [table[name]["ACC %"].text[:4] for name in measured] == ["60.2", "60.2", "59.0"]
+    assert [table[name]["ACC %"].mark for name in measured] == ["best", "best", "second"]
+
+
+LACKING = {"a": 0.85, "b": 0.75, "c": float("nan")}
+
+
+def test_a_method_that_lacks_a_score_is_not_ranked_and_says_of_how_many_tasks_its_mean_is():
+    measured = {
+        "lacking": runs(0, scores=LACKING),
+        "whole": runs(0, scores={"a": 0.9, "b": 0.8, "c": 0.3}),
+        "other": runs(0, scores={"a": 0.9, "b": 0.8, "c": 0.2}),
+    }
+    result = comparison(measured)
+    table = main_table(result)
+    row = cells(table)
+    assert row["lacking"]["ACC %"].text == "80.0 ± 0.0 (2 of 3 tasks)"
+    assert row["lacking"]["BWT %"].text.endswith(" (1 of 2 tasks)")
+    assert [row[name]["ACC %"].mark for name in measured] == ["", "best", "second"]
+    assert {cell.mark for cell in row["lacking"].values()} == {""}
+    assert any("lack no score" in note for note in table.notes)
+    numbers = method_numbers(result).set_index("method")
+    assert numbers.loc["lacking", "lacks_scores"] == "2 of 3 tasks"
+    assert numbers.loc["whole", "lacks_scores"] == ""
+
+
+def test_where_no_method_has_all_scores_none_is_the_best():
+    measured = {"one": runs(0, scores=LACKING), "two": runs(0, scores={**LACKING, "a": 0.5})}
+    table = main_table(comparison(measured))
+    assert {cell["ACC %"].mark for cell in cells(table).values()} == {""}
+
+
+def test_single_models_say_of_how_many_tasks_their_mean_is():
+    references = {
+        "pretrained": {"a": 0.2, "b": None, "c": 0.4},
+        "individual": dict.fromkeys("abc", 0.9),
+    }
+    table = cells(main_table(replace(comparison({"m": runs(0)}), references=references)))
+    assert table["pretrained"]["ACC %"].text == "30.0 (2 of 3 tasks)"
+    assert table["individual"]["ACC %"].text == "90.0"
+
+
+def test_a_task_without_a_score_on_one_seed_says_of_how_many_seeds_its_mean_is():
+    lacking = [*runs(0)[:2], finished(44, scores={**SCORES, "b": float("nan")})]
+    measured = {"lacking": lacking, "whole": runs(-0.1)}
+    table = cells(task_table(comparison(measured)))
+    assert table["lacking"]["b"].text == "60.0 ± 0.0 (2 of 3 seeds)"
+    assert table["lacking"]["b"].mark == ""
+    assert table["lacking"]["a"].mark == "best"
+    # Of the seeds, the one with the fewest tasks.
+    assert cells(main_table(comparison(measured)))["lacking"]["ACC %"].text.endswith(
+        "(2 of 3 tasks)"
+    )
 
 
 @pytest.mark.parametrize("methods", [1, 7])
@@ -210,6 +272,29 @@ def test_markdown(three):
     assert rows[1][1].endswith(":")  # numbers are on the right
     assert ["best_one", "**50.0 ± 0.0**"] in [row[:2] for row in rows]
     assert ["good", "<ins>45.0 ± 0.0</ins>"] in [row[:2] for row in rows]
+
+
+def test_ten_seeds_of_three_tasks_say_how_many_orders_they_are():
+    ten = [finished(seed) for seed in range(42, 52)]
+    orders = {tuple(run.tasks) for run in ten}
+    assert len(orders) < 10
+    result = comparison({"m": ten})
+    assert result.orders == len(orders)
+    first = main_table(result).notes[0]
+    assert first.endswith(f"over seeds 42-51, which are {len(orders)} orders of the tasks")
+    # The text below the title of the page counts the orders, too.
+    page = comparison_outputs(result, {}).page
+    assert f"{len(orders)} task orders" in page
+    assert "10 task orders" not in page
+
+
+def test_the_caption_in_latex_explains_every_mark_of_the_table():
+    ten = [finished(seed) for seed in range(42, 52)]
+    worse = [finished(seed, -0.1) for seed in range(42, 52)]
+    result = comparison({"magmax": ten, "nufilt": worse}, modelpool=B32)
+    caption = re.search(r"\\caption\{(.*)\}", main_table(result).as_latex())[1]
+    assert r"$^\dagger$ the paper's magmax: deviations of 0.0 come with form=released" in caption
+    assert "best (bold) and second best (underlined)" in caption
 
 
 def test_latex_is_escaped_and_marked(three):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fusion_bench_nufilt.continual import AccuracyMatrix
-from fusion_bench_nufilt.pages.metrics import METRICS
+from fusion_bench_nufilt.pages.metrics import METRICS, as_shown, percent
 
 NAN = math.nan
 FULL = [[0.9], [0.8, 0.7], [0.6, 0.65, 0.5]]
@@ -69,6 +69,26 @@ def test_the_mean_zero_shot_score_is_that_of_the_tasks_still_to_come():
     assert filled.zero_shot == pytest.approx(((0.2 + 0.4) / 2 + 0.1) / 2)
     assert math.isnan(matrix(FULL).zero_shot)
     assert math.isnan(matrix([[0.9]], tasks="a").zero_shot)
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts"),
+    [
+        (FULL, {"ACC": (3, 3), "BWT": (2, 2), "zero_shot": (0, 2), "plasticity": (3, 3)}),
+        (
+            [[0.9, 0.2, NAN], [0.8, NAN, 0.1], [0.6, 0.65, NAN]],
+            {"ACC": (2, 3), "BWT": (1, 2), "zero_shot": (1, 2), "plasticity": (1, 3)},
+        ),
+    ],
+)
+def test_a_metric_says_of_how_many_tasks_it_is_the_mean(rows, counts):
+    assert matrix(rows).task_counts() == counts
+
+
+def test_a_number_as_shown_is_that_of_its_digits():
+    # Python's round would make the first one 60.3.
+    assert as_shown(0.6025) == as_shown(0.60249) == float(percent(0.6025)) == 60.2
+    assert math.isnan(as_shown(NAN))
 
 
 def test_no_number_is_called_forward_transfer():
