@@ -34,9 +34,10 @@ class LayerMethod(ABC):
     tasks calls ``update`` for each of them and ``merged_weight`` once. All three are pure functions
     of stacks: of n layers of one shape, whose weights are ``(n, d_o, d_i)``; what becomes of a
     layer does not depend on the others. The constructor takes an instance of :attr:`Options`, the
-    names of all merged layers in the order of the model, the seed of all random draws, and the
-    number of the last block of each stack of blocks that the model has (by default, that the layers
-    have).
+    names of all merged layers in the order of the model, the seed of all random draws, the number
+    of the last block of each stack of blocks that the model has (by default, that the layers have),
+    and the layers' shapes, which those of the stacks are unless :attr:`sides_in_basis` lets them be
+    given in a basis.
     """
 
     name: ClassVar[str]
@@ -63,6 +64,15 @@ class LayerMethod(ABC):
     """Whether :meth:`update` also takes a task as the factors of its update."""
     weighs_tasks: ClassVar[bool] = False
     """Whether the result depends on the ``strength`` of whole tasks."""
+    sides_in_basis: ClassVar[str] = ""
+    """The sides of a layer, "o" for its outputs and "i" for its inputs, of which any orthonormal
+    basis gives the same update: for a matrix Q of orthonormal columns, tasks Q tau have the update
+    Q X. With "o", a merge of adapters gives the method their factors in a basis of as many outputs
+    as they have directions, on a base of zeros."""
+    state_axes: ClassVar[Mapping[str, str]] = {}
+    """What the axes of each tensor in a layer's state are, where ``sides_in_basis`` says that it
+    may be given in a basis: "o" for the layer's outputs, "i" for its inputs, and "k" for a list of
+    ``min(d_o, d_i)`` at most, with zeros behind."""
     logged: ClassVar[tuple[str, ...]] = ("task_norm",)
     """Entries of the reports whose means over the layers go to a run's loggers."""
 
@@ -72,16 +82,25 @@ class LayerMethod(ABC):
         layers: Sequence[str],
         seed: int = 42,
         last_blocks: Mapping[str | None, int] | None = None,
+        shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.options = options
         self.layers = layers
         self.seed = seed
         self.last_blocks = last_blocks or last_block_numbers(layers)
+        self.shapes = shapes or {}
 
     def __str__(self) -> str:
         """The method's name and all its settings."""
         settings = [f"{key} {value}" for key, value in vars(self.options).items()]
         return f"{self.label} ({', '.join(settings)})"
+
+    def shape_of(self, name: str, base: Tensor) -> tuple[int, int]:
+        """Return the shape ``(d_o, d_i)`` of a layer, whose pretrained weight may be given in a
+        basis.
+        """
+        d_o, d_i = base.shape[-2:]
+        return self.shapes.get(name, (d_o, d_i))
 
     @abstractmethod
     def init_state(self, names: Sequence[str], base: Tensor) -> State:

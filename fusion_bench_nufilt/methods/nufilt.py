@@ -1,6 +1,7 @@
 """NUFILT, null-space filtering, as a layer-wise method."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Nufilt(LayerMethod):
     is_stateless = True
     solves_together = True
     supports_low_rank = True
+    sides_in_basis = "o"  # and not "i": A is drawn in the layer's own inputs
+    state_axes: ClassVar[Mapping[str, str]] = {"weight": "oi"}
     logged = ("task_norm", "merged_norm", "filtered_share", "overlap", "loss_before", "loss_after")
 
     options: FusionConfig
@@ -42,9 +45,10 @@ class Nufilt(LayerMethod):
         layers: Sequence[str],
         seed: int = 42,
         last_blocks: Mapping[str | None, int] | None = None,
+        shapes: Mapping[str, tuple[int, int]] | None = None,
         lora_A: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(options, layers, seed, last_blocks)
+        super().__init__(options, layers, seed, last_blocks, shapes)
         self.lora_A = lora_A  # the initial A of each layer, instead of drawn ones
 
     def init_state(self, names: Sequence[str], base: Tensor) -> State:
@@ -113,6 +117,7 @@ class Nufilt(LayerMethod):
             self.options,
             is_first_task=is_first_task[0],
             float64=float64 or fast_in_float64(theta.device),
+            height=self.shape_of(names[0], base)[0],  # the same in all layers of a stack
         )
         return {"weight": weight.to(theta.dtype)}, measures
 

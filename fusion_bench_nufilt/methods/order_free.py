@@ -35,7 +35,7 @@ class OrderFree(LayerMethod):
     """A method whose result does not depend on the tasks' order, nor the size of its state on their
     number.
 
-    The state holds the tensors of :meth:`state_shapes`, in float32 at least but for those of
+    The state holds the tensors of :attr:`state_axes`, in float32 at least but for those of
     :attr:`direction_names`, and the ``count`` of the tasks that moved the layer. A task that did
     not change the layer has no effect.
     """
@@ -44,6 +44,7 @@ class OrderFree(LayerMethod):
     defaults: ClassVar[Mapping[str, Any]] = ORDER_FREE_DEFAULTS
     itemsize = 8
     supports_low_rank = True
+    sides_in_basis = "oi"
     direction_names: tuple[str, ...] = ()
     """Names of tensors in the state whose columns are of length 1 or 0, which are kept in
     :func:`_direction_dtype`.
@@ -54,10 +55,6 @@ class OrderFree(LayerMethod):
     options: RampConfig
 
     @abstractmethod
-    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors in a layer's state."""
-
-    @abstractmethod
     def accumulate(self, state: State, task: TaskVector) -> State:
         """Return the sums with one more task, number ``state["count"]``, which are then rounded to
         the state's dtypes.
@@ -66,18 +63,34 @@ class OrderFree(LayerMethod):
         """
 
     @abstractmethod
-    def merged_update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of
-        :meth:`accumulate`.
+        :meth:`accumulate`, and ``shape`` that of the layer, of which all may be given in a basis.
         """
+
+    def state_shapes(
+        self, d_o: int, d_i: int, layer_shape: tuple[int, int] | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the tensors in a layer's state, whose sides may be those
+        of a basis.
+        """
+        lengths = {"o": d_o, "i": d_i, "k": min(layer_shape or (d_o, d_i))}
+        shapes = {}
+        for name, axes in self.state_axes.items():
+            shapes[name] = tuple(lengths[axis] for axis in axes)
+        return shapes
 
     def init_state(self, names: Sequence[str], base: Tensor) -> State:
         state = {}
         wide = compute_dtype(base)
-        for name, shape in self.state_shapes(*base.shape[1:]).items():
+        d_o, d_i = base.shape[1:]
+        layer_shape = self.shape_of(names[0], base)  # the same in all layers of a stack
+        # The state is much smaller in a basis, where directions need not be rounded.
+        in_basis = layer_shape != (d_o, d_i)
+        for name, shape in self.state_shapes(d_o, d_i, layer_shape).items():
             # Single numbers cost nothing in float64.
             dtype = wide if shape else torch.float64
-            if name in self.direction_names:
+            if name in self.direction_names and not in_basis:
                 dtype = _direction_dtype(wide)
             state[name] = base.new_zeros((len(names), *shape), dtype=dtype)
         return {**state, "count": base.new_zeros(len(names), dtype=torch.int64)}
@@ -95,6 +108,7 @@ class OrderFree(LayerMethod):
     ) -> tuple[State, Measures]:
         states = []
         task_norms = []
+        shape = self.shape_of(names[0], base)
         for row in range(len(names)):
             tau = _task_vector(task, base, row, float64)
             before = {key: value[row] for key, value in state.items()}
@@ -105,7 +119,8 @@ class OrderFree(LayerMethod):
                 if float64:
                     after = _in_float64(before)
                 after["count"] = after["count"] + 1
-                after = self.accumulate(after, TaskVector(tau, strength, compute_dtype(base)))
+                task_vector = TaskVector(tau, strength, compute_dtype(base), shape)
+                after = self.accumulate(after, task_vector)
             states.append({key: after[key].to(value.dtype) for key, value in before.items()})
             task_norms.append(tau.norm())
         new_state = {key: stack([row_state[key] for row_state in states]) for key in state}
@@ -126,7 +141,8 @@ class OrderFree(LayerMethod):
             if layer_state["count"] == 0:
                 weights.append(theta_0.clone())
             else:
-                update = self.merged_update(layer_state, self._scales[name])
+                shape = self.shape_of(name, base)
+                update = self.merged_update(layer_state, self._scales[name], shape)
                 weights.append((to_compute_dtype(theta_0) + update).to(theta_0.dtype))
         return stack(weights)
 
@@ -205,13 +221,12 @@ class Sum(OrderFree):
     )
     Options: ClassVar[type] = SumConfig
 
-    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {"sum": (d_o, d_i)}
+    state_axes: ClassVar[Mapping[str, str]] = {"sum": "oi"}
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         return {**state, "sum": state["sum"].double() + task.matrix}
 
-    def merged_update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         return scale * state["sum"].double()
 
 
@@ -230,8 +245,12 @@ class Isotropic(Sum):
     )
     Options = ScaleConfig
 
-    def merged_update(self, state: State, scale: float) -> Tensor:
-        return map_spectrum(state["sum"], lambda sigma: (scale * sigma.mean()).expand_as(sigma))
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+        def flat(sigma: Tensor) -> Tensor:
+            # The mean over all of the layer's directions, of which a basis has but some.
+            return (scale * sigma.sum() / min(shape)).expand_as(sigma)
+
+        return map_spectrum(state["sum"], flat)
 
 
 class WudiSums(OrderFree):
@@ -253,8 +272,7 @@ class WudiSums(OrderFree):
 
     options: WudiConfig
 
-    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {"moments": (d_i, d_i), "targets": (d_o, d_i)}
+    state_axes: ClassVar[Mapping[str, str]] = {"moments": "ii", "targets": "oi"}
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         tau = task.matrix.double()
@@ -265,11 +283,11 @@ class WudiSums(OrderFree):
             "targets": state["targets"] + tau @ gram,
         }
 
-    def merged_update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         M = state["moments"].double()
         R = state["targets"].double()
         identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
-        ridge = self.options.eps * M.diagonal().mean() * identity
+        ridge = self.options.eps * M.trace() / shape[1] * identity
         # M has no negative eigenvalue, so that with any ridge Cholesky's factors exist.
         return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
 

@@ -4,6 +4,7 @@ mean, `best`.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ class FirstWhole(OrderFree):
         """
 
     @abstractmethod
-    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
+    def merged_update_of_several(
+        self, state: State, scale: float, shape: tuple[int, int]
+    ) -> Tensor:
         """Return the merged update ``(d_o, d_i)`` of at least two tasks."""
 
     def accumulate(self, state: State, task: TaskVector) -> State:
@@ -42,15 +45,15 @@ class FirstWhole(OrderFree):
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
-            first = TaskVector(state["votes"], digits=task.digits)
+            first = TaskVector(state["votes"], digits=task.digits, shape=task.shape)
             votes = torch.zeros_like(state["votes"])
             state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
         return self.accumulate_next({**state, "count": count}, task)
 
-    def merged_update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         if state["count"] == 1:
             return state["votes"]
-        return self.merged_update_of_several(state, scale)
+        return self.merged_update_of_several(state, scale, shape)
 
 
 class Spectral(FirstWhole):
@@ -85,8 +88,7 @@ class Spectral(FirstWhole):
     scale_option = "kappa"
     options: SpectralConfig
 
-    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        return {"votes": (d_o, d_i), "vote_energy": (), "mean": ()}
+    state_axes: ClassVar[Mapping[str, str]] = {"votes": "oi", "vote_energy": "", "mean": ""}
 
     def accumulate_next(self, state: State, task: TaskVector) -> State:
         faintest = self.options.faintest
@@ -108,7 +110,9 @@ class Spectral(FirstWhole):
         length = torch.linalg.vector_norm(state["votes"], dtype=torch.float64).item()
         return min(1.0, 2 * length / state["vote_energy"].sqrt().item())
 
-    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
+    def merged_update_of_several(
+        self, state: State, scale: float, shape: tuple[int, int]
+    ) -> Tensor:
         strength = scale * state["mean"].item() * self.left_over(state)
         return map_spectrum(
             state["votes"],
@@ -151,9 +155,12 @@ class TsvStream(OrderFree):
 
     options: TsvConfig
 
-    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        k = min(d_o, d_i)
-        return {"left": (d_o, k), "values": (k,), "right": (d_i, k), "columns": ()}
+    state_axes: ClassVar[Mapping[str, str]] = {
+        "left": "ok",
+        "values": "k",
+        "right": "ik",
+        "columns": "",
+    }
 
     def num_directions(self, k: int, tasks: int) -> int:
         """Return how many of k directions each of the tasks keeps."""
@@ -176,12 +183,14 @@ class TsvStream(OrderFree):
     def accumulate(self, state: State, task: TaskVector) -> State:
         tasks = int(state["count"])
         k = len(state["values"])
-        count = self.num_directions(k, tasks)
+        # In a basis, a task has no more directions than that.
+        count = min(self.num_directions(k, tasks), len(state["left"]), len(state["right"]))
         # Not what the options say now: an earlier merge may have had another ``keep``.
         count_before = max(1, int(state["columns"]))
         starts = range(0, min(k, (tasks - 1) * count_before), count_before)
         columns: dict[str, Tensor] = {}
-        for name, new in self.directions_of(task, k, tasks)._asdict().items():
+        for name, all_new in self.directions_of(task, k, tasks)._asdict().items():
+            new = all_new[..., :count]
             kept_columns = []
             for start in starts:
                 earlier = state[name][..., start : start + min(count, count_before)]
@@ -198,7 +207,7 @@ class TsvStream(OrderFree):
             new_state[name] = pad(value, (0, k - value.shape[-1]))
         return new_state
 
-    def merged_update(self, state: State, scale: float) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         s = state["values"]
         is_used = s > 0
         if not is_used.any():
@@ -274,15 +283,19 @@ class Best(FirstWhole):
         layers: Sequence[str],
         seed: int = 42,
         last_blocks: Mapping[str | None, int] | None = None,
+        shapes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        super().__init__(options, layers, seed, last_blocks)
+        super().__init__(options, layers, seed, last_blocks, shapes)
         # Without a ramp: the strength of best has one, which multiplies both updates.
         self.tsv = TsvStream(TsvConfig(scale=1.5, keep=1 / 8, faintest=1 / 50), layers)
         self.votes = Spectral(SpectralConfig(damp=1.0, faintest=1e-4), layers)
 
-    def state_shapes(self, d_o: int, d_i: int) -> dict[str, tuple[int, ...]]:
-        members = {**self.tsv.state_shapes(d_o, d_i), **self.votes.state_shapes(d_o, d_i)}
-        return {"strength": (), "energy": (), **members}
+    state_axes: ClassVar[Mapping[str, str]] = {
+        "strength": "",
+        "energy": "",
+        **TsvStream.state_axes,
+        **Spectral.state_axes,
+    }
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         # Here, since accumulate_next gets the first task late, and without its strength.
@@ -292,13 +305,15 @@ class Best(FirstWhole):
         state = self.votes.accumulate_next(self.tsv.accumulate(state, task), task)
         return {**state, "energy": state["energy"] + task.energy}
 
-    def merged_update_of_several(self, state: State, scale: float) -> Tensor:
+    def merged_update_of_several(
+        self, state: State, scale: float, shape: tuple[int, int]
+    ) -> Tensor:
         left_over = self.votes.left_over(state)
         least = left_over * state["energy"].sqrt().item()
         # The update by votes fades with them by itself; TSV-M does not know that tasks cancel.
-        X_tsv = left_over * self.tsv.merged_update(state, self.tsv.scale)
+        X_tsv = left_over * self.tsv.merged_update(state, self.tsv.scale, shape)
         X_tsv = rescale_to_min_norm(X_tsv, least)
-        X_votes = self.votes.merged_update_of_several(state, self.votes.scale)
+        X_votes = self.votes.merged_update_of_several(state, self.votes.scale, shape)
         X_votes = rescale_to_min_norm(X_votes, least)
         strength = state["strength"].item() / state["count"].item()
         return scale * strength * (X_tsv + X_votes) / 2

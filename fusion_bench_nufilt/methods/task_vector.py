@@ -42,7 +42,8 @@ class TaskVector:
     It is a matrix, float32 at least, or thin factors, which are multiplied only where a method
     needs the matrix. ``strength`` is that of the whole task, in all layers. ``digits`` is the
     dtype of the models that it comes from, if that has fewer than the matrix: their rounding is
-    not a direction of the task.
+    not a direction of the task. ``shape`` is that of the layer, if the task vector is given in a
+    basis.
     """
 
     def __init__(
@@ -50,9 +51,12 @@ class TaskVector:
         tau: Tensor | LowRank,
         strength: float = 1.0,
         digits: torch.dtype | None = None,
+        shape: tuple[int, int] | None = None,
     ) -> None:
         self.strength = strength
         self.digits = digits
+        d_o, d_i = tau.shape
+        self.shape = shape or (d_o, d_i)
         self.factors: LowRank | None = None
         # Thicker factors cost more to decompose than their product.
         if isinstance(tau, LowRank) and 4 * tau.rank <= min(tau.shape):
@@ -131,7 +135,7 @@ class TaskVector:
         eps = torch.finfo(dtype).eps
         if self.digits is not None:
             eps = max(eps, torch.finfo(self.digits).eps)
-        exist = s > max(self._given.shape) * eps * s[:1]
+        exist = s > max(self.shape) * eps * s[:1]
         return Directions(U * exist, s * exist, V * exist)
 
     def vote(self) -> tuple[Tensor, Tensor]:
@@ -157,7 +161,7 @@ class TaskVector:
         """
         if self.factors is not None:
             return self.vote()
-        directions = self.leading(max(1, min(self._given.shape) // MAX_TASKS))
+        directions = self.leading(max(1, min(self.shape) // MAX_TASKS))
         s = directions.values
         # A vote is the cube of a singular value, and the last one may be found half as large as
         # it is.

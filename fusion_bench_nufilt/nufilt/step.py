@@ -107,12 +107,14 @@ def fuse_stack(
     *,
     is_first_task: bool,
     float64: bool,
+    height: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
     It takes the memory of :func:`working_bytes`. ``is_first_task`` says that nothing has been
     merged into the layers so far; a first task that is taken whole needs no step, see
-    :func:`measures_of_first`. With ``float64``, matrices are decomposed in float64.
+    :func:`measures_of_first`. With ``float64``, matrices are decomposed in float64. ``height`` is
+    the number of the layers' outputs, where all is given in a basis of fewer.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -131,11 +133,16 @@ def fuse_stack(
     # The cumulative update is computed twice, so that it is not held while its singular vectors
     # are found.
     if is_first_task:
-        V_p = first_coordinates(difference(theta, theta_0, tau.dtype), ranks.null)
+        V_p = first_coordinates(
+            difference(theta, theta_0, tau.dtype), ranks.null, height
+        )
         A = None
     else:
         V_p = top_right_singular_vectors(
-            difference(theta, theta_0, tau.dtype), ranks.null, float64=float64
+            difference(theta, theta_0, tau.dtype),
+            ranks.null,
+            float64=float64,
+            height=height,
         )
     tau_merged = difference(theta, theta_0, tau.dtype)
     measures["merged_norm"] = _norm2(tau_merged).sqrt()

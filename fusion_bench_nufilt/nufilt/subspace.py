@@ -22,7 +22,12 @@ class SteepSpectrumError(torch.linalg.LinAlgError):
 
 
 def top_right_singular_vectors(
-    tau: Tensor, rank: int, gram: Tensor | None = None, *, float64: bool = False
+    tau: Tensor,
+    rank: int,
+    gram: Tensor | None = None,
+    *,
+    float64: bool = False,
+    height: int | None = None,
 ) -> Tensor:
     r"""Return an orthonormal basis of the span of the top right singular vectors.
 
@@ -36,11 +41,12 @@ def top_right_singular_vectors(
         rank: the number r of vectors, which is clipped to ``min(d_o, d_i)``.
         gram: :math:`\tau^\top\tau`, if it is at hand already.
         float64: compute in float64, without ``gram``.
+        height: the outputs of the layer, where ``tau`` is given in a basis of fewer.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i)
-        * eps`` times the largest, numpy's rule) are zero, so that ``V @ V.mT`` is the orthogonal
-          projector on the matrix's span.
+        * eps`` times the largest, numpy's rule, with the layer's sides) are zero, so that ``V @
+        V.mT`` is the orthogonal projector on the matrix's span.
 
     Raises:
         SteepSpectrumError: the spectrum falls too steeply for float32.
@@ -51,7 +57,7 @@ def top_right_singular_vectors(
     if rank == 0:
         return tau.new_zeros(*tau.shape[:-2], d_i, 0)
     dtype = tau.dtype
-    cutoff = max(d_o, d_i) * torch.finfo(dtype).eps
+    cutoff = max(height or d_o, d_i) * torch.finfo(dtype).eps
     if float64:
         tau, gram = tau.double(), None
     wide = gram is None and d_i > d_o
@@ -265,13 +271,16 @@ def null_space_filter(
     return tau  # the same object tells the caller that P = I
 
 
-def first_coordinates(tau: Tensor, rank: int) -> Tensor:
+def first_coordinates(tau: Tensor, rank: int, height: int | None = None) -> Tensor:
     r"""Return the V_p ``(..., d_i, r)`` of the authors' released run at the first task: the first
     input coordinates.
 
     Its :math:`\tilde\tau` is zero there, and the "top singular vectors" of a zero matrix come out
-    as unit vectors. ``tau`` is ``(..., d_o, d_i)``, and the rank is clipped to ``min(d_o, d_i)``.
+    as unit vectors. ``tau`` is ``(..., d_o, d_i)``, and the rank is clipped to ``min(d_o, d_i)``,
+    with the layer's ``height`` as d_o where ``tau`` is given in a basis of fewer outputs.
     """
     d_o, d_i = tau.shape[-2:]
-    unit = torch.eye(d_i, min(rank, d_o, d_i), dtype=tau.dtype, device=tau.device)
+    unit = torch.eye(
+        d_i, min(rank, height or d_o, d_i), dtype=tau.dtype, device=tau.device
+    )
     return unit.expand(*tau.shape[:-2], -1, -1)

@@ -37,7 +37,9 @@ def state_of(method, taus, strengths=None, dtype=torch.float64):
 
 def update(kind, taus, strengths=None, dtype=torch.float64):
     method = kind(kind.Options(), ["layer"])
-    return method.merged_update(state_of(method, taus, strengths, dtype), method.scale)
+    return method.merged_update(
+        state_of(method, taus, strengths, dtype), method.scale, tuple(taus[0].shape)
+    )
 
 
 def test_a_layer_has_the_mean_strength_of_its_tasks_and_a_single_task_is_taken_whole():
@@ -180,11 +182,12 @@ def test_no_member_of_best_has_an_update_that_is_shorter_than_a_sum_of_unrelated
         state = state_of(method, tasks)
         length = sum(tau.square().sum() for tau in tasks).sqrt()
         members = [
-            member.merged_update(state, member.scale) for member in (method.tsv, method.votes)
+            member.merged_update(state, member.scale, (48, 40))
+            for member in (method.tsv, method.votes)
         ]
         assert [bool(X.norm() < 0.99 * length) for X in members] == [is_short] * 2
         expected = sum(X * max(1.0, length / X.norm()) for X in members) / 2
-        torch.testing.assert_close(method.merged_update(state, 1.2), 1.2 * expected)
+        torch.testing.assert_close(method.merged_update(state, 1.2, (48, 40)), 1.2 * expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -274,8 +277,8 @@ def test_another_keep_from_the_middle_on_cuts_the_earlier_tasks_where_they_are(k
     later = TsvStream(TsvConfig(keep=keeps[1]), ["layer"])
     state = state_of(first, taus[:2])
     state = add(later, state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
-    expected = later.merged_update(state_of(later, taus), later.scale)
-    assert distance(later.merged_update(state, later.scale), expected) < 1e-6
+    expected = later.merged_update(state_of(later, taus), later.scale, (48, 40))
+    assert distance(later.merged_update(state, later.scale, (48, 40)), expected) < 1e-6
 
 
 def test_a_share_above_one_is_refused():
