@@ -165,10 +165,13 @@ class Experiment:
 
     @cached_property
     def evaluator(self) -> WatchingEvaluator:
+        """Made before any model is loaded: it looks up the test data, and compares all names."""
         config = taskpool_config(self._config)
         taskpool = make("taskpool", config, self.fabric, load_taskpool_from_config)
         subset = None if self._validation is None else partial(part_of_test_data, self._validation)
-        return WatchingEvaluator(taskpool, self.fabric.device, subset)
+        evaluator = WatchingEvaluator(taskpool, self.fabric.device, subset)
+        evaluator.compare_names(self.tasks)
+        return evaluator
 
     def make_method(self, config: dict[str, Any]) -> Any:
         method = make("method", DictConfig(config), self.fabric, load_algorithm_from_config)

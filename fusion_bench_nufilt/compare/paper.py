@@ -152,7 +152,9 @@ def preset_specs(
     pools = without_method([f"modelpool={modelpool}", *overrides])
     if name in ("sensitivity", "ranks"):
         with quiet():
-            width = Experiment(compose_run(pools)).width
+            experiment = Experiment(compose_run(pools))
+            experiment.evaluator  # noqa: B018 -- before any model is loaded
+            width = experiment.width
         specs = []
         for panel in SENSITIVITY:
             if name == "sensitivity" or panel["key"] != "max_steps":

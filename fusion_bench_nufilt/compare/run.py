@@ -93,7 +93,7 @@ def compare(
     pools = tuple(without_method(everywhere))
     with quiet():
         experiment = Experiment(compose_run(pools), validation)
-        experiment.evaluator  # noqa: B018 -- it looks up the test data before any model is loaded
+        experiment.evaluator  # noqa: B018 -- before any model is loaded
         specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
         # Of two words for one key Hydra takes the later one: a method's own settings come last.
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]

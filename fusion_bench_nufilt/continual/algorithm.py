@@ -282,6 +282,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         if taskpool is None or isinstance(taskpool, DummyTaskPool):
             return None
         evaluator = taskpool if isinstance(taskpool, Evaluator) else Evaluator(taskpool)
+        evaluator.compare_names(self.names)
         # The tasks of `_merged_` that the pool can score stand before those of the stream.
         earlier_tasks = []
         for task in self.before.get("tasks", []):

@@ -2,7 +2,7 @@
 downloaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +55,31 @@ def check_test_sets(taskpool: Any) -> None:
 
 
 def check_train_sets(modelpool: Any) -> None:
-    """Do the same for the training data of a model pool."""
-    _check_all(getattr(modelpool, "_train_datasets", None))
+    """Do the same for the training data of a model pool, whose names are compared with those of the
+    models.
+    """
+    train_datasets = getattr(modelpool, "_train_datasets", None)
+    refuse_other_spelling(modelpool.model_names, train_datasets or (), "train_datasets")
+    _check_all(train_datasets)
+
+
+def refuse_other_spelling(tasks: Iterable[str], names: Iterable[str], place: str) -> None:
+    """Raise a ValueError for a task that is not among the ``names`` in a ``place``, where one of
+    them differs from it in capitals and signs alone.
+    """
+    for task in tasks:
+        for name in names:
+            if task not in names and _spelled(task) == _spelled(name):
+                raise ValueError(
+                    f"{place} has no '{task}', which is a model's name; did you mean its '{name}'? "
+                    "Give both the same name"
+                )
+
+
+def _spelled(name: str) -> str:
+    """Return the letters and digits of a name; a name without any as it is."""
+    letters = [letter for letter in name.casefold() if letter.isalnum()]
+    return "".join(letters) or name
 
 
 def _check_all(configs: Any) -> None:

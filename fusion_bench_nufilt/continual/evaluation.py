@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader, Subset
 from fusion_bench_nufilt.methods.options import Evaluate
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, Mean, or_none
 from fusion_bench_nufilt.pages.page import PAGE
+from fusion_bench_nufilt.utils.options import advice
 
-from .data_sets import check_test_sets
+from .data_sets import check_test_sets, refuse_other_spelling
 from .run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,26 @@ class Evaluator:
                 f"{type(taskpool).__name__}"
             )
 
+    def compare_names(self, models: Sequence[str]) -> None:
+        """Compare the names of models with those of the task pool's tasks, if it says what it has:
+        a ValueError for another spelling, and a warning for a task that the pool lacks.
+        """
+        if not self._names:
+            return
+        missing_tasks = [name for name in models if not self.has(name)]
+        refuse_other_spelling(missing_tasks, self._names, "the task pool")
+        for task in missing_tasks:
+            self._warn_of_missing(task)
+
+    def _warn_of_missing(self, task: str) -> None:
+        if task in self._warned:
+            return
+        self._warned.add(task)
+        remedy = ""
+        if self._names:
+            remedy = f"; {advice(task, self._names)}"
+        log.warning("the task pool has no task '%s': its scores are missing%s", task, remedy)
+
     def check(self, model: nn.Module, tasks: Sequence[str]) -> None:
         """Score one item of each task, and raise a ValueError, before any work, for what can't be
         scored.
@@ -115,9 +136,8 @@ class Evaluator:
         scored_tasks = self._with_further(tasks) if others else tasks
         results = self._scores(model, scored_tasks, self._subset)
         for task in tasks:
-            if task not in results and task not in self._warned:
-                self._warned.add(task)
-                log.warning("the task pool has no task '%s': its scores are missing", task)
+            if task not in results:
+                self._warn_of_missing(task)
         trainable, total = count_parameters(model)
         report: Report = {}
         report["model_info"] = {

@@ -110,15 +110,16 @@ def unknown(kind: str, name: str, names: Iterable[str], listing: str = "") -> st
     It suggests the most similar one of the ``names`` that there are. If none is similar, it says
     ``listing``, by default all names.
     """
+    return f"there is no {kind} '{name}'; {advice(name, names, listing)}"
+
+
+def advice(name: str, names: Iterable[str], listing: str = "") -> str:
+    """Return the end of :func:`unknown`."""
     names = sorted(set(names))
     similar_names = difflib.get_close_matches(str(name), names, n=1)
     if similar_names:
-        advice = f"did you mean '{similar_names[0]}'?"
-    elif listing:
-        advice = listing
-    else:
-        advice = f"there are {', '.join(names)}"
-    return f"there is no {kind} '{name}'; {advice}"
+        return f"did you mean '{similar_names[0]}'?"
+    return listing or f"there are {', '.join(names)}"
 
 
 def _alternatives(option: Field[Any]) -> tuple[Any, ...]:

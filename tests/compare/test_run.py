@@ -342,3 +342,19 @@ def test_a_preset_runs_whole(tmp_path, preset, file):
     assert preset != "overhead" or len(result.done) == 8
     assert not any(method.failures for method in result.methods.values())
     assert file in result.save(tmp_path)
+
+
+def test_a_comparison_compares_all_names_before_it_loads_a_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "fusion_bench_nufilt.compare.experiment.load_model", lambda *_: pytest.fail("loaded")
+    )
+    renamed = [
+        "taskpool=nufilt_demo",
+        "~taskpool.test_datasets.letters",
+        "+taskpool.test_datasets.Letters={_target_: my.own.loader}",
+    ]
+    message = "the task pool has no 'letters'.* did you mean its 'Letters'"
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, overrides=[*QUICK, *renamed])
+    with pytest.raises(ValueError, match=message):
+        preset_specs("ranks", "nufilt_demo", [*QUICK, *renamed])

@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt import LoRAWEMoE, NufiltContinualMergingAlgorithm, SequentialFineTuning
+from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.data_sets import check_test_sets, check_train_sets
+from tests.continual.baselines.helpers import GLUE
 
 
 class UntouchedPool(BaseModelPool):
@@ -132,3 +134,43 @@ def test_a_name_without_an_owner_that_the_hub_does_not_know_has_its_remedy(monke
         ValueError, match=re.escape("cannot be accessed: name its owner as well (OWNER/birds)")
     ):
         check_test_sets(clip_taskpool(birds=loaded("birds")))
+
+
+NAMES = ["Birds", "bi_rds", "BIRDS "]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_task_that_is_spelled_otherwise_in_the_task_pool_is_refused_before_any_model_is_loaded(
+    name,
+):
+    taskpool = clip_taskpool(**{name: {"_target_": "my.own.loader"}})
+    message = re.escape(f"has no 'birds', which is a model's name; did you mean its '{name}'?")
+    with pytest.raises(ValueError, match=message):
+        NufiltContinualMergingAlgorithm().run(untouched(), taskpool)
+
+
+@pytest.mark.parametrize("method", [SequentialFineTuning, LoRAWEMoE])
+@pytest.mark.parametrize("name", NAMES)
+def test_training_data_of_another_spelling_is_refused_before_any_model_is_loaded(method, name):
+    """Else a method would take its items from the test data."""
+    data = {"_target_": "my.own.loader"}
+    pool = untouched(train_datasets=OmegaConf.create({name: data}))
+    with pytest.raises(ValueError, match=f"train_datasets has no 'birds'.*did you mean .*{name}"):
+        method().run(pool)
+
+
+def test_a_task_that_the_task_pool_lacks_is_named_before_any_model_is_loaded(caplog):
+    """It is shown as missing; a similar name may be another task, as mnist is to kmnist."""
+    taskpool = clip_taskpool(kbirds={"_target_": "my.own.loader"})
+    with pytest.raises(pytest.fail.Exception, match="a model was loaded"):
+        NufiltContinualMergingAlgorithm().run(untouched(), taskpool)
+    assert (
+        "the task pool has no task 'birds': its scores are missing; did you mean 'kbirds'?"
+        in caplog.text
+    )
+
+
+def test_names_that_the_task_pool_has_in_either_form_are_the_same(caplog):
+    for name in ("glue-cola", "cola"):
+        Evaluator(GLUE(["cola"])).compare_names([name])
+    assert caplog.text == ""

@@ -54,15 +54,15 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
     def check_data(self) -> None:
         check_train_sets(self.modelpool)
-
-    def start(self, pretrained: nn.Module, names: list[str]) -> None:
-        self._options = options_of(FineTuningConfig, self)
-        missing = [name for name in names if name not in self.modelpool.train_dataset_names]
+        missing = [name for name in self.names if name not in self.modelpool.train_dataset_names]
         if missing:
             raise ValueError(
                 f"{self.name} needs training data: the model pool has no train_datasets of "
                 f"{', '.join(missing)}"
             )
+
+    def start(self, pretrained: nn.Module, names: list[str]) -> None:
+        self._options = options_of(FineTuningConfig, self)
         self._taskpool = clip_pool(self.name, self.taskpool, names)
 
     def merge_step(
