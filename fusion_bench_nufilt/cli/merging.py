@@ -220,6 +220,7 @@ class _Result(TypedDict):
     inputs: dict[str, Input]
     step: Count
     settings: NotRequired[dict[str, Any]]
+    without_effect: NotRequired[dict[str, Any]]
 
 
 def gather(
@@ -306,7 +307,7 @@ def _recipe_of(result: _Result, folder: Path) -> dict[str, Any]:
             tasks[int(match[1])] = names[role]
     if "base" not in names:
         raise ValueError("field 'inputs.base': field required")
-    settings = todays_settings(result.get("settings", {}))
+    settings = given_settings(result)
     recipe: dict[str, Any] = {"base": names["base"]}
     if "merged" in names:
         recipe["merged"] = names["merged"]
@@ -329,7 +330,7 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     folder = Checkpoint.open(merged).folder
     manifest = read_manifest(folder) or Manifest()
-    before = todays_settings(manifest.get("settings", {}))
+    before = given_settings(manifest)
     settings: dict[str, Any] = {}
     # In a run of fusion_bench, the key is layer_method.
     method = str(before.get("method", before.get("layer_method", "")))
@@ -349,9 +350,11 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def todays_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a manifest; an earlier version had `accumulate` beside `state`."""
-    today = dict(settings)
+def given_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a manifest as they were given; an earlier version had `accumulate`
+    beside `state`.
+    """
+    today = {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
     accumulate = today.pop("accumulate", None)
     if accumulate == "float32":
         today["state"] = True

@@ -28,6 +28,7 @@ from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
+    Difference,
     differences,
     in_one_line,
     read_manifest,
@@ -64,22 +65,32 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     inputs = plan.before.get("inputs", {})
     if "base" in inputs:
         warnings += check_inputs(plan, {"base": inputs["base"]}, f"'{name}'")
-    saved_options = plan.before.get("settings", {})
-    options = json.loads(json.dumps(plan.options()))  # as a manifest has them
-    kinds = (type(plan.method.options), TargetConfig, Settings)
-    lasting = []
-    # What is for one merge, its tasks or its run may differ from one step to the next.
-    for key in ("method", *with_scope(kinds, "stream")):
-        if key in saved_options and key in options:
-            lasting.append(key)
-    other_options = differences(
-        {key: saved_options[key] for key in lasting},
-        {key: options[key] for key in lasting},
-    )
+    other_options = _other_options(plan)
     if other_options:
         listing = "; ".join(map(str, other_options))
         warnings.append(f"settings differ from those that '{name}' was made with: {listing}")
     return warnings
+
+
+def _other_options(plan: Plan) -> list[Difference]:
+    """Return the options that are to last for a stream, and that the merged model was made with
+    otherwise.
+    """
+    saved_options = plan.before.get("settings", {})
+    options = json.loads(json.dumps(plan.options()))  # as a manifest has them
+    kinds = (type(plan.method.options), TargetConfig, Settings)
+    before = {}
+    now = {}
+    # What is for one merge, its tasks or its run may differ from one step to the next.
+    for key in ("method", *with_scope(kinds, "stream")):
+        if key in saved_options and key in options and key not in plan.without_effect:
+            before[key] = saved_options[key]
+            now[key] = options[key]
+    # One that had no effect yet was given all the same.
+    for key, value in plan.before.get("without_effect", {}).items():
+        if key in now and now[key] == value:
+            before[key] = value
+    return differences(before, now)
 
 
 def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collection[str]) -> None:

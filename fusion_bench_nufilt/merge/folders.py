@@ -282,6 +282,7 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
     return {
         "method": plan.method.label,
         **plan.description,
+        "without_effect": plan.without_effect,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
         "tensors": tensors,

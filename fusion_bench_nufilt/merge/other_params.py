@@ -283,14 +283,14 @@ def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
     return [(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 
-def take_heads(
+def find_heads(
     rule: str,
     base: ModelWeights,
     tasks: Sequence[ModelWeights],
     architecture: Architecture,
     before: Manifest,
 ) -> Heads:
-    """Find the heads of the tasks, and take them out of the merge."""
+    """Find the heads of the tasks, and of those that an earlier merge kept."""
     heads = Heads(
         rule,
         base.params,
@@ -302,9 +302,6 @@ def take_heads(
     heads.keep(before.get("heads", {}).values())
     for task in tasks:
         find_head(heads, task)
-    for task in tasks:
-        # All have been found: one task's head is no layer of another either.
-        take_head(heads, task)
     return heads
 
 

@@ -5,7 +5,6 @@ A plan is made in :mod:`.planning` and for each step of a run. It is data: what 
 it, and changes nothing.
 """
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import package_versions
-from fusion_bench_nufilt.utils.options import with_scope
+from fusion_bench_nufilt.utils.options import options_in_effect, with_scope
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, read_header
 
 Files = dict[str, dict[str, TensorInfo]]
@@ -112,6 +111,8 @@ class Plan(Selection):
     small_files: dict[str, bytes] = field(default_factory=dict)
     files: Files = field(default_factory=dict)  # the tensors in each file of the result
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    #: The options that were given and are not those of :meth:`options`, by name.
+    without_effect: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)  # of the checks
 
     @cached_property
@@ -218,14 +219,17 @@ class Plan(Selection):
         return torch.promote_types(FLOATS[info.dtype], FLOATS[written.dtype])
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the merge that its result records, by name, including the
-        method's.
+        """Return the options of the merge that its result records, by name, including the method's;
+        those without an effect have their defaults.
         """
+        of_the_run = with_scope([Settings], "run")
         options = {"method": self.method.name}
-        options |= dataclasses.asdict(self.method.options)
-        options |= dataclasses.asdict(self.targets)
-        for name in with_scope([Settings], "stream", "merge", "tasks"):
-            options[name] = getattr(self.settings, name)
+        in_effect = options_in_effect(
+            self.method.options, self.targets, self.settings, defaults=self.method.defaults
+        )
+        for name, value in in_effect.items():
+            if name not in of_the_run:
+                options[name] = value
         return options
 
     @cached_property

@@ -17,7 +17,12 @@ from fusion_bench_nufilt.models.model import (
     is_untied,
     tie_weights,
 )
-from fusion_bench_nufilt.models.vocabulary import Vocabulary, join_vocabularies, new_rows_key
+from fusion_bench_nufilt.models.vocabulary import (
+    Vocabulary,
+    have_tokens_of_base,
+    join_vocabularies,
+    new_rows_key,
+)
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
@@ -32,9 +37,9 @@ from .checks import (
     check_task,
     verify_merged,
 )
-from .other_params import describe_heads, take_heads
+from .other_params import describe_heads, find_heads, take_head
 from .plan import Plan, arrange_files, models_by_role, select, small_files_of
-from .planned import PlannedLayers, mean_key
+from .planned import PlannedLayers, mean_key, state_layout
 
 
 def plan_merge(
@@ -103,7 +108,14 @@ def plan_merge(
         carry_over(architecture, state.keys, earlier, new_rows_key)
 
     # A task's own head is no layer, although the base may have one of that name.
-    heads = take_heads(targets.heads, pretrained, opened, architecture, before)
+    heads = find_heads(targets.heads, pretrained, opened, architecture, before)
+    given = {**vars(options), **vars(targets)}
+    default_heads = find_heads("auto", pretrained, opened, architecture, before)
+    if default_heads.modules == heads.modules:
+        targets = dataclasses.replace(targets, heads="auto")
+    for task in opened:
+        # All have been found: one task's head is no layer of another either.
+        take_head(heads, task)
     selection = select(pretrained, architecture, targets, heads)
     for layer in selection.layers:
         pretrained.source.check_floats(layer.keys)
@@ -129,10 +141,11 @@ def plan_merge(
         # A tokenizer that changes nothing is not recorded as chosen.
         tokenizer = vocabulary.tokenizer if vocabulary.params else None
         settings = dataclasses.replace(settings, tokenizer=tokenizer)
+    given |= vars(settings)
 
     files = arrange_files(selection, vocabulary, settings)
     untied = bool(checkpoint.copies) and is_untied(architecture, checkpoint.config)
-    result_files = vocabulary.files or small_files
+    small_files = vocabulary.files or small_files
     plan = Plan(
         **vars(selection),
         tasks=opened,
@@ -142,11 +155,71 @@ def plan_merge(
         merged=merged_model,
         state=state,
         heads=describe_heads(heads, pretrained, opened, before),
-        small_files=small_files_of(result_files, checkpoint, files, settings.dtype, untied),
+        small_files=small_files_of(small_files, checkpoint, files, settings.dtype, untied),
         files=files,
         vocabulary=vocabulary,
     )
+    targets = _targets_in_effect(plan, architecture, small_files)
+    settings = _settings_in_effect(plan, targets, small_files, untied)
+    plan = dataclasses.replace(plan, targets=targets, settings=settings)
+    without_effect = {}
+    for name, value in plan.options().items():
+        if given.get(name, value) != value:
+            without_effect[name] = given[name]
+    plan = dataclasses.replace(plan, without_effect=without_effect)
     return dataclasses.replace(plan, warnings=_check(plan, architecture))
+
+
+def _targets_in_effect(
+    plan: Plan, architecture: Architecture, small_files: Mapping[str, bytes]
+) -> TargetConfig:
+    """Return the targets of a plan, with the default ``on_shape_mismatch`` where these models have
+    the same result by it. ``small_files`` are the base's.
+    """
+    if any(task.ignored for task in plan.tasks):
+        return plan.targets
+    if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
+        embeddings = architecture.embeddings(plan.pretrained.params)
+        models = models_by_role(plan.pretrained, plan.merged, None, plan.tasks)
+        if not have_tokens_of_base(models, embeddings, small_files):
+            return plan.targets
+    return dataclasses.replace(plan.targets, on_shape_mismatch="error")
+
+
+def _settings_in_effect(
+    plan: Plan, targets: TargetConfig, small_files: Mapping[str, bytes], untied: bool
+) -> Settings:
+    """Return the settings of a plan with these targets, each at its default where these models have
+    the same result by it. ``small_files`` and ``untied`` are those of :func:`small_files_of`.
+    """
+    settings = plan.settings
+    if settings.tokenizer == "union" and targets.on_shape_mismatch == "error":
+        settings = dataclasses.replace(settings, tokenizer=None)
+    if settings.weights is not None and all(weight == 1 for weight in settings.weights):
+        settings = dataclasses.replace(settings, weights=None)
+    default_dtype = dataclasses.replace(settings, dtype="auto")
+    if _has_files(plan, default_dtype, small_files, untied):
+        settings = default_dtype
+    default_size = dataclasses.replace(settings, max_shard_size=None)
+    if _has_files(plan, default_size, small_files, untied):
+        settings = default_size
+    default_state = dataclasses.replace(settings, state=None)
+    if state_layout(dataclasses.replace(plan, settings=default_state)) == state_layout(plan):
+        settings = default_state
+    return settings
+
+
+def _has_files(
+    plan: Plan, settings: Settings, small_files: Mapping[str, bytes], untied: bool
+) -> bool:
+    """Tell whether the result of a plan has the same files with other settings."""
+    files = arrange_files(plan, plan.vocabulary, settings)
+    base = plan.pretrained.checkpoint
+    if small_files_of(small_files, base, files, settings.dtype, untied) != plan.small_files:
+        return False
+    # In their order, too, which is that of the file.
+    tensors = {file: list(files[file].items()) for file in files}
+    return tensors == {file: list(plan.files[file].items()) for file in plan.files}
 
 
 def _open(role: str, name: str, advice: str) -> Checkpoint:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.utils.options import (
@@ -48,6 +48,9 @@ class RampConfig:
         "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the "
         "last.",
     )
+
+    draws: ClassVar[bool] = False
+    """Whether the result depends on what is drawn at random."""
 
     def __post_init__(self) -> None:
         numbers = [field.name for field in fields(self) if field.type is float]
@@ -245,7 +248,7 @@ class Settings:
     range.
     """
 
-    seed: int = option(42, "Seed of the adapters' initialisation.")
+    seed: int = option(42, "Seed of the adapters' initialisation.", applies="draws")
     weights: Sequence[float] | None = option(
         None,
         "Strength of each task's update, in the order of the tasks; 1 by default.",
@@ -362,7 +365,8 @@ class ProtocolConfig:
         "Shuffle the pool's order by random.Random(seed).shuffle(names); seeds 42 to 51 give the "
         "paper's orders.",
     )
-    seed: int = _protocol_option(42, "Seed of the order and of everything drawn.")
+    #: The order of a run is compared by itself.
+    seed: int = _protocol_option(42, "Seed of the order and of everything drawn.", applies="draws")
     evaluate: Evaluate = _protocol_option(
         "diagonal",
         "What is scored. last: the final model. diagonal: also each task right after its step, "

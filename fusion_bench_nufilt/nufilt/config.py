@@ -13,9 +13,12 @@ class Ranks(NamedTuple):
     task: int  # r_v
 
 
-def option(default: Any, help: str, symbol: str = "") -> Any:
-    """Return a field with its help, for command lines, and its symbol in the paper."""
-    return field(default=default, metadata={"help": help, "symbol": symbol})
+def option(default: Any, help: str, symbol: str = "", applies: str = "") -> Any:
+    """Return a field with its help, for command lines, its symbol in the paper, and the name of the
+    property that tells whether it has an effect, if it has not always one.
+    """
+    metadata = {"help": help, "symbol": symbol, "applies": applies}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,10 @@ class FusionConfig:
         symbol="r_p",
     )
     lora_rank: int | float = option(
-        64, "Rank of the adapter BA; 0 means no adapter.", symbol="r_l"
+        64,
+        "Rank of the adapter BA; 0 means no adapter.",
+        symbol="r_l",
+        applies="can_have_adapter",
     )
     task_rank: int | float = option(
         8,
@@ -47,12 +53,13 @@ class FusionConfig:
         "adapter.",
         symbol="r_v",
     )
-    lr: float = option(1e-3, "Learning rate of Adam.")
-    max_steps: int = option(50, "Number of Adam steps.")
+    lr: float = option(1e-3, "Learning rate of Adam.", applies="takes_steps")
+    max_steps: int = option(50, "Number of Adam steps.", applies="uses_adam")
     init_std: float = option(
         0.02,
         "Standard deviation of the adapter's initial A; B starts at zero.",
         symbol="σ_init",
+        applies="changes_adapter",
     )
     null_space: bool | Literal["zero"] = option(
         True,
@@ -70,11 +77,13 @@ class FusionConfig:
         "adam",
         "How the adapter is found: by the paper's steps of Adam, or in closed form, without lr and "
         "max_steps.",
+        applies="has_adapter",
     )
     ridge: float = option(
         10.0,
         "Ridge of closed_form; a larger one restores less of the new task and forgets less.",
         symbol="λ",
+        applies="uses_closed_form",
     )
 
     def __post_init__(self) -> None:
@@ -109,9 +118,39 @@ class FusionConfig:
             )
 
     @property
+    def can_have_adapter(self) -> bool:
+        """Whether an adapter would have directions of the task to keep."""
+        return self.task_rank > 0
+
+    @property
     def has_adapter(self) -> bool:
         """Whether a merge trains an adapter, whatever the layer's width."""
-        return self.lora_rank > 0 and self.task_rank > 0
+        return self.lora_rank > 0 and self.can_have_adapter
+
+    @property
+    def uses_adam(self) -> bool:
+        """Whether an adapter is trained by Adam."""
+        return self.has_adapter and self.solver == "adam"
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether Adam takes a step at all."""
+        return self.uses_adam and self.max_steps > 0
+
+    @property
+    def uses_closed_form(self) -> bool:
+        """Whether an adapter is found in closed form."""
+        return self.has_adapter and self.solver == "closed_form"
+
+    @property
+    def changes_adapter(self) -> bool:
+        """Whether the adapter becomes another than B = 0."""
+        return self.takes_steps or self.uses_closed_form
+
+    @property
+    def draws(self) -> bool:
+        """Whether the result depends on what is drawn at random."""
+        return self.changes_adapter and self.init_std > 0
 
     def ranks(self, d_i: int) -> Ranks:
         """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a whole number, at

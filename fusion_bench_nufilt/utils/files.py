@@ -397,7 +397,9 @@ class Manifest(TypedDict, total=False):
     tasks: list[str]  # their names, in merging order
     order: list[str]  # all models of the stream, of which `tasks` are the first ones
     inputs: dict[str, Input]
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # in effect
+    #: Options that were given and had no effect; a merge that goes on takes them over, too.
+    without_effect: dict[str, Any]
     #: Models in the mean of a tensor, where that is not `step`.
     mean_counts: dict[str, NonNegativeInt]
     #: All files of the folder but the manifest, by their relative paths.
