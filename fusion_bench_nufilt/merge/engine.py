@@ -114,8 +114,8 @@ class LayerSource(ABC, Generic[_L]):
         ``merged``; None if it has the layer as it is in the base.
         """
 
-    def as_stored(self, layer: _L, weight: Tensor) -> Tensor:
-        """Return a weight ``(d_o, d_i)`` in the form in which the base has it."""
+    def as_stored(self, merged: MergedLayer[_L], weight: Tensor) -> Tensor:
+        """Return the merged weight of a layer in the form in which the base has it."""
         return weight
 
 
@@ -268,7 +268,7 @@ class LayerMerger(Generic[_L]):
                 if not all(map(is_finite, after.values())):
                     self._refuse_infinite(number, [layers[row] for row in rows], base, after)
                 for position, row in enumerate(rows):
-                    report = {"step": step, "shape": tuple(base.shape[1:])}
+                    report = {"step": step, "shape": tuple(source.shape(layers[row]))}
                     report["seconds"] = seconds
                     report |= {key: values[position] for key, values in columns.items()}
                     merged[row].record["reports"].append(report)
@@ -296,7 +296,7 @@ class LayerMerger(Generic[_L]):
         """Return the merged weight of a layer as the base stores it."""
         method = self.source.method
         if method.is_stateless:  # it has been solved
-            return self.source.as_stored(merged.layer, merged.state["weight"])
+            return self.source.as_stored(merged, merged.state["weight"])
         names = [self.source.name(merged.layer)]
         state = {key: value[None] for key, value in merged.state.items()}
         base = merged.theta_0[None]
@@ -311,7 +311,7 @@ class LayerMerger(Generic[_L]):
                 failure = error.with_traceback(None)
             if failure is not None:
                 weight = self._on_cpu(failure, device, method.merged_weight, names, state, base)
-        return self.source.as_stored(merged.layer, weight[0])
+        return self.source.as_stored(merged, weight[0])
 
     def _on_cpu(
         self,

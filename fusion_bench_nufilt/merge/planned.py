@@ -18,6 +18,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.merge.basis import Basis, LayerInBasis
 from fusion_bench_nufilt.merge.engine import LayerSource, MergedLayer, batch_size
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
@@ -39,6 +40,7 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     TensorInfo,
+    compute_dtype,
     describe,
     digest,
     is_finite,
@@ -90,7 +92,7 @@ class PlannedLayers(LayerSource[Layer]):
         settings = self.plan.settings
         groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
         for layer in layers:
-            groups[layer.view.shape, self.plan.dtype(layer.keys[0])].append(layer)
+            groups[self._shape_merged(layer), self.plan.dtype(layer.keys[0])].append(layer)
         batches = []
         for (shape, dtype), group in groups.items():
             itemsize = max(4, dtype.itemsize)
@@ -110,14 +112,29 @@ class PlannedLayers(LayerSource[Layer]):
 
     def solving_memory(self, layer: Layer) -> int:
         itemsize = max(self.method.itemsize, self.plan.dtype(layer.keys[0]).itemsize)
-        working = self.method.working_bytes(layer.view.shape, itemsize)
+        working = self.method.working_bytes(self._shape_merged(layer), itemsize)
         return self._stored_memory(layer) + working
+
+    def _shape_merged(self, layer: Layer) -> tuple[int, int]:
+        """Return the shape ``(d_o, d_i)`` in which a layer is merged."""
+        return shape_in_basis(self.plan, layer) or layer.view.shape
 
     def _stored_memory(self, layer: Layer) -> int:
         """Return the bytes of a layer's weights and state as they are read."""
         plan = self.plan
         numel = math.prod(layer.view.shape)
         base_itemsize = plan.dtype(layer.keys[0]).itemsize
+        in_basis = shape_in_basis(plan, layer)
+        if in_basis is not None:
+            # The factors with their basis; at the end the base, widened, and its sum with the
+            # update.
+            wide_itemsize = max(4, base_itemsize)
+            factors = 4 * wide_itemsize * in_basis[0] * sum(layer.view.shape)
+            last_product = (base_itemsize + 2 * wide_itemsize) * numel
+            kept = 0
+            if plan.keeps_state:
+                kept = sum(like.nbytes for _, _, like in state_tensors(plan, layer).values())
+            return factors + last_product + kept
         # One task's weight is held at a time. The factors of a LoRA are too thin to count.
         task_itemsize = 0
         for task in plan.tasks:
@@ -146,10 +163,12 @@ class PlannedLayers(LayerSource[Layer]):
         plan = self.plan
         key = layer.keys[0]
         digests: dict[str, str] = {}
-        weight, digests["base"] = plan.base.read(key, device)
         if self.method.weighs_tasks:
             # They follow from all layers of the tasks, which this layer's digests do not tell.
             digests["strengths"] = str(list(self.strengths))
+        if shape_in_basis(plan, layer) is not None:
+            return self._read_in_basis(layer, device, digests)
+        weight, digests["base"] = plan.base.read(key, device)
         theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
         state = self._read_state(layer, device, digests)
         if plan.method.is_stateless:
@@ -159,6 +178,41 @@ class PlannedLayers(LayerSource[Layer]):
             state = {name: value[0] for name, value in stack.items()}
         record: Record = {"param": layer.param, "written": [], "read": digests, "reports": []}
         return MergedLayer(layer, theta_0, state, record)
+
+    def _read_in_basis(
+        self, layer: Layer, device: torch.device, digests: dict[str, str]
+    ) -> LayerInBasis[Layer]:
+        """Read the factors of all tasks, and return the layer in their basis, on a base of
+        zeros.
+        """
+        plan = self.plan
+        # Of the base, an adapter's factors need nothing.
+        no_values = torch.empty(0, dtype=plan.dtype(layer.keys[0]), device=device)
+        factors = {}
+        for number, task in enumerate(plan.tasks):
+            if layer.param in task.params:
+                update, digests[f"task {number}"] = task.weight(layer.param, no_values)
+                update = task.at_strength(update, no_values)
+                assert isinstance(update, LowRank)
+                factors[number] = update.to(compute_dtype(no_values))
+        basis, lefts, rights = Basis.of(
+            [update.left for update in factors.values()],
+            [update.right for update in factors.values()],
+            self.method.sides_in_basis,
+        )
+        zeros = no_values.new_zeros(self._shape_merged(layer), dtype=compute_dtype(no_values))
+        stack = self.method.init_state([layer.name], zeros[None])
+        return LayerInBasis(
+            layer,
+            zeros,
+            {name: value[0] for name, value in stack.items()},
+            {"param": layer.param, "written": [], "read": digests, "reports": []},
+            basis,
+            {
+                number: LowRank(left.contiguous(), right.contiguous())
+                for number, left, right in zip(factors, lefts, rights, strict=True)
+            },
+        )
 
     def _read_state(self, layer: Layer, device: torch.device, digests: dict[str, str]) -> State:
         """Read the state of a layer that an earlier merge kept, which is empty if it kept none, and
@@ -213,6 +267,8 @@ class PlannedLayers(LayerSource[Layer]):
     def read_task(self, number: int, merged: MergedLayer[Layer]) -> Tensor | LowRank | None:
         layer = merged.layer
         task = self.plan.tasks[number]
+        if isinstance(merged, LayerInBasis):
+            return merged.factors.get(number)
         if layer.param not in task.params:
             return None
         theta_0 = layer.view.part(merged.theta_0)
@@ -222,18 +278,54 @@ class PlannedLayers(LayerSource[Layer]):
             return weight
         return layer.view.matrix(weight)
 
-    def as_stored(self, layer: Layer, weight: Tensor) -> Tensor:
+    def as_stored(self, merged: MergedLayer[Layer], weight: Tensor) -> Tensor:
+        layer = merged.layer
+        if isinstance(merged, LayerInBasis):
+            weight = self._on_base(merged, weight)
         return layer.view.part(weight)
+
+    def _on_base(self, merged: LayerInBasis[Layer], update: Tensor) -> Tensor:
+        """Return the weight ``(d_o, d_i)`` that an update in the basis makes of the base's, which
+        is read here.
+        """
+        layer = merged.layer
+        stored, merged.record["read"]["base"] = self.plan.base.read(layer.keys[0], update.device)
+        theta_0 = layer.view.matrix(stored).to(update.dtype)
+        factors = merged.basis.product(update)
+        return torch.addmm(theta_0, factors.left, factors.right)
 
     def digests_read(self, layer: Layer) -> dict[str, str]:
         """Return the digests of what a layer is made from, by the model's role in the merge."""
         before = self.read(layer, torch.device("cpu"))
-        theta_0 = layer.view.part(before.theta_0)
         digests: dict[str, str] = before.record["read"]
+        if isinstance(before, LayerInBasis):
+            _, digests["base"] = self.plan.base.read(layer.keys[0])
+            return digests
+        theta_0 = layer.view.part(before.theta_0)
         for number, task in enumerate(self.plan.tasks):
             if layer.param in task.params:
                 _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
         return digests
+
+
+def shape_in_basis(plan: Plan, layer: Layer) -> tuple[int, int] | None:
+    """Return the shape of a layer in the basis of its tasks' factors, in which it is merged, or
+    None for one that is merged as it is.
+    """
+    sides = plan.method.sides_in_basis
+    if "o" not in sides or plan.merged is not None or plan.state is not None:
+        return None
+    num_directions = 0
+    for task in plan.tasks:
+        rank = task.rank_of(layer.param)
+        if rank is None:
+            return None
+        num_directions += rank
+    d_o, d_i = layer.view.shape
+    # With as many directions as the layer, a basis saves nothing.
+    if not 0 < num_directions < min(d_o, d_i):
+        return None
+    return num_directions, num_directions if "i" in sides else d_i
 
 
 def measure_strengths(plan: Plan) -> list[float]:
@@ -258,11 +350,13 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
     if layer.param not in task.params:
         return None
+    if task.rank_of(layer.param) is not None:
+        factors, _ = task.weight(layer.param, torch.empty(0))
+        # Factors have not been rounded to the digits of a whole weight.
+        return spectrum(factors, rounding=0.0)
     theta_0, _ = base.read(layer.keys[0])
     new, _ = task.weight(layer.param, theta_0)
-    if isinstance(new, LowRank):
-        # Factors have not been rounded to the digits of a whole weight.
-        return spectrum(new, rounding=0.0)
+    assert isinstance(new, Tensor)
     rounding = 0.0
     if layer.param in task.keys:
         spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
@@ -394,10 +488,14 @@ def serialize_layer(
     """
     layer = merged.layer
     record = merged.record
-    weight = plan.vocabulary.grown_layer(layer.param, merged_weight(), record["read"])
+    weight = merged_weight()
+    state = merged.state
+    if state_places and isinstance(merged, LayerInBasis):
+        state = _expanded_state(plan, merged, weight)
+    weight = plan.vocabulary.grown_layer(layer.param, weight, record["read"])
     stored: list[tuple[TensorInfo, Tensor]] = []
     if state_places:
-        for key, value in state_to_keep(plan, layer, merged.state).items():
+        for key, value in state_to_keep(plan, layer, state).items():
             if key in state_places:
                 stored.append((state_places[key], value.cpu()))
     rows_place = state_places.get(new_rows_key(layer.param))
@@ -418,6 +516,21 @@ def serialize_layer(
         pieces.append(raw_bytes(value))
     record["written"] = written
     return pieces
+
+
+def _expanded_state(plan: Plan, merged: LayerInBasis[Layer], weight: Tensor) -> State:
+    """Return the state of a layer in a basis as that of the layer itself, whose merged weight is
+    given as it is stored.
+    """
+    layer = merged.layer
+    if plan.method.is_stateless:
+        return {"weight": layer.view.matrix(weight)}
+    axes = plan.method.state_axes
+    state = {}
+    for name, (_, _, like) in state_tensors(plan, layer).items():
+        value = merged.basis.expand(merged.state[name], axes.get(name, ""))
+        state[name] = value.to(like.dtype)
+    return state
 
 
 def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:

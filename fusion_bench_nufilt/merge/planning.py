@@ -120,7 +120,13 @@ def plan_merge(
     for layer in selection.layers:
         pretrained.source.check_floats(layer.keys)
     layer_names = [layer.name for layer in selection.layers]
-    layer_method = method_class(options, layer_names, settings.seed, architecture.last_blocks)
+    layer_method = method_class(
+        options,
+        layer_names,
+        settings.seed,
+        architecture.last_blocks,
+        {layer.name: layer.view.shape for layer in selection.layers},
+    )
 
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's

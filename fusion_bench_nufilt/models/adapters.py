@@ -338,6 +338,17 @@ class LoraAdapter(ModelWeights):
     def has(self, param: str) -> bool:
         return param not in self.ignored  # what an adapter does not change is the base's
 
+    def rank_of(self, param: str) -> int | None:
+        if param in self.keys or param in self.magnitudes:
+            return None
+        if param not in self.updates:
+            return 0
+        update = self.updates[param]
+        rank = self.source.tensors[update.key_a].shape[0]
+        if update.expert is not None:
+            return rank // update.expert.count
+        return rank
+
     def is_update(self, param: str) -> bool:
         return param in self.updates
 
@@ -505,8 +516,8 @@ class LoraAdapter(ModelWeights):
             return []
         # A local folder may be called anything, and its config.json may still have the hub's name.
         given = [base.name, base.label, base.config.get("_name_or_path")]
-        names = {_last_name(name) for name in given if isinstance(name, str)}
-        if _last_name(trained_on) in names:
+        names = {base_name_key(name) for name in given if isinstance(name, str)}
+        if base_name_key(trained_on) in names:
             return []
         return [
             f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the base "
@@ -674,9 +685,9 @@ def _with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
     return f"merge it into its base {WITH_PEFT}"
 
 
-def _last_name(model: str) -> str:
-    """Return the name of a model without its owner or folders, its revision and the mark of a copy
-    of it that bitsandbytes quantised.
+def base_name_key(model: str) -> str:
+    """Return what the names of one model have in common: its own, without its owner or folders, its
+    revision and the mark of a copy of it that bitsandbytes quantised.
     """
     # In the hub's cache, a model lies in models--OWNER--NAME/snapshots/COMMIT.
     path = re.sub(r"models--([^/]+)/snapshots/[^/]+$", r"\1", model.replace("\\", "/").rstrip("/"))

@@ -132,7 +132,7 @@ class Architecture:
         """Return the architecture in the config.json of a checkpoint, or else the one that its
         tensors' names tell.
         """
-        built, origin = _on_meta(base)
+        built, origin = on_meta(base)
         return cls(*as_stored(built, base.tensors), origin, built)
 
     # What tensors are called
@@ -462,7 +462,7 @@ def _without_values(model: nn.Module) -> nn.Module:
     return deepcopy(model, empty)
 
 
-def _on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
+def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
     """Return the model on the meta device, and what its architecture is known from."""
     config = base.config
     if config.get("architectures"):

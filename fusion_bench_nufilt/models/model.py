@@ -128,6 +128,12 @@ class ModelWeights:
         """Return whether the model has a tensor of the base, changed or not."""
         return param in self.keys
 
+    def rank_of(self, param: str) -> int | None:
+        """Return the rank of the factors by which the model gives a layer's update, 0 where it
+        leaves the layer as it is, and None where it gives the weight in full.
+        """
+        return None
+
     def is_update(self, param: str) -> bool:
         """Return whether the model has a tensor as an update of the base's, which must exist."""
         return False
