@@ -36,6 +36,7 @@ from fusion_bench_nufilt.utils.options import (
 )
 
 from . import models as pools
+from .content import Items, describe_items
 from .evaluation import Evaluator, RunScores
 from .models import (
     MERGED,
@@ -116,6 +117,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         """Raise a ValueError for data of the model pool that the method needs and can't load;
         nothing is loaded yet.
         """
+
+    def training_data(self) -> Mapping[str, Any]:
+        """Return the data sets, by task, that the weights depend on; called once a run has
+        started.
+        """
+        return {}
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         """Prepare a run; called once, with the pretrained model and the names in merging order."""
@@ -239,6 +246,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.names = names
         self.merge_seconds = []
         self.on_step = on_step
+        self._has_begun = False
+        self._training_data: dict[str, Items] = {}
         self._inputs: dict[str, Input] = {}
         for name in modelpool.all_model_names:
             self._inputs[name] = {"name": name, "source": source_of(modelpool, name)}
@@ -248,6 +257,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.scores = self._scores(taskpool)
         # Data that are missing are told before any model is downloaded.
         self.check_data()
+        scoring = None
+        if self.folder is not None and self.scores is not None:
+            # As JSON has it, to be compared with what is read from a file.
+            scoring = json.loads(json.dumps(self.scores.evaluator.describe()))
+            self.folder.refuse_other_scores(scoring)
         pretrained, self.missing_in_pretrained = self._load(modelpool, PRETRAINED)
         # `check_model` needs the layers to merge, which a layer-wise method chooses here.
         self.start(pretrained, names)
@@ -264,7 +278,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                     self.check_model(pretrained, model, name, missing_keys)
                     del model  # before the next one is loaded
         if self.folder is not None:
-            self.folder.begin(self._description())
+            for name, data in self.training_data().items():
+                self._training_data[name] = describe_items(data)
+            self.folder.begin(self._description(), scoring)
+            self._has_begun = True
             write_text(self.folder.path / "model_names.json", json.dumps(names))
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:
@@ -387,12 +404,14 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             self.on_step(step, merged)
 
     def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
-        """Load a model and, where steps are kept, note the digest of its weights."""
+        """Load a model and, where there is a log directory, note the digest of its weights."""
         with self.profile("loading models"):
             model, missing_keys = load_model(modelpool, name)
-            # A resumed run tells by the digest whether the model has changed since.
-            if self._kept is not None and "sha256" not in self._inputs[name]:
+            # Results of other models are told from this run's by the digest.
+            if self.folder is not None and "sha256" not in self._inputs[name]:
                 self._inputs[name]["sha256"] = digest_of_stored(model, missing_keys)
+                if self._has_begun:
+                    self.folder.refuse_other_run(self._description())
         return model, missing_keys
 
     def _resume(self, merged: nn.Module) -> int:
@@ -483,6 +502,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "order": self.names,
             "inputs": self._inputs,
             "settings": settings,
+            "training_data": self._training_data,
             "versions": package_versions(),
         }
 

@@ -1,5 +1,6 @@
 """Score merged models with FusionBench's own task pools, each set up once for a whole stream."""
 
+import hashlib
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -20,14 +21,18 @@ from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
 from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from fusion_bench.utils.parameters import count_parameters
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader, Subset
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.methods.options import Evaluate
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, Mean, or_none
 from fusion_bench_nufilt.pages.page import PAGE
+from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
 from fusion_bench_nufilt.utils.options import advice
 
+from .content import describe_config, describe_items
 from .data_sets import check_test_sets, refuse_other_spelling
 from .run_folder import RunFolder
 
@@ -37,6 +42,14 @@ Report = dict[str, Any]
 Results = dict[str, dict[str, float]]  # metrics by task
 SubsetIndices = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
 Scorer = Callable[[nn.Module, Sequence[str], SubsetIndices | None], Results]
+
+
+class Scoring(TypedDict):
+    """What scores depend on besides the model."""
+
+    fast_dev_run: bool
+    taskpool: Any  # its configuration
+    test_data: dict[str, Any]  # what the data of each task are known by, where they are at hand
 
 
 class TasksByName(ABC):
@@ -57,6 +70,12 @@ class TasksByName(ABC):
         is loaded.
         """
 
+    def test_items(self, task: str) -> Sequence[Any] | None:
+        """Return the test data of a task, which tell it from another of its name; None if they are
+        not at hand.
+        """
+        return None
+
 
 class Evaluator:
     """Evaluates models on some tasks of any FusionBench task pool.
@@ -75,8 +94,16 @@ class Evaluator:
     def __init__(self, taskpool: Any, subset: SubsetIndices | None = None) -> None:
         check_test_sets(taskpool)
         self.taskpool = taskpool
+        #: Whether scores are of one batch of each task, to try a run out.
+        self.fast_dev_run = _is_fast(taskpool)
+        if self.fast_dev_run:
+            # A pool may have been given another value than the program.
+            taskpool.fast_dev_run = True
         self._subset = subset
-        self._score, self._names = _scorer(taskpool)
+        self._load_task: Callable[[str], Any] | None = None
+        if isinstance(taskpool, V01TaskPool):
+            self._load_task = cache(taskpool.load_task)  # each task keeps its data
+        self._score, self._names = _scorer(taskpool, self._load_task, fast=self.fast_dev_run)
         self._warned: set[str] = set()
         is_flan_t5 = isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
         if subset is not None and not _is_clip(taskpool) and not is_flan_t5:
@@ -105,6 +132,37 @@ class Evaluator:
             remedy = f"; {advice(task, self._names)}"
         log.warning("the task pool has no task '%s': its scores are missing%s", task, remedy)
 
+    def describe(self) -> Scoring:
+        """Return what scores depend on besides the model; this loads the test data."""
+        # As in `check`, the generators that methods draw from are left as they were.
+        with _scoring_errors(), torch.random.fork_rng(devices=_gpus()):
+            pool = self.taskpool
+            config = _config_of(pool)
+            test_data: dict[str, Any] = {}
+            if _is_clip(pool):
+                if not pool._is_setup:
+                    pool.setup()
+                # These are known by their content, wherever they come from.
+                del config["test_datasets"], config["clip_model"]
+                test_data = _describe_clip_data(pool)
+            else:
+                for task in self._names:
+                    items = self._test_items(task)
+                    if items is not None:
+                        test_data[task] = describe_items(items)
+            return Scoring(
+                fast_dev_run=self.fast_dev_run,
+                taskpool=describe_config(config),
+                test_data=test_data,
+            )
+
+    def _test_items(self, task: str) -> Any:
+        if self._load_task is not None:
+            return getattr(self._load_task(task), "test_dataset", None)
+        if isinstance(self.taskpool, TasksByName):
+            return self.taskpool.test_items(task)
+        return None
+
     def check(self, model: nn.Module, tasks: Sequence[str]) -> None:
         """Score one item of each task, and raise a ValueError, before any work, for what can't be
         scored.
@@ -112,20 +170,10 @@ class Evaluator:
         A FusionBench pool that can't be narrowed scores one batch; a pool from elsewhere is not
         checked. The state of the random number generator is left as it was.
         """
-        gpus = []
-        if torch.cuda.is_available():
-            gpus = [torch.cuda.current_device()]
-        try:
-            # Methods draw from the global generators, the same with and without this check.
-            with torch.random.fork_rng(devices=gpus):
-                # The last step scores the pool's further tasks as well: these are tried, too.
-                self._scores(model, self._with_further(tasks), lambda count: [0])
-        except ValueError:
-            raise
-        except Exception as error:  # whatever a task pool raises
-            raise ValueError(
-                f"the task pool can't score a model: {type(error).__name__}: {error}"
-            ) from error
+        # Methods draw from the global generators, the same with and without this check.
+        with _scoring_errors(), torch.random.fork_rng(devices=_gpus()):
+            # The last step scores the pool's further tasks as well: these are tried, too.
+            self._scores(model, self._with_further(tasks), lambda count: [0])
 
     def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
         """Return FusionBench's report of a model.
@@ -145,6 +193,8 @@ class Evaluator:
             "all_params": total,
             "trainable_percentage": trainable / total,
         }
+        if self.fast_dev_run:
+            report["model_info"]["fast_dev_run"] = True
         # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing
         # score.
         for task, result in results.items():
@@ -231,13 +281,68 @@ def test_loader(taskpool: Any, task: str) -> Any:
     )
 
 
+def _gpus() -> list[int]:
+    """Return the number of the GPU whose generator is in use, if there is one."""
+    if torch.cuda.is_available():
+        return [torch.cuda.current_device()]
+    return []
+
+
 def _is_clip(pool: Any) -> bool:
     return type(pool).evaluate is CLIPVisionModelTaskPool.evaluate
 
 
-def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
+def _is_fast(pool: Any) -> bool:
+    """Tell whether one batch of each task is to be scored, as the program or the pool says."""
+    settings = [RuntimeConstants.debug, getattr(pool, "fast_dev_run", False)]
+    if isinstance(pool, V01TaskPool):
+        settings.append(pool.config.get("fast_dev_run", False))
+    return any(settings)
+
+
+def _config_of(pool: Any) -> dict[str, Any]:
+    """Return the configuration that a pool was made from, with its class."""
+    config: dict[str, Any] = {"_target_": f"{type(pool).__module__}.{type(pool).__qualname__}"}
+    if isinstance(pool, V01TaskPool):
+        return {**config, **OmegaConf.to_container(pool.config, resolve=True)}  # type: ignore[dict-item]
+    for attribute, key in getattr(pool, "_config_mapping", {}).items():
+        config[key] = getattr(pool, attribute, None)
+    return config
+
+
+def _describe_clip_data(pool: Any) -> dict[str, Any]:
+    """Return what the data of a CLIP pool are known by: pictures, prompts and the text tower."""
+    text_tower = {}
+    for key, value in pool.clip_model.state_dict().items():
+        if not key.startswith("vision_model."):  # each model that is scored takes its place
+            text_tower[key] = value
+    test_data: dict[str, Any] = {"text tower": fingerprint_tensors(text_tower)}
+    for task, dataset in pool.test_datasets.items():
+        classnames, templates = get_classnames_and_templates(task)
+        prompts = [template(name) for name in classnames for template in templates]
+        digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
+        test_data[task] = {**describe_items(dataset), "prompts": digest}
+    return test_data
+
+
+@contextmanager
+def _scoring_errors() -> Iterator[None]:
+    """Turn whatever a task pool raises into a ValueError."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the task pool can't score a model: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _scorer(
+    pool: Any, load_task: Callable[[str], Any] | None, *, fast: bool
+) -> tuple[Scorer, Sequence[str]]:
     """Return a function that scores a model on tasks of a pool, and the names of the tasks that it
-    can score alone.
+    can score alone. ``fast`` is for pools that can't be told to score one batch.
 
     FusionBench's continual methods reset ``_is_setup`` before ``evaluate``, which then loads models
     and data and encodes all prompts again, and takes most of a run's time. These functions keep
@@ -245,11 +350,14 @@ def _scorer(pool: Any) -> tuple[Scorer, Sequence[str]]:
     """
     if _is_clip(pool):
         return partial(_score_clip, pool, {}), list(pool._test_datasets)
-    if isinstance(pool, V01TaskPool):
-        return partial(_score_v01, pool, cache(pool.load_task)), pool.task_names
+    if load_task is not None:
+        if fast:
+            load_task = partial(_load_first_batch, load_task, pool.config.get("batch_size", 1))
+        return partial(_score_v01, pool, load_task), pool.task_names
     if isinstance(pool, TasksByName):
         pool.check()
-        return partial(_score_by_name, pool), pool.task_names
+        limit = getattr(pool, "batch_size", 1) if fast else None
+        return partial(_score_by_name, pool, limit), pool.task_names
     return partial(_score_whole, pool), []
 
 
@@ -293,6 +401,15 @@ def _score_clip(
     return results
 
 
+def _load_first_batch(load_task: Callable[[str], Any], batch_size: int, name: str) -> Any:
+    """Load a task with the first batch of its items alone."""
+    task = copy(load_task(name))
+    if hasattr(task, "test_dataset"):
+        count = min(batch_size, len(task.test_dataset))
+        task.test_dataset = task.test_dataset.select(range(count))
+    return task
+
+
 def _score_v01(
     pool: V01TaskPool,
     load: Callable[[str], Any],
@@ -321,14 +438,20 @@ def _score_v01(
 
 
 def _score_by_name(
-    pool: TasksByName, model: nn.Module, tasks: Sequence[str], subset: SubsetIndices | None
+    pool: TasksByName,
+    limit: int | None,
+    model: nn.Module,
+    tasks: Sequence[str],
+    subset: SubsetIndices | None,
 ) -> Results:
     """Score with an evaluation harness; the only part of a task that it can score is the first
     item.
     """
-    if subset is None:
+    if subset is not None:
+        limit = 1
+    if limit is None:
         return pool.evaluate(model, tasks)
-    return pool.evaluate(model, tasks, limit=1)
+    return pool.evaluate(model, tasks, limit=limit)
 
 
 def _score_whole(

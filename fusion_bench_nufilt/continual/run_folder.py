@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.files import (
     MANIFEST,
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 
 #: The fields of a step's manifest without which a run can't go on from it.
 _NEEDED = ("step", "merge_seconds", "inputs")
+
+
+class _SavedRun(TypedDict, total=False):
+    scoring: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,55 @@ class RunFolder:
                     "directory (path.log_dir), or remove this one"
                 )
 
-    def begin(self, run: Mapping[str, Any]) -> None:
-        """Note what the run in this folder depends on, unless the folder has results of another."""
+    def refuse_other_scores(self, scoring: Mapping[str, Any]) -> None:
+        """Raise a ValueError if the folder has scores that another task pool or other test data
+        gave; it names what differs.
+        """
+        saved_scoring = self._saved_scoring()
+        if saved_scoring is None:
+            return
+        differing = differences(saved_scoring, scoring)
+        if differing:
+            raise ValueError(
+                f"'{self.path}' holds other scores: {in_one_line(differing)}. Take another log "
+                "directory (path.log_dir), or remove this one"
+            )
+
+    def begin(self, run: Mapping[str, Any], scoring: Mapping[str, Any] | None = None) -> None:
+        """Note what the run in this folder, and its scores, depend on, unless the folder has
+        results of another.
+        """
         self.refuse_other_run(run)
-        write_json(self.path / RUN, run)
+        saved_scoring = self._saved_scoring()
+        if scoring is None:
+            # A run without a task pool leaves the scores that are there as they are.
+            scoring = saved_scoring
+        else:
+            self.refuse_other_scores(scoring)
+            if saved_scoring is None:
+                self._delete_reports()
+        write_json(self.path / RUN, {**run, "scoring": scoring})
+
+    def _saved_scoring(self) -> Mapping[str, Any] | None:
+        """Return what the scores in this folder depend on; None if nothing says so."""
+        try:
+            saved = read_json(self.path / RUN, _SavedRun)
+        except ValueError as error:
+            log.warning("%s", error)
+            return None
+        if saved is None:
+            return None
+        return saved.get("scoring")
+
+    def _delete_reports(self) -> None:
+        reports = sorted(self.path.glob("report_*.json"))
+        if reports:
+            log.warning(
+                "'%s': nothing says what the scores there were made with: they are made again",
+                self.path,
+            )
+        for report in reports:
+            report.unlink()
 
     def save_report(self, step: int, report: dict[str, Any]) -> None:
         write_text(self._report(step), json.dumps(report))
@@ -163,23 +213,27 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
     """Return what differs between the run that is described in a file and ``run``, as far as the
     weights depend on it.
 
-    Models are compared by their weights, which may have come from another place; where no run has
-    read them, by their source.
+    Models and training data are compared by their content, which may have come from another place.
     """
     before: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
     before |= saved.get("settings", {})
     now = {"method": run["method"], "order": run["order"], **run["settings"]}
+    data = saved.get("training_data", {})
+    # Early in a run, its data have not been looked at yet.
+    for task, items in run.get("training_data", {}).items():
+        before[f"training data of '{task}'"] = data.get(task)
+        now[f"training data of '{task}'"] = items
     inputs = saved.get("inputs", {})
     for name in {**inputs, **run["inputs"]}:
-        old = inputs.get(name, {})
-        new = run["inputs"].get(name, {})
-        was_read = "sha256" in old
-        is_read = "sha256" in new
-        if old and new and was_read != is_read:
-            continue  # one of the two runs has not read it yet: nothing can be said
-        key = "source"
-        if was_read and is_read:
-            key = "sha256"
-        before[f"model '{name}'"] = old.get(key)
-        now[f"model '{name}'"] = new.get(key)
+        key = f"model '{name}'"
+        if name not in inputs or name not in run["inputs"]:
+            before[key] = inputs.get(name, {}).get("source")
+            now[key] = run["inputs"].get(name, {}).get("source")
+            continue
+        digest = inputs[name].get("sha256")
+        new_digest = run["inputs"][name].get("sha256")
+        # What a run has not read yet, it does not depend on.
+        if digest is not None and new_digest is not None:
+            before[key] = digest
+            now[key] = new_digest
     return differences(before, now)

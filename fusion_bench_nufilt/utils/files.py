@@ -398,6 +398,7 @@ class Manifest(TypedDict, total=False):
     order: list[str]  # all models of the stream, of which `tasks` are the first ones
     inputs: dict[str, Input]
     settings: dict[str, Any]  # in effect
+    training_data: dict[str, Any]  # of a run: what the data of each task are known by
     #: Options that were given and had no effect; a merge that goes on takes them over, too.
     without_effect: dict[str, Any]
     #: Models in the mean of a tensor, where that is not `step`.

@@ -65,6 +65,9 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         self._options = options_of(FineTuningConfig, self)
         self._taskpool = clip_pool(self.name, self.taskpool, names)
 
+    def training_data(self) -> dict[str, Any]:
+        return {name: self.modelpool.load_train_dataset(name) for name in self.names}
+
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:

@@ -32,6 +32,8 @@ from fusion_bench_nufilt.utils.options import (
 )
 from fusion_bench_nufilt.utils.tensors import compute_dtype
 
+from .task_data import task_data
+
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
 _SO_FAR = "merged so far"  # the name of that model in the pools of the methods
@@ -161,9 +163,21 @@ class BatchMethodBaseline(_Baseline):
         _, others = split_options([RuleConfig], kwargs)
         super().__init__(**others)
 
+    @property
+    def _needs_data(self) -> bool:
+        return getattr(import_object(self.base_method._target_), "uses_training_data", False)
+
     def check_data(self) -> None:
-        if getattr(import_object(self.base_method._target_), "uses_training_data", False):
+        if self._needs_data:
             check_train_sets(self.modelpool)
+
+    def training_data(self) -> dict[str, Any]:
+        if not self._needs_data:
+            return {}
+        data = {}
+        for name in self.names:
+            data[name] = task_data(self.name, self.taskpool, name, self.modelpool).dataset
+        return data
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self.rule_config = options_of(RuleConfig, self)

@@ -263,6 +263,9 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         for name in names:
             self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
 
+    def training_data(self) -> dict[str, Any]:
+        return {name: data.dataset for name, data in self._data.items()}
+
     def expert_rank(self, step: int) -> int:
         """Return the rank of a step's expert."""
         if self._options.form == "paper":

@@ -157,13 +157,8 @@ class LMEvalTaskPool(HarnessTaskPool):
         """Return the inputs for `nufilt analyze`: the prompts of a task, without examples and
         answers.
         """
-        if task not in self._names:
-            raise ValueError(
-                f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
-            )
-        loaded_tasks = self._manager().load([self._names[task]])["tasks"].values()
         prompts: Any = []
-        for loaded_task in loaded_tasks:  # more than one if it is a group
+        for loaded_task in self._load(task):
             prompts += [loaded_task.doc_to_text(document) for document in loaded_task.eval_docs]
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -172,6 +167,20 @@ class LMEvalTaskPool(HarnessTaskPool):
             return dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
 
         return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
+
+    def test_items(self, task: str) -> list[Any]:
+        documents: list[Any] = []
+        for loaded_task in self._load(task):
+            documents += loaded_task.eval_docs
+        return documents
+
+    def _load(self, task: str) -> list[Any]:
+        """Return the tasks of lm-eval for a model's, more than one if it is a group."""
+        if task not in self._names:
+            raise ValueError(
+                f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
+            )
+        return list(self._manager().load([self._names[task]])["tasks"].values())
 
     def _manager(self) -> Any:
         manager = _task_manager(self.include_path, self.num_fewshot)
