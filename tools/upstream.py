@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Add a contribution to a FusionBench checkout, for its maintainers to review.
 
-    python tools/upstream.py CHECKOUT [--what nufilt|order_free|fixes] [--format-patch OUT] \\
+    python tools/upstream.py CHECKOUT [--what nufilt|fixes] [--format-patch OUT] \\
         [--author 'NAME <MAIL>']
 
 ``docs/develop.md`` says more.
@@ -74,27 +74,6 @@ CONTRIBUTIONS = {
         {
             f"fusion_bench/method/nufilt/{name}.py": NUFILT / f"{name}.py"
             for name in ("config", "subspace", "adapter", "step")
-        },
-    ),
-    "order_free": Contribution(
-        "feat: spectral voting, a merge whose result does not depend on the models' order",
-        "One pass over the models, without data, and a state that does not grow with their "
-        "number.\nNo new dependency.",
-        {
-            METHODS: [
-                ('    "dop": [', '    "order_free": ["SpectralVotingMerging"],\n'),
-                (
-                    "    from .opcm import ",
-                    "    from .order_free import SpectralVotingMerging\n",
-                ),
-            ],
-            "mkdocs.yml": [
-                (
-                    "- OPCM: algorithms/opcm.md",
-                    "          - Spectral Voting: algorithms/order_free.md\n",
-                )
-            ],
-            API: [_in_api("Spectral Voting", "SpectralVotingMerging")],
         },
     ),
 }

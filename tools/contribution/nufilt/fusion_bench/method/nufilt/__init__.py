@@ -2,3 +2,4 @@
 from .config import FusionConfig
 from .fusion import fuse_layer
 from .nufilt import NUFILTMerging
+from .targets import select_layers

@@ -2,9 +2,9 @@
 Null-Space Filtering for Data-Free Continual Model Merging.
 Qiu et al., ICLR 2026, https://arxiv.org/abs/2509.21413
 
-The mathematics is in ``config.py``, ``subspace.py``, ``adapter.py`` and ``step.py`` (torch
-only), one step on a layer in ``fusion.py``, which layers are merged in ``layers.py``; this
-file is the wiring.
+The mathematics is in ``config.py``, ``subspace.py``, ``adapter.py`` and ``step.py``
+(torch only), one step on a layer in ``fusion.py``, which layers are merged in
+``targets.py``; this file is the wiring.
 """
 
 import logging
@@ -25,18 +25,10 @@ from fusion_bench.utils.json import save_to_json
 
 from .config import FusionConfig
 from .fusion import fuse_layer
-from .layers import average_others, merged_shares, select_layers
 from .step import MEASURES
+from .targets import select_layers
 
 log = logging.getLogger(__name__)
-
-# the names of the authors' release
-RENAMED = {
-    "null_r": "null_rank",
-    "lora_r": "lora_rank",
-    "grad_r": "task_rank",
-    "lora_layer": "target_modules",
-}
 
 
 @auto_register_config
@@ -58,42 +50,32 @@ class NUFILTMerging(
         solver: Literal["adam", "closed_form"] = "adam",
         ridge: float = 10.0,
         target_modules: Union[str, List[str]] = "auto",
-        exclude_modules: Union[str, List[str], None] = None,
-        other_params: Literal["pretrained", "first", "mean"] = "pretrained",
         shuffle_order: bool = True,
         seed: int = 42,
         save_on_every_step: bool = True,
-        evaluate_on_every_step: bool = False,
+        evaluate_on_every_step: bool = True,
         **kwargs,
     ):
         """
-        Merge a stream of models one after another, without data, for any architecture.
+        Merge a stream of models one after another, without data.
 
-        At no time are more than three models held: the pretrained, the merged and the new
-        one. The first ten arguments are those of :class:`FusionConfig`; the defaults are
-        the paper's: one setting for all models, task counts, orders.
+        At no time are more than three models held: the pretrained, the merged and the
+        new one. The first ten arguments are those of :class:`FusionConfig`; the
+        defaults are the paper's: one setting for all models, task counts, orders.
 
         Args:
             target_modules (str | List[str]): what is merged; see :func:`select_layers`.
-            exclude_modules (str | List[str] | None): what is left out, named in the same way.
-            other_params (str): all other parameters are those of the "pretrained" model, of
-                the "first" task, or the "mean" over the tasks.
-            shuffle_order (bool): merge in the order ``random.Random(seed).shuffle(names)``,
-                otherwise in the pool's. Seeds 42 to 51 are the ten orders of the paper.
+                All other parameters stay those of the pretrained model.
+            shuffle_order (bool): merge in the order
+                ``random.Random(seed).shuffle(names)``, otherwise in the pool's. Seeds
+                42 to 51 are the ten orders of the paper.
             seed (int): seed of the order and of the adapters' initial A.
-            save_on_every_step (bool): keep ``checkpoints/merged_model_{step}``.
+            save_on_every_step (bool): keep ``checkpoints/merged_model_{step}``, with
+                steps from 1.
             evaluate_on_every_step (bool): write ``report_{step}.json``, the task pool's
-                report on the tasks that are merged so far.
+                report on the merged model.
         """
-        for theirs, ours in RENAMED.items():
-            if theirs in kwargs:
-                log.warning(f"'{theirs}' is called '{ours}' here")
-                setattr(self, ours, kwargs.pop(theirs))
-        if self.other_params not in ("pretrained", "first", "mean"):
-            raise ValueError(
-                f"other_params must be pretrained, first or mean, got {self.other_params!r}"
-            )
-        self._fusion_config()
+        self._fusion_config()  # refuses values out of their range
         super().__init__(**kwargs)
 
     def _fusion_config(self) -> FusionConfig:
@@ -111,58 +93,52 @@ class NUFILTMerging(
 
         with self.profile("loading models"):
             pretrained_model = modelpool.load_pretrained_model()
-        self._select_layers(pretrained_model)
+        names = list(select_layers(pretrained_model, self.target_modules))
+        log.info(f"NUFILT merges {len(names)} layers: {names[0]} to {names[-1]}")
+        self._check(names, pretrained_model, pretrained_model, "_pretrained_")
 
         merged_model = deepcopy(pretrained_model)
-        self._means = {}
-        for step, model_name in enumerate(tqdm(model_names, desc="Merging models")):
+        for step, model_name in enumerate(tqdm(model_names, desc="Merging models"), 1):
             with self.profile("loading models"):
                 task_model = modelpool.load_model(model_name)
-            self._check(pretrained_model, task_model, model_name)
+            self._check(names, pretrained_model, task_model, model_name)
             with self.profile("merging models"):
-                self._merge(step, pretrained_model, merged_model, task_model)
+                models = (pretrained_model, merged_model, task_model)
+                self._merge(step, names, *models)
             if self.save_on_every_step:
                 with self.profile("saving models"):
                     self.save_merged_model(merged_model, step)
             if self.evaluate_on_every_step and self._program is not None:
                 with self.profile("evaluating models"):
-                    report = self._evaluate(merged_model, model_names[: step + 1])
+                    report = self._program.taskpool.evaluate(deepcopy(merged_model))
                 self._save_json(report, f"report_{step}.json")
         self.print_profile_summary()
         return merged_model
 
-    def _select_layers(self, pretrained_model: nn.Module):
-        self._layers = select_layers(
-            pretrained_model, self.target_modules, self.exclude_modules
-        )
-        self._check(pretrained_model, pretrained_model, "_pretrained_")
-        share, in_blocks = merged_shares(pretrained_model, self._layers)
-        text = (
-            f"NUFILT merges {len(self._layers)} layers, {share:.1%} of all parameters and "
-            f"{in_blocks:.1%} of those in blocks; the others are {self.other_params}"
-        )
-        level = logging.INFO
-        if self.target_modules == "auto" and in_blocks < 0.5:
-            level = logging.WARNING
-        log.log(level, text)
-
-    def _check(self, pretrained_model: nn.Module, model: nn.Module, name: str):
-        """Refuse a model that can't be merged; the ValueError names the parameter."""
-        state = model.state_dict()
-        in_layers = {layer.key for layer in self._layers.values()}
-        for key, expected in pretrained_model.state_dict().items():
-            what = f"model '{name}', parameter '{key}'"
-            if key not in state or state[key].shape != expected.shape:
-                shape = tuple(state[key].shape) if key in state else "nothing"
-                text = f"{what}: expected {tuple(expected.shape)}, got {shape}"
-                raise ValueError(text)
-            taken = key in in_layers or self.other_params != "pretrained"
-            if taken and not state[key].isfinite().all():
-                raise ValueError(f"{what} has NaN or infinite values")
+    def _check(
+        self,
+        names: List[str],
+        pretrained_model: nn.Module,
+        model: nn.Module,
+        label: str,
+    ):
+        """Refuse a model that can't be merged; the ValueError names the layer."""
+        layers = dict(model.named_modules())
+        for name in names:
+            text = f"model '{label}', layer '{name}'"
+            expected = tuple(pretrained_model.get_submodule(name).weight.shape)
+            shape = None
+            if name in layers:
+                shape = tuple(layers[name].weight.shape)
+            if shape != expected:
+                raise ValueError(f"{text}: expected {expected}, got {shape}")
+            if not layers[name].weight.isfinite().all():
+                raise ValueError(f"{text} has NaN or infinite values")
 
     def _merge(
         self,
         step: int,
+        names: List[str],
         pretrained_model: nn.Module,
         merged_model: nn.Module,
         task_model: nn.Module,
@@ -170,22 +146,24 @@ class NUFILTMerging(
         """
         Merge one model into ``merged_model``, in place.
 
-        On a CPU, each of torch's threads takes a layer and does its mathematics alone. That
-        is faster than parallel mathematics on one layer, since eigenvalue solvers hardly
-        scale, and the result does not depend on the number of threads, to the last bit.
+        On a CPU, each of torch's threads takes a layer and does its mathematics alone.
+        That is faster than parallel mathematics on one layer, since eigenvalue solvers
+        hardly scale, and the result does not depend on the number of threads, to the
+        last bit.
         """
         device = self.fabric.device
-        if device.type not in ("cpu", "cuda"):
-            log.warning(f"{device} has no eigenvalue solver: the CPU computes")
+        if device.type not in ("cpu", "cuda"):  # mps has no eigenvalue solver
             device = torch.device("cpu")
         models = (pretrained_model, merged_model, task_model)
         config = self._fusion_config()
 
         def merge_layer(name: str) -> Dict[str, float]:
-            layer = self._layers[name]
-            weights = [layer.read(model).to(device) for model in models]
-            weight, measures = fuse_layer(name, *weights, config, self.seed, step + 1)
-            layer.write(merged_model, weight)
+            weights = [model.get_submodule(name).weight.data for model in models]
+            layer = name.removeprefix("vision_model.")  # which transformers 5 drops
+            weight, measures = fuse_layer(
+                layer, *(x.to(device) for x in weights), config, self.seed, step
+            )
+            merged_model.get_submodule(name).weight.data.copy_(weight)
             return measures
 
         def single_threaded():
@@ -196,15 +174,11 @@ class NUFILTMerging(
         workers = threads if device.type == "cpu" else 1
         try:
             with ThreadPoolExecutor(workers, initializer=single_threaded) as pool:
-                measures = pool.map(merge_layer, self._layers)
-                bar = tqdm(measures, "Merging layers", len(self._layers), leave=False)
-                reports = dict(zip(self._layers, bar))
+                measures = pool.map(merge_layer, names)
+                bar = tqdm(measures, "Merging layers", len(names), leave=False)
+                reports = dict(zip(names, bar))
         finally:
             torch.set_num_threads(threads)
-
-        if self.other_params == "mean" or (self.other_params == "first" and step == 0):
-            models = merged_model, task_model
-            average_others(*models, self._layers, step + 1, self._means)
         self._save_json(reports, f"layers_{step}.json")
         for key in MEASURES:
             mean = sum(report[key] for report in reports.values()) / len(reports)
@@ -219,30 +193,6 @@ class NUFILTMerging(
         else:
             path.parent.mkdir(exist_ok=True)
             torch.save(merged_model.state_dict(), f"{path}.pt")
-
-    def _evaluate(self, merged_model: nn.Module, seen: List[str]) -> Any:
-        """Return the task pool's report, on the tasks seen so far if it can be narrowed."""
-        taskpool = self._program.taskpool
-        model = deepcopy(merged_model)
-        if hasattr(taskpool, "_all_task_names"):  # Flan-T5 calls glue-cola cola
-            attribute = "_all_task_names"
-            tasks = taskpool._all_task_names
-            seen = set(seen) | {task.split("glue-")[-1] for task in seen}
-            narrowed = [task for task in tasks if task in seen]
-        elif hasattr(taskpool, "_test_datasets"):
-            attribute = "_test_datasets"
-            tasks = taskpool._test_datasets
-            known = {name: tasks[name] for name in seen if name in tasks}
-            narrowed = type(tasks)(known)
-        else:
-            return taskpool.evaluate(model)
-        try:
-            setattr(taskpool, attribute, narrowed)
-            taskpool._is_setup = False
-            return taskpool.evaluate(model)
-        finally:
-            setattr(taskpool, attribute, tasks)
-            taskpool._is_setup = False
 
     def _save_json(self, content: Any, name: str):
         if self.log_dir is not None:
