@@ -259,7 +259,7 @@ def test_the_patches_mend_what_their_tests_show(of_clip, distribution, elsewhere
     for patch in PATCHES:
         if patch.name.startswith(OF_CLIP) == of_clip:
             files = re.findall(r"^\+\+\+ b/(tests/.*/test_.*)$", patch.read_text(), re.MULTILINE)
-            tests += [str(folder / file) for file in files]
+            tests += [str(folder / file) for file in files if str(folder / file) not in tests]
     if not of_clip:
         pytest.importorskip("lm_eval", reason="the task pool of lm-eval needs lm-eval")
 
