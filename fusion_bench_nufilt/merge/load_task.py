@@ -7,8 +7,10 @@ from typing import Any
 from safetensors.torch import load, load_file
 from torch import nn
 
+from fusion_bench_nufilt.models.architecture import shared_names
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import labels
+from fusion_bench_nufilt.models.names import modern_name
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import read_heads, read_manifest
@@ -36,12 +38,17 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
     file = heads[task]["file"]
     config = heads[task]["config"]
     local = checkpoint.folder_with(*checkpoint.files, file)  # not the state, which is larger
-    tensors = load(read_heads(local, manifest, task)[file])
+    tensors = {}
+    for key, value in load(read_heads(local, manifest, task)[file]).items():
+        tensors[modern_name(key)] = value
     if config.get("architectures"):
         model, unset_keys = _by_transformers(local, config)
     else:
         model, unset_keys = _by_timm(local, config)
     head = f"'{folder}', head of '{task}': for {type(model).__name__} there is"
+    for names in shared_names(model):
+        if not tensors.keys().isdisjoint(names):  # one of them stands for all
+            unset_keys.difference_update(names)
     missing_keys = sorted(unset_keys - tensors.keys())
     if missing_keys:
         raise ValueError(f"{head} no {format_names(missing_keys)}")

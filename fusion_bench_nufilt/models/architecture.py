@@ -32,6 +32,7 @@ from fusion_bench_nufilt.models.layers import (
     views,
     without_numbers,
 )
+from fusion_bench_nufilt.models.names import modern_name
 from fusion_bench_nufilt.models.source import Parts, Source, part_key
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
@@ -141,10 +142,10 @@ class Architecture:
         """Return the model's name for a checkpoint's key, renamed as transformers does when it
         loads one.
         """
-        for name in self._names(key):
+        for name in (*self._names(key), key):
             if name in self._params:
                 return name
-        return key
+        return modern_name(key)
 
     def _names(self, key: str) -> tuple[str, ...]:
         """Return what the model may call a tensor, with and without the name of its backbone."""
@@ -582,7 +583,7 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
     except ModuleNotFoundError:  # transformers 4
         patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
         return model, partial(_rename_by, patterns), dict
-    # Legacy names are left out, since transformers does not bring these back when it saves.
+    # Old names are left out: a model has the new ones, whatever its checkpoint calls them.
     changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
     joining = [change for change in changes if hasattr(change, "operations")]
     renaming = [change for change in changes if change not in joining]
@@ -620,13 +621,15 @@ def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module,
         model = _rebuilt(model, stored, {key: name for name, key in names.items()})
 
     def rename(key: str) -> str:
-        return names.get(key) or rename_source_key(key, prefixes, [])[0]
+        name = modern_name(key)
+        return names.get(name) or rename_source_key(name, prefixes, [])[0]
 
     return model, rename, undo
 
 
 def _rename_by(patterns: Mapping[str, str], key: str) -> str:
     """Rename a key by the regular expressions of a class of transformers 4."""
+    key = modern_name(key)
     for pattern, replacement in patterns.items():
         key, count = re.subn(pattern, replacement, key)
         # The first pattern that fits is the only one, as in transformers 4.
