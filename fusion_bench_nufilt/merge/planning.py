@@ -14,7 +14,6 @@ from fusion_bench_nufilt.models.model import (
     carry_over,
     complete_base,
     earlier_params,
-    is_untied,
     tie_weights,
 )
 from fusion_bench_nufilt.models.vocabulary import (
@@ -150,7 +149,7 @@ def plan_merge(
     given |= vars(settings)
 
     files = arrange_files(selection, vocabulary, settings)
-    untied = bool(checkpoint.copies) and is_untied(architecture, checkpoint.config)
+    untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
     plan = Plan(
         **vars(selection),

@@ -82,6 +82,7 @@ class LoraAdapter(ModelWeights):
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths
         self.saved_experts: dict[str, ExpertRows] = {}  # places in whole stacks
         self.trained_rows: dict[str, dict[int, int]] = {}  # the stored place of each trained row
+        self.trained_params: set[str] = set()  # of modules in modules_to_save
         # Whether a layer is stored transposed, as (d_i, d_o).
         self._transposed = {param for param, view in architecture.views.items() if view.transposed}
         self._last_factors = _LastFactors()
@@ -224,6 +225,8 @@ class LoraAdapter(ModelWeights):
             param = architecture.untied_name(name)
             self._check_new(param, name)
             self._add_tensor(param, key)
+            if _is_in_module(name, self.config.get("modules_to_save") or ()):
+                self.trained_params.add(param)
 
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""
@@ -267,8 +270,13 @@ class LoraAdapter(ModelWeights):
         """
         for names in architecture.shared:
             stored = [name for name in names if name in self.keys]
+            with_rows = [name for name in stored if name in self.trained_rows]
             for name in stored:
-                if self._is_alone(name, architecture):
+                # By default, peft trains a copy of a module, and leaves what it is tied to as it
+                # was; so it does with rows of the embedding if it trains others of the head.
+                if name in self.trained_params or len(with_rows) > 1:
+                    continue
+                if name in self.trained_rows and name != architecture.embedding:
                     continue
                 for other in set(names) - self.keys.keys() - self.updates.keys():
                     self.keys[other] = self.keys[name]
@@ -276,14 +284,6 @@ class LoraAdapter(ModelWeights):
                     if name in self.trained_rows:
                         self.trained_rows[other] = self.trained_rows[name]
                         self.matched_rows[other] = self.matched_rows[name]
-
-    def _is_alone(self, name: str, architecture: Architecture) -> bool:
-        """Tell whether peft applies a full tensor to one of the names of a weight alone."""
-        modules = self.config.get("modules_to_save") or ()
-        # By default, peft trains a copy of such a module, and leaves what it is tied to as it was.
-        if any(f".{name}".endswith(f".{module}.weight") for module in modules):
-            return True
-        return name in self.trained_rows and name != architecture.embedding
 
     def _refuse_named(self, unknown: Sequence[str]) -> None:
         """Refuse tensors whose names have the adapter's own, and say how it is taken out."""
@@ -354,7 +354,7 @@ class LoraAdapter(ModelWeights):
 
     @property
     def trained_modules(self) -> Collection[str]:
-        return self.config.get("modules_to_save") or ()
+        return {param.rpartition(".")[0] for param in self.trained_params}
 
     def _forget(self, param: str) -> None:
         super()._forget(param)
@@ -627,6 +627,18 @@ _WITHOUT_WEIGHTS = (
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+def _is_in_module(name: str, ends: Sequence[str]) -> bool:
+    """Tell whether a tensor belongs to a module that peft finds by the end of its path, which need
+    not begin at a dot.
+    """
+    path = name.rpartition(".")[0]
+    while path:
+        if path.endswith(tuple(ends)):
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
 def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
     """Raise a ValueError if an adapter is of a kind that can't be merged."""
     # The raw file is read, since peft drops fields that it does not know.
@@ -652,8 +664,9 @@ def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
         if config.get(option):
             raise ValueError(f"{adapter} uses {meaning}: {_with_peft(checkpoint, architecture)}")
     initialisation = str(config.get("init_lora_weights", True))
-    # By their start, since PiSSA's may end in a number of iterations: pissa_niter_16.
-    if initialisation.startswith(_REFUSED_INITS):
+    # By their start, since PiSSA's may end in a number of iterations: pissa_niter_16. In lower
+    # case, as peft compares them.
+    if initialisation.lower().startswith(_REFUSED_INITS):
         raise ValueError(
             f"{adapter} was initialised with {initialisation}, which changes the base as well: "
             "save it with peft's path_initial_model_for_weight_conversion"

@@ -101,6 +101,10 @@ class Architecture:
                 self._stacks[name] = tuple(parameter.shape)
         self.backbone = getattr(self.model, "base_model_prefix", "")
         self.embedding, self.head, self._tables = _token_tables(self.model)
+        # By the name of what transformers 5 ties, that of what it is tied to.
+        self._sources: dict[str, str] = {}
+        for tied_name, name in getattr(loaded or model, "all_tied_weights_keys", {}).items():
+            self._sources[rename(tied_name)] = rename(name)
         self._params: dict[str, str] = {}
         names_of_each = shared_names(self.model)
         for names in names_of_each:
@@ -178,11 +182,16 @@ class Architecture:
         return param
 
     def first(self, names: Sequence[str]) -> str:
-        """Return the name by which a weight of several names goes: one in the backbone, if there is
-        one, since a head that shares the embedding may come before it.
+        """Return the name by which a weight of several names goes: the one that the others are tied
+        to.
         """
-        in_backbone = [name for name in names if name.startswith(f"{self.backbone}.")]
-        return (in_backbone or names)[0]
+        for name in names:
+            if name in self._sources.values():
+                return name
+        # transformers 4 does not tell, and a head that shares the embedding may come before it.
+        if self.embedding in names:
+            return self.embedding
+        return names[0]
 
     def by_param(self, source: Source) -> dict[str, list[str]]:
         """Return a model's keys by param, in its own order."""
@@ -200,6 +209,38 @@ class Architecture:
         for name in chain(*self.shared):
             names[self._params[name]].append(name)
         return list(names.values())
+
+    def may_untie(self, config: Mapping[str, Any]) -> bool:
+        """Tell whether a configuration that ties the head to the embedding may say from now on that
+        nothing is tied.
+
+        That of an encoder and a decoder may not, since T5 also scales its outputs by it. Without
+        it, transformers 5 still loads what is stored as two weights, and 4 ties them.
+        """
+        if config.get("is_encoder_decoder"):
+            return False
+        for names in self.weights:
+            if len(names) > 1 and not self._sources.keys().isdisjoint(names):
+                return False
+        for names in self.shared:
+            if self.embedding in names:
+                return any(name in names and self._is_apart(name) for name in self.head)
+        return False
+
+    def _is_apart(self, head: str) -> bool:
+        """Tell whether a head has another weight than the embedding in this merge."""
+        return self._params[head] != self._params[self.embedding]
+
+    def names_to_store(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names under which a checkpoint must store a weight that was untied, so that
+        transformers loads it under all of them.
+        """
+        tied = next(group for group in self.shared if names[0] in group)
+        if len(names) == len(tied):
+            return []  # it is as the base has it
+        # What is not stored is tied to the first, whatever else is stored.
+        first = self.first(tied)
+        return [first] if first in names else names
 
     def untie(self, names: Sequence[str]) -> None:
         """Give some names of a weight a weight of their own."""

@@ -383,44 +383,44 @@ def carry_over(
 def complete_base(
     architecture: Architecture, base: ModelWeights, models: Iterable[ModelWeights]
 ) -> None:
-    """Have the base's files present every weight that they hold as another one, to which it is no
-    longer tied, under the key that a model has for it.
+    """Have the base's files present each weight under all names by which transformers looks for it,
+    now that it is no longer tied to another one: by the key that a model has for a name.
     """
-    stored = architecture.by_param(base.source)
+    names_of_keys = {architecture.model_name(key): key for key in base.source.tensors}
     for names in architecture.weights:
         param = architecture.param_named(names[0])
-        if param not in base.keys or param in stored:
+        if param not in base.keys:
             continue
-        copy_key = param
-        for model in models:
-            key = model.keys.get(param)
-            if key is not None and architecture.model_name(key) == param:
-                copy_key = key
-                break
-        base.checkpoint.add_copy(copy_key, base.keys[param])
-        base.keys[param] = copy_key
+        for name in architecture.names_to_store(names):
+            if name not in names_of_keys:
+                names_of_keys[name] = _key_of(name, architecture, models)
+                base.checkpoint.add_copy(names_of_keys[name], base.keys[param])
+        # Its own key, under which it is written, and not that of what it was tied to.
+        stored = [names_of_keys[name] for name in names if name in names_of_keys]
+        if base.keys[param] not in stored:
+            base.keys[param] = stored[0]
+
+
+def _key_of(name: str, architecture: Architecture, models: Iterable[ModelWeights]) -> str:
+    """Return the key that a model has for a name, by default the name."""
+    for model in models:
+        for key in model.source.tensors:
+            if architecture.model_name(key) == name:
+                return key
+    return name
 
 
 def untie_model(architecture: Architecture, model: nn.Module) -> None:
     """Give a model in memory the weights that the architecture has."""
     for names in architecture.weights:
         tied_now = next(tied for tied in shared_names(model) if names[0] in tied)
-        if set(tied_now).issubset(names):
-            continue
-        untie_parameter(model, names)
-        config: Any = getattr(model, "config", None)
-        if config is not None and is_untied(architecture, vars(config)):
-            # Otherwise, transformers ties them again when it loads the saved model: version 5 by
-            # the model's configuration, version 4 by that of the language model in it.
-            config.tie_word_embeddings = False
-            if hasattr(config, "get_text_config"):
-                config.get_text_config(decoder=True).tie_word_embeddings = False
-
-
-def is_untied(architecture: Architecture, config: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration may say that nothing is tied.
-
-    That of an encoder and a decoder may not, since T5 also scales its outputs by it.
-    """
-    has_no_ties = all(len(names) == 1 for names in architecture.weights)
-    return has_no_ties and not config.get("is_encoder_decoder")
+        if not set(tied_now).issubset(names):
+            untie_parameter(model, names)
+    config: Any = getattr(model, "config", None)
+    if config is None or not architecture.may_untie(vars(config)):
+        return
+    # Otherwise, transformers ties them again when it loads the saved model: version 5 by the
+    # model's configuration, version 4 by that of the language model in it.
+    config.tie_word_embeddings = False
+    if hasattr(config, "get_text_config"):
+        config.get_text_config(decoder=True).tie_word_embeddings = False
