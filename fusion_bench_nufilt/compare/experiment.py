@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, SubsetIndices, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.continual.models import (
@@ -155,9 +156,15 @@ class Experiment:
         """One device and no logger: runs write no files of their own."""
         config = self._config.fabric
         # Of several processes, FusionBench's pools would each report a part of the data.
-        return lightning.Fabric(
-            accelerator=config.accelerator, precision=config.precision, devices=1
-        )
+        try:
+            return lightning.Fabric(
+                accelerator=config.accelerator, precision=config.precision, devices=1
+            )
+        except Exception as error:
+            line = what_is_wrong(error, self._config)
+            if line is None:
+                raise
+            raise ValueError(line) from error
 
     @cached_property
     def modelpool(self) -> Any:

@@ -7,6 +7,7 @@ method here names it (config/nufilt/errors.yaml).
 import logging
 import os
 import re
+from traceback import walk_tb
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -79,6 +80,8 @@ def what_is_wrong(error: Any, config: DictConfig) -> str | None:
         error: what the run ended with.
         config: its configuration, with the method and the pools.
     """
+    if _is_of_fabric(error):
+        return _wrong_fabric(error, config)
     missing_package = _missing_package(error)
     if missing_package is not None:
         remedy = _REMEDIES.get(missing_package, f"pip install {missing_package}")
@@ -101,6 +104,24 @@ def what_is_wrong(error: Any, config: DictConfig) -> str | None:
     if isinstance(error, _OF_THE_INPUT):
         return printable(" ".join(str(error).split()))
     return None
+
+
+def _is_of_fabric(error: Any) -> bool:
+    """Tell whether Lightning raised an error when it chose devices, strategy and precision."""
+    if not isinstance(error, Exception):
+        return False
+    modules = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    return "lightning.fabric.connector" in modules
+
+
+def _wrong_fabric(error: Exception, config: DictConfig) -> str:
+    """Return what Lightning says of the devices of a run, with a choice that works everywhere."""
+    message = " ".join(str(error).split()).rstrip(".")
+    accelerator = OmegaConf.select(config, "fabric.accelerator", default="auto")
+    # Of kinds of devices Lightning raises ValueErrors, which list those that there are.
+    if accelerator in ("auto", "cpu") or isinstance(error, ValueError):
+        return f"fabric: {message}"
+    return f"fabric.accelerator={accelerator}: {message}; choose fabric.accelerator=cpu"
 
 
 def _with_its_place(error: Exception, config: DictConfig) -> Exception:

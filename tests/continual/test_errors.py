@@ -5,7 +5,9 @@ import logging
 import re
 import sys
 
+import lightning
 import pytest
+import torch
 from fusion_bench.utils import instantiate
 from hydra import compose
 from hydra.core.utils import JobReturn, JobStatus
@@ -173,3 +175,28 @@ def test_a_tracker_that_is_not_installed_is_named_with_the_command_that_installs
     config = compose_run(words)
     line = line_of("fabric.loggers", config)
     assert line == f"the package '{package}' is not installed: {remedy}"
+
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "line"),
+    [
+        pytest.param("cuda", r"fabric\.accelerator=cuda: .*not available", marks=NO_GPU),
+        pytest.param("gpu", r"fabric\.accelerator=gpu: No supported gpu", marks=NO_GPU),
+        ("tpu", r"fabric\.accelerator=tpu: .*torch_xla"),
+        ("abacus", r"fabric: .*'abacus'.*Available names are"),
+    ],
+)
+def test_a_device_that_is_not_here_is_one_line_in_every_command(monkeypatch, accelerator, line):
+    monkeypatch.delenv("LT_ACCELERATOR")
+    words = ["modelpool=nufilt_demo", f"fabric.accelerator={accelerator}"]
+    config = compose_run(words)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 -- of whichever kind
+        lightning.Fabric(accelerator=accelerator, devices=1)  # as a run of `fusion_bench` does
+    assert re.match(line, what_is_wrong(caught.value, config))
+    with pytest.raises(ValueError, match=line) as caught:
+        Experiment(config).fabric  # noqa: B018 -- as a comparison and an analysis do
+    if accelerator != "abacus":
+        assert str(caught.value).endswith("; choose fabric.accelerator=cpu")
