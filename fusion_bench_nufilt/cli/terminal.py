@@ -21,11 +21,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from tqdm.auto import tqdm
 
 from fusion_bench_nufilt.nufilt.config import FusionConfig
-from fusion_bench_nufilt.utils.files import escape_markup, printable
+from fusion_bench_nufilt.utils.files import escape_markup
+from fusion_bench_nufilt.utils.logs import TerminalLog, quiet_requests
 from fusion_bench_nufilt.utils.options import choices
 from fusion_bench_nufilt.utils.overrides import key_value
 
@@ -135,18 +135,6 @@ def patterns(words: list[str] | None) -> str | list[str] | None:
     return words
 
 
-class _Log(RichHandler):
-    """Prints the log above the progress bars."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        lines = record.getMessage().split("\n")
-        return "\n".join(map(printable, lines))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(self.console.file):
-            super().emit(record)
-
-
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="Only results and errors, no progress, log or warnings."),
@@ -161,9 +149,8 @@ def terminal(quiet: bool = False) -> Iterator[Console]:
     """
     # The file is named, since a comparison silences sys.stderr later.
     console = Console(file=sys.stderr, quiet=quiet, highlight=False, soft_wrap=True)
-    logging.basicConfig(
-        level=logging.INFO, handlers=[_Log(console=console, show_path=False, show_time=False)]
-    )
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[TerminalLog(console)])
+    quiet_requests()
     try:
         yield console
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError

@@ -262,6 +262,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             # As JSON has it, to be compared with what is read from a file.
             scoring = json.loads(json.dumps(self.scores.evaluator.describe()))
             self.folder.refuse_other_scores(scoring)
+        # Its download may take minutes.
+        log.info("loading %s", PRETRAINED)
         pretrained, self.missing_in_pretrained = self._load(modelpool, PRETRAINED)
         # `check_model` needs the layers to merge, which a layer-wise method chooses here.
         self.start(pretrained, names)
@@ -273,7 +275,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self._checked_first = self.check_models or self.resume
         if self._checked_first:
             with self.profile("checking models"):
-                for name in tqdm(names, desc="Checking models", disable=None):
+                for name in tqdm(names, desc="Checking models", leave=False, disable=None):
                     model, missing_keys = self._load(modelpool, name)
                     self.check_model(pretrained, model, name, missing_keys)
                     del model  # before the next one is loaded

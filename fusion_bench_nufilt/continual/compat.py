@@ -11,11 +11,12 @@ import datasets.load
 from hydra.experimental.callback import Callback
 from transformers.models.clip import modeling_clip
 
+from fusion_bench_nufilt.utils.logs import quiet_requests
+
 # FusionBench imports this class, which transformers 5 has merged into CLIPVisionModel.
 vars(modeling_clip).setdefault("CLIPVisionTransformer", modeling_clip.CLIPVisionModel)
 
-# From version 1 on, huggingface_hub makes its requests with httpx, which logs each of them.
-logging.getLogger("httpx").setLevel(logging.WARNING)
+quiet_requests()
 
 #: The owners of the data sets that FusionBench names without one, which huggingface_hub refuses
 #: from version 1.16 on. This can go once FusionBench names them all (its main does for mnist and
@@ -49,6 +50,28 @@ def _name_the_owner() -> None:
 
 
 _name_the_owner()
+
+
+#: What a checkpoint of a whole CLIP, or SigLIP, has beside its vision tower.
+_BESIDE_VISION = ("text_model.", "text_projection.", "visual_projection.", "logit_")
+
+
+def _is_worth_a_report(record: logging.LogRecord) -> bool:
+    """Tell whether a record of transformers is another one than the report that a vision tower has
+    no place for the other parts of a whole CLIP, which a model pool's pretrained model often is.
+    """
+    title, *lines = record.getMessage().split("\n")
+    if "VisionModel" not in title or "LOAD REPORT" not in title:
+        return True
+    rows = [line.split("|") for line in lines if "|" in line]
+    for key, status, *_ in rows[1:]:  # below the header
+        # A weight that is missing or of another shape is in such a row, too.
+        if "UNEXPECTED" not in status or not key.startswith(_BESIDE_VISION):
+            return True
+    return False
+
+
+logging.getLogger("transformers.modeling_utils").addFilter(_is_worth_a_report)
 
 
 class Compatibility(Callback):

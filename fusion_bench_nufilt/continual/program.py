@@ -2,10 +2,13 @@
 
 import json
 import logging
+import warnings
 from collections.abc import Sequence
+from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lightning
 import numpy as np
 from fusion_bench import set_print_function_call_permeanent
@@ -19,13 +22,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 from PIL import Image
+from rich.logging import RichHandler
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from fusion_bench_nufilt.utils.files import write_text
+from fusion_bench_nufilt.utils.logs import TerminalLog
 
 log = logging.getLogger(__name__)
 
+#: FusionBench's task pools ask for eight processes and pinned memory on every machine.
+_OF_DATA_LOADERS = ("This DataLoader will create 8 worker", "'pin_memory' argument is set as true")
 # FusionBench's program, for which `ContinualMergingProgram` stands in.
 _FUSION_BENCH = "fusion_bench.programs.FabricModelFusionProgram"
 
@@ -47,11 +54,40 @@ class QuietTerminal(Callback):
             if config._target_ == _FUSION_BENCH:
                 config._target_ = f"{__name__}.ContinualMergingProgram"
         set_print_function_call_permeanent(config.print_function_call)
-        # A pool of FusionBench remarks on each key for which it has no use, such as the task pool
-        # that a model pool here brings along.
-        logging.getLogger("fusion_bench.mixins.serialization").setLevel(logging.ERROR)
-        # A bar for every model that is loaded or saved would be most of the output.
-        transformers_logging.disable_progress_bar()
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the log above the bars of a run, if it goes to the terminal as FusionBench has
+        it.
+        """
+        _quiet_libraries()
+        root = logging.getLogger()
+        for handler in list(root.handlers):
+            if type(handler) is not RichHandler:
+                continue
+            log_above_bars = TerminalLog(handler.console)
+            log_above_bars.setLevel(handler.level)
+            for log_filter in handler.filters:
+                log_above_bars.addFilter(log_filter)
+            root.removeHandler(handler)
+            root.addHandler(log_above_bars)
+
+
+@cache
+def _quiet_libraries() -> None:
+    """Quieten what is no news of FusionBench, transformers, datasets and torch, once."""
+    # A pool of FusionBench remarks on each key for which it has no use, such as the task pool
+    # that a model pool here brings along.
+    logging.getLogger("fusion_bench.mixins.serialization").setLevel(logging.ERROR)
+    # The bars of what a run does, and its files, say which models are loaded.
+    logging.getLogger("fusion_bench.modelpool").setLevel(logging.WARNING)
+    # A bar for every model that is loaded or saved would be most of the output.
+    transformers_logging.disable_progress_bar()
+    # One for each split of a data set is gone when it is ready, and none is in a file.
+    datasets.utils.tqdm.__init__ = partialmethod(
+        datasets.utils.tqdm.__init__, leave=False, disable=None
+    )
+    for message in _OF_DATA_LOADERS:
+        warnings.filterwarnings("ignore", message, UserWarning, r"torch\.utils\.data")
 
 
 class ContinualMergingProgram(FabricModelFusionProgram):
@@ -62,6 +98,7 @@ class ContinualMergingProgram(FabricModelFusionProgram):
 
     def run(self) -> dict[str, Any]:
         """Run the method, and return the merged model and the report of its last step."""
+        refuse_several_processes(self.config)
         if self.seed is not None:
             lightning.seed_everything(self.seed)
         hydra_folder = Path(get_hydra_output_dir())
@@ -88,6 +125,18 @@ class ContinualMergingProgram(FabricModelFusionProgram):
                 write_text(path, json.dumps(report))
                 self.log_artifact(local_path=str(path))
         return {"merged_model": merged_model, "report": report}
+
+
+def refuse_several_processes(config: DictConfig) -> None:
+    """Raise a ValueError for a configuration of Fabric that has more than one process, before it
+    launches them: they would wait for each other.
+    """
+    options = {}
+    for name in ("accelerator", "strategy", "devices"):
+        if isinstance(config.fabric.get(name), str | int):
+            options[name] = config.fabric[name]
+    if getattr(lightning.Fabric(**options).strategy, "num_processes", 1) > 1:
+        raise ValueError("continual merging runs in one process: set fabric.devices=1")
 
 
 def use_bundled_taskpool(program: Any) -> None:

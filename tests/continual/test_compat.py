@@ -1,6 +1,7 @@
 """Names of data sets without an owner, which today's client of the hub refuses."""
 
 import ast
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import datasets
 import fusion_bench.constants
 import pytest
+import torch
+import transformers
 import yaml
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
@@ -104,3 +107,57 @@ def test_after_it_fusionbenchs_own_classes_for_clip_can_be_imported():
         "import fusion_bench_nufilt.continual.compat; from fusion_bench.method import OPCMForCLIP"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+CLIP = {"projection_dim": 8}
+CLIP["vision_config"] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CLIP["text_config"] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+
+
+def reports(folder, caplog):
+    """What transformers says of a whole CLIP that is loaded as a vision tower."""
+    # Its loggers do not reach those of pytest.
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(caplog.handler)
+    try:
+        transformers.CLIPVisionModel.from_pretrained(folder)
+    finally:
+        logger.removeHandler(caplog.handler)
+    return caplog.text
+
+
+def test_that_a_vision_tower_has_no_words_is_no_report(tmp_path, caplog):
+    transformers.CLIPModel(transformers.CLIPConfig(**CLIP)).save_pretrained(tmp_path)
+    assert reports(tmp_path, caplog) == ""
+
+
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."), reason="transformers 4 reports in other words"
+)
+@pytest.mark.parametrize("change", ["a weight is missing", "a weight belongs nowhere"])
+def test_a_report_of_anything_else_stays(tmp_path, caplog, change):
+    model = transformers.CLIPModel(transformers.CLIPConfig(**CLIP))
+    state = model.state_dict()
+    key = next(key for key in state if key.startswith("vision_model.") and "fc1.weight" in key)
+    if change == "a weight is missing":
+        del state[key]
+    else:
+        state[key.replace("weight", "lora_A.weight")] = torch.zeros(2, 16)
+    model.save_pretrained(tmp_path, state_dict=state)
+    assert "LOAD REPORT" in reports(tmp_path, caplog)

@@ -1,5 +1,6 @@
 """Which task pool scores a run; and pictures reach the trackers that take some."""
 
+import io
 import json
 import logging
 from types import SimpleNamespace
@@ -7,9 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from omegaconf import OmegaConf
 from PIL import Image
+from rich.console import Console
+from rich.logging import RichHandler
 
-from fusion_bench_nufilt.continual.program import log_picture
+from fusion_bench_nufilt.continual.program import (
+    QuietTerminal,
+    log_picture,
+    refuse_several_processes,
+)
+from fusion_bench_nufilt.continual.taskpools.local_tasks import register_task
+from fusion_bench_nufilt.utils.logs import TerminalLog
 
 
 def test_a_task_pool_that_is_named_wins_and_a_missing_task_is_shown_as_missing(program, capfd):
@@ -64,3 +74,38 @@ def test_a_tracker_that_fails_is_a_warning(picture, caplog):
     with caplog.at_level(logging.WARNING):
         log_picture([SimpleNamespace(log_image=refuse)], "matrix", picture, 1)
     assert "did not take the picture 'matrix': offline" in caplog.text
+
+
+def test_the_log_stands_above_the_bars_without_times_and_what_the_user_chose_is_left():
+    root = logging.getLogger()
+    before = list(root.handlers)
+    chosen = logging.StreamHandler()
+    fusion_bench = RichHandler(console=Console(file=io.StringIO()), level=logging.WARNING)
+    fusion_bench.addFilter(lambda record: "trace" not in record.msg)
+    root.handlers[:] = [chosen, fusion_bench]
+    try:
+        QuietTerminal().on_job_start(OmegaConf.create({}))
+        first, second = root.handlers
+        assert first is chosen
+        assert type(second) is TerminalLog
+        assert (second.console, second.level) == (fusion_bench.console, logging.WARNING)
+        root.error("a trace")
+        root.error("an error")
+        root.info("a word")
+        assert fusion_bench.console.file.getvalue().split() == ["ERROR", "an", "error"]
+    finally:
+        root.handlers[:] = before
+
+
+def test_more_than_one_process_is_refused_before_any_is_launched():
+    config = OmegaConf.create({"fabric": {"accelerator": "cpu", "devices": 3}})
+    with pytest.raises(ValueError, match=r"runs in one process: set fabric\.devices=1"):
+        refuse_several_processes(config)
+    config.fabric.devices = 1
+    refuse_several_processes(config)
+
+
+def test_a_test_set_that_is_looked_up_and_then_loaded_is_no_warning(recwarn):
+    for _ in range(2):
+        register_task("a_task_of_mine", ["cat", "dog"], "a {}")
+    assert [str(warning.message) for warning in recwarn] == []

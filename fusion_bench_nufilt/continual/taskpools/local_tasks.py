@@ -2,6 +2,7 @@
 built-in ones.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,10 @@ def register_task(name: str, classnames: Sequence[str], template: str) -> None:
     """Tell FusionBench the class names and the prompt of a task, in place of its own."""
     info: dict[str, Any] = {"classnames": list(classnames), "templates": [template.format]}
     # FusionBench 0.2.33 misspells a key if it is given class names and templates only.
-    CLIPTemplateFactory.register_dataset(name, dataset_info=info, **info)
+    with warnings.catch_warnings():
+        # A test set that is looked up and then loaded is registered twice.
+        warnings.filterwarnings("ignore", "Dataset .* is already registered")
+        CLIPTemplateFactory.register_dataset(name, dataset_info=info, **info)
 
 
 def _read_pictures(name: str, path: Path) -> Dataset:
