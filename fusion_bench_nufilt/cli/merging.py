@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from fusion_bench_nufilt.cli.terminal import SIZES, bars_on, interruptible, warn
 from fusion_bench_nufilt.merge import Plan, merge_folders, plan_merge
-from fusion_bench_nufilt.merge.checks import check_inputs, kept_from_base
+from fusion_bench_nufilt.merge.checks import check_contents, kept_from_base
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.planned import disk_bytes, peak_memory
@@ -107,8 +107,8 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     plan = plan_merge(
         models["base"], models["tasks"], models.get("merged"), *options, method=method
     )
-    about_inputs = check_inputs(plan, models.get("inputs", {}), "the recipe")
-    plan = replace(plan, warnings=[*plan.warnings, *about_inputs])
+    plan = replace(plan, promised=models.get("inputs", {}))
+    plan = replace(plan, warnings=[*plan.warnings, *check_contents(plan)])
     out = Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
     return plan, out
 

@@ -25,15 +25,19 @@ from fusion_bench_nufilt.models.layers import coverage, exclude_hint
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
-from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
+from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, Manifest
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     Difference,
+    base_of,
     differences,
     in_one_line,
+    input_differences,
+    is_same_model,
+    is_same_task,
     read_manifest,
+    tasks_of,
     verify_files,
-    without_times,
 )
 from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.tensors import FLOATS, describe
@@ -62,9 +66,6 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
     check_made_from(plan.pretrained, merged, plan.computed)
     warnings: list[str] = []
-    inputs = plan.before.get("inputs", {})
-    if "base" in inputs:
-        warnings += check_inputs(plan, {"base": inputs["base"]}, f"'{name}'")
     other_options = _other_options(plan)
     if other_options:
         listing = "; ".join(map(str, other_options))
@@ -113,40 +114,78 @@ def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collecti
     merged.source.check_floats(float_keys)
 
 
-def check_inputs(plan: Plan, inputs: Mapping[str, Input], of: str) -> list[str]:
-    """Refuse a model that is not the one that a manifest names for its role in the merge, and warn
-    where the manifest can't tell.
+def check_contents(plan: Plan) -> list[str]:
+    """Refuse by their contents another base than that of the merged model, other models than those
+    of a recipe, and tasks that are merged already.
+
+    Models that are still on the hub are looked at once more when they are on this disk.
+    """
+    if not plan.settings.verify:
+        return []
+    warnings: list[str] = []
+    base = base_of(plan.before)
+    if plan.merged is not None and base is not None:
+        # Where its content is not recorded, that of the merged model tells, by its weights.
+        _refuse_other(plan, "base", base, f"'{plan.merged.source.name}'")
+    for role, saved in plan.promised.items():
+        if role in plan.models:
+            warnings += _refuse_other(plan, role, saved, "the recipe")
+    _refuse_merged_tasks(plan)
+    return warnings
+
+
+def _refuse_other(plan: Plan, role: str, saved: Input, of: str) -> list[str]:
+    """Refuse a model that is not the one that a manifest has in its role in the merge, and warn
+    where nothing tells.
 
     ``of`` says whose manifest it is.
     """
-    warnings = []
-    for role, saved in inputs.items():
-        if role not in plan.models or not plan.settings.verify:
-            continue
-        identity = plan.models[role].checkpoint.identity()
-        name = f"'{plan.models[role].source.name}'"
-        # A revision fixes a snapshot's content; files are known by size, time and header.
-        known_by = [key for key in ("revision", "files") if key in saved]
-        changes = differences(
-            {key: saved[key] for key in known_by},
-            {key: identity.get(key) for key in known_by},
+    checkpoint = plan.models[role].checkpoint
+    identity = checkpoint.identity()
+    is_same = is_same_model(saved, identity)
+    # A pool's model in memory may have another dtype than its files, and tensors that they lack.
+    if is_same is None or ("source" in saved and not is_same):
+        if checkpoint.remote:
+            return []
+        return [
+            f"'{checkpoint.name}' may not be the {role} of {of}, which does not record its content"
+        ]
+    differing = input_differences(role, saved, identity)
+    if differing:
+        raise ValueError(
+            f"'{checkpoint.name}' is not the {role} of {of}: {in_one_line(differing)}; name that "
+            "one, or add --no-verify"
         )
-        if not changes:
-            continue
-        line = in_one_line(changes)
-        # A copy has another time and the same content, so that the time alone proves nothing.
-        if not without_times(changes):
-            warnings.append(f"{name} may have changed since it was the {role} of {of}: {line}")
-        # A folder and a snapshot have nothing to compare: the content may still be the same.
-        elif known_by[0] not in identity:
-            warnings.append(
-                f"{name} may not be the {role} of {of}, which is known by its {known_by[0]}"
-            )
-        else:
-            raise ValueError(
-                f"{name} is not the {role} of {of}: {line}; name that one, or add --no-verify"
-            )
-    return warnings
+    return []
+
+
+def _refuse_merged_tasks(plan: Plan) -> None:
+    """Refuse a task that is the model to merge into, is in it already, or comes twice, by one name
+    or two.
+    """
+    earlier_tasks = tasks_of(plan.before)
+    first_step = plan.before.get("step", len(earlier_tasks)) - len(earlier_tasks) + 1
+    others: list[tuple[str, Input]] = []
+    for task in plan.tasks:
+        name = task.source.name
+        identity = task.checkpoint.identity()
+        if plan.merged is not None:
+            merged = plan.merged.checkpoint
+            if is_same_model(identity, merged.identity()):
+                raise ValueError(f"task '{name}' is also --merged: leave the task out")
+            for step, saved in enumerate(earlier_tasks, first_step):
+                if is_same_task(saved, identity):
+                    raise ValueError(
+                        f"task '{name}' is in '{merged.name}' already, as step {step} "
+                        f"('{saved['name']}'): leave it out, or add --no-verify"
+                    )
+        for other_name, other in others:
+            if is_same_task(other, identity):
+                raise ValueError(
+                    f"task '{name}' is also task '{other_name}': name it once, and set its "
+                    "strength by --weights, or add --no-verify"
+                )
+        others.append((name, identity))
 
 
 def check_state(plan: Plan, name: str) -> list[str]:
@@ -489,16 +528,20 @@ def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) 
             "pretrained model's: one of them was drawn at random"
             f"{exclude_hint(layer.name)}"
         )
-    if _names_base(plan, model):  # that of another base is refused elsewhere
+    if _is_made_from_base(plan, model):
         return None
     cosine = xy / (xx * yy) ** 0.5
     change = (dd / xx) ** 0.5
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
-        return (
+        suspicion = (
             f"'{name}' looks as if it was made from another base than '{plan.base.name}': over "
             f"{len(products)} layers their weights have cosine {cosine:.3f}, "
             f"||tau|| / ||theta_0|| is {change:.2f}"
         )
+        # Nothing but its weights tells what it was made from.
+        if model is plan.merged and not model.source.in_memory and plan.settings.verify:
+            raise ValueError(f"{suspicion}; name that one, or add --no-verify")
+        return suspicion
     if not dd:
         return f"'{name}' does not differ from the base in the {len(products)} layers looked at"
     return None
@@ -511,14 +554,14 @@ def _are_unrelated(xx: float, yy: float, xy: float) -> bool:
     return xx * yy > 0 and xy < _LEAST_COSINE_OF_A_LAYER * math.sqrt(xx * yy)
 
 
-def _names_base(plan: Plan, model: ModelWeights) -> bool:
-    """Tell whether a model is a result, however far from the base, whose manifest names the
-    base.
-    """
+def _is_made_from_base(plan: Plan, model: ModelWeights) -> bool:
+    """Tell whether a model is a result, however far from the base, whose manifest has the base."""
     if not isinstance(model.source, Checkpoint):
         return False
-    manifest = read_manifest(model.source.folder) or {}
-    return manifest.get("inputs", {}).get("base", {}).get("name") == plan.base.label
+    saved = base_of(read_manifest(model.source.folder) or Manifest())
+    if saved is None:
+        return False
+    return is_same_model(saved, plan.pretrained.checkpoint.identity()) is True
 
 
 def check_module(

@@ -66,11 +66,14 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     files, with the tasks' strengths as the driver measured them.
     """
     # A worker reads at the offsets in the driver's headers: in other files, these are other bytes.
-    changed = plan.changed()
-    if changed:
+    other_names = []
+    for checkpoint in plan.checkpoints:
+        if not checkpoint.reopen():
+            other_names.append(checkpoint.name)
+    if other_names:
         raise ValueError(
-            f"it has other files of {format_names(changed)} than the driver: put them on a file "
-            "system that all nodes share, or copy them with their times (rsync -a)"
+            f"it has other files of {format_names(other_names)} than the driver: put them on a "
+            "file system that all nodes share, or copy them"
         )
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
@@ -91,6 +94,9 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
         # As in map_layers: a node may be set to round products, as containers of NVIDIA's are.
         with exact_products:
             merger.merge([layers[param] for param in params], on_layer)
+        changed = [checkpoint.name for checkpoint in local_plan.changed()]
+        if changed:
+            raise ValueError(f"{format_names(changed)} was changed there during the run")
         return results
 
     return merge

@@ -2,7 +2,6 @@
 card to people and to the hub.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -21,23 +20,23 @@ from huggingface_hub.repocard import metadata_load
 from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Layer
-from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
 from fusion_bench_nufilt.utils.files import CARD, disk_full_errors
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
-    differences,
     in_one_line,
+    merge_differences,
     read_manifest,
+    tasks_of,
     verify_files,
-    without_times,
     write_files,
     write_manifest,
 )
 from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
-from .checks import check_same_base, verify_merged
-from .engine import Budget, MergedLayer, merge_layers
+from .checks import check_contents, check_same_base, verify_merged
+from .engine import MergedLayer, merge_layers
+from .inputs import refuse_changed, unchanged_records
 from .other_params import NOT_FINITE, head_files, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
@@ -81,19 +80,13 @@ def merge_folders(
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
-    unchanged = partial(_unchanged, plan)
+    unchanged = partial(unchanged_records, plan)
     with (
         disk_full_errors(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
         closing(Output(out, plan.description, headers, unchanged)) as output,
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))
-        # A file written to during the run may have given parts of two models to one result.
-        changed = format_names(plan.changed())
-        if changed:
-            raise ValueError(
-                f"{changed} was changed during the run: run the same command again, which makes "
-                "anew what was made from it"
-            )
+        refuse_changed(plan, output.done)
         manifest = _manifest(plan, output.done, warnings)
         card = model_card(plan, manifest["warnings"])
         write_files(output.model, {**files, CARD: card.encode()})
@@ -113,21 +106,13 @@ def check_output(plan: Plan, out: Path) -> bool:
         manifest = read_manifest(out, remedy)
         if not manifest:
             raise ValueError(f"'{out}' exists: {remedy}")
-        saved = {key: manifest.get(key) for key in plan.description}
-        differing = differences(saved, plan.description)
-        differing_work = without_times(differing)
-        if differing_work:
-            raise ValueError(f"'{out}' exists: {in_one_line(differing_work)}; {remedy}")
+        description = plan.description
+        saved = {key: manifest.get(key) for key in description}
+        differing = merge_differences(saved, description)
+        if differing:
+            raise ValueError(f"'{out}' exists: {in_one_line(differing)}; {remedy}")
         advice = "remove it, and the same command makes it again"
         verify_files(out, manifest, advice, digests=plan.settings.verify)
-        if differing:
-            log.warning(
-                "'%s' is finished, and an input was written to or copied since: %s. If its content "
-                "is another, %s",
-                out,
-                in_one_line(differing),
-                advice,
-            )
         return True
     folder = _existing_parent(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -189,7 +174,8 @@ def _fetch(plan: Plan) -> list[str]:
     if not remote:
         return []
     warnings = []
-    for text in [*verify_merged(plan), *check_same_base(plan)]:
+    texts = [*check_contents(plan), *verify_merged(plan), *check_same_base(plan)]
+    for text in texts:
         # The plan has checked the models that were on this disk, and said what it found.
         if text not in plan.warnings:
             warnings.append(text)
@@ -230,34 +216,6 @@ def _merge(
         progress(len(done), total)
 
 
-def _unchanged(plan: Plan, records: Sequence[Record]) -> list[Record]:
-    """Return the records of layers that were made from what the inputs now hold. Other tensors are
-    written again, which takes no longer than to compare them.
-    """
-    # Digests are of bytes as they are stored, for which no GPU or cluster is needed.
-    settings = dataclasses.replace(plan.settings, engine="local", address=None, device="cpu")
-    source = PlannedLayers(dataclasses.replace(plan, settings=settings))
-    budget = Budget(source.memory_limit)
-    layers = {layer.param: layer for layer in plan.layers}
-    comparable = []
-    for record in records:
-        # A layer with new tokens was also made from their rows, which digests_read does not read.
-        if record["param"] in layers and record["param"] not in plan.vocabulary.params:
-            comparable.append(record)
-
-    def digests_read(record: Record) -> dict[str, str]:
-        layer = layers[record["param"]]
-        with budget.reserve(source.memory(layer)):
-            return source.digests_read(layer)
-
-    digests = map_layers(digests_read, comparable, torch.device("cpu"))
-    unchanged = []
-    for record, digests_now in zip(comparable, digests, strict=True):
-        if record["read"] == digests_now:
-            unchanged.append(record)
-    return unchanged
-
-
 def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -> dict[str, Any]:
     """Return the manifest's content: what the result depends on, and what became of it."""
     public_warnings = list(warnings)
@@ -268,26 +226,23 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
     for param in plan.others:
         if "not_finite" in done[param]:
             public_warnings.append(NOT_FINITE % done[param]["not_finite"])
-    # As most tensors are the mean of every step's model, these are not listed.
-    mean_counts = {}
-    for param, count in plan.mean_counts.items():
-        if count != plan.last_step:
-            mean_counts[param] = count
     averaged = len(plan.averaged)
     tensors = {
         "merged": len(plan.layers),
         "averaged": averaged,
         "copied": len(plan.others) - averaged,
     }
+    description = plan.description
+    own_tasks = [description["inputs"][f"task {number}"] for number in range(len(plan.tasks))]
     return {
         "method": plan.method.label,
-        **plan.description,
+        **description,
+        "task_inputs": [*tasks_of(plan.before), *own_tasks],
         "without_effect": plan.without_effect,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,
         "tensors": tensors,
         "warnings": public_warnings,
-        "mean_counts": mean_counts,
         "layers": {layer.name: done[layer.param]["reports"] for layer in plan.layers},
     }
 

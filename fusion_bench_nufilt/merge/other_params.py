@@ -145,8 +145,27 @@ def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
     return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
 
 
+class _NoOutput:
+    """Takes what is written nowhere."""
+
+    def write(self, file: str, data: memoryview, offset: int) -> None:
+        pass
+
+    def record(self, record: Record) -> None:
+        self.recorded = record
+
+
+def digests_of_other(plan: Plan, param: str) -> dict[str, str]:
+    """Read all that a tensor outside the merged layers is made from, and return its digests by the
+    model's role in the merge.
+    """
+    output = _NoOutput()
+    write_other(plan, param, {}, output)
+    return output.recorded["read"]
+
+
 def write_other(
-    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output
+    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output | _NoOutput
 ) -> None:
     """Write a tensor outside the merged layers, under every key that the result has for it.
 
@@ -237,7 +256,7 @@ def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
 class _Writer:
     """Writes a tensor to its place in a file, piece by piece."""
 
-    def __init__(self, output: Output, place: TensorInfo) -> None:
+    def __init__(self, output: Output | _NoOutput, place: TensorInfo) -> None:
         self.place = place
         self._output = output
         self._offset = place.start

@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.files import LOCK, lock_folder, sync, write_text
-from fusion_bench_nufilt.utils.manifest import differences, in_one_line, without_times
+from fusion_bench_nufilt.utils.manifest import in_one_line, merge_differences
 from fusion_bench_nufilt.utils.tensors import file_digest, write_at
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Output:
         run: what the result depends on. Leftovers of another run are deleted.
         headers: by file of weights, its header and its size in bytes.
         unchanged: returns those of an interrupted run's records that were made from what the inputs
-            now hold; called if the time of a file is all that differs from that run.
+            now hold.
 
     Raises:
         ValueError: another process writes the folder, or it is not this program's: no real folder,
@@ -122,11 +122,16 @@ class Output:
         """Return by param what an interrupted run with these inputs and settings finished and is
         still undamaged.
         """
+        # The places of all tensors in the files follow from these.
+        digests = {
+            file: hashlib.sha256(header).hexdigest() for file, (header, _) in headers.items()
+        }
+        run = {**run, "headers": digests}
         records = self._records_of(run, unchanged)
         if not records:
             # No byte of another run may end in this one's result.
             shutil.rmtree(self.model, ignore_errors=True)
-        entries: list[_Head | Record] = [_Head(run=dict(run)), *records]
+        entries: list[_Head | Record] = [_Head(run=run), *records]
         lines = [f"{_line(json.dumps(entry))}\n" for entry in entries]
         # Anew, since a line that a kill cut short would swallow the next one.
         write_text(self._journal, "".join(lines))
@@ -159,15 +164,20 @@ class Output:
         if head is None:
             log.info("starting anew: the journal of '%s' is damaged", self.out)
             return []
-        differing = differences(head["run"], run)
-        others = without_times(differing)
-        if others:
-            log.info("starting anew: '%s' was begun otherwise: %s", self.out, in_one_line(others))
-            return []
+        # An input of other content may have tensors in common with what it was: digests tell.
+        differing = merge_differences(head["run"], run, contents=False)
         if differing:
-            log.info("comparing the inputs with what was made: %s", in_one_line(differing))
-            return unchanged(records)
-        return records
+            line = in_one_line(differing)
+            log.info("starting anew: '%s' was begun otherwise: %s", self.out, line)
+            return []
+        same = unchanged(records)
+        if len(same) < len(records):
+            log.warning(
+                "%d tensors of '%s' were made of what the inputs no longer hold: made again",
+                len(records) - len(same),
+                self.work,
+            )
+        return same
 
     def _remove_all_but(self, weights: Collection[str]) -> None:
         """Remove all but the weights, since the rest is written at the end: what a process that was

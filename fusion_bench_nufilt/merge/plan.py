@@ -26,8 +26,8 @@ from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
-from fusion_bench_nufilt.utils.files import Head, Manifest
-from fusion_bench_nufilt.utils.manifest import package_versions
+from fusion_bench_nufilt.utils.files import Head, Input, Manifest
+from fusion_bench_nufilt.utils.manifest import combined_digest, package_versions
 from fusion_bench_nufilt.utils.options import options_in_effect, with_scope
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, read_header
 
@@ -114,6 +114,8 @@ class Plan(Selection):
     #: The options that were given and are not those of :meth:`options`, by name.
     without_effect: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)  # of the checks
+    #: What the models are known by in the manifest that is the recipe, by their roles.
+    promised: dict[str, Input] = field(default_factory=dict)
 
     @cached_property
     def averaged(self) -> set[str]:
@@ -175,13 +177,13 @@ class Plan(Selection):
     def checkpoints(self) -> list[Checkpoint]:
         return [model.checkpoint for model in self.models.values()]
 
-    def changed(self) -> list[str]:
-        """Return the names of the models whose weights were written to since they were opened."""
-        names = []
+    def changed(self) -> list[Checkpoint]:
+        """Return the models whose files may have been written to since they were opened."""
+        changed = []
         for checkpoint in self.checkpoints:
             if any(file.changed() for file in checkpoint.opened.values()):
-                names.append(checkpoint.name)
-        return names
+                changed.append(checkpoint)
+        return changed
 
     @property
     def names(self) -> list[str]:
@@ -232,9 +234,13 @@ class Plan(Selection):
                 options[name] = value
         return options
 
-    @cached_property
+    @property
     def description(self) -> dict[str, Any]:
-        """All that the result depends on, as its manifest and the journal have it."""
+        """All that the result depends on, as its manifest and the journal have it.
+
+        Models that are still on the hub are known by what the hub says of them, and by their
+        fingerprints after their download.
+        """
         inputs = {role: model.checkpoint.identity() for role, model in self.models.items()}
         digests = {}
         for name, content in self.small_files.items():
@@ -247,11 +253,50 @@ class Plan(Selection):
             # The kind alone: two GPUs give the same bits, and a CPU gives others.
             "device": self.settings.devices[0].type,
             "heads": self.heads,
+            "earlier_heads": self._digests_of_earlier_heads(),
+            "mean_counts": self._other_mean_counts(),
             "vocabulary": self.vocabulary.as_dict(),
             "small_files": digests,
+            "weight_files": self._tensors_in_files(),
+            "selection": self._digest_of_selection(),
             "versions": package_versions(),
         }
         return dict(json.loads(json.dumps(description)))  # as it will be read
+
+    def _digests_of_earlier_heads(self) -> dict[str, str]:
+        """Return the digests of the files of the heads that come from the merged model."""
+        files = self.before.get("files", {})
+        digests = {}
+        for head in self.before.get("heads", {}).values():
+            if head["file"] in files:
+                digests[head["file"]] = files[head["file"]]["sha256"]
+        return digests
+
+    def _tensors_in_files(self) -> dict[str, str]:
+        """Return a digest of what is in each file of weights, which may be the base's own."""
+        digests = {}
+        for file, tensors in self.files.items():
+            digests[file] = combined_digest(_shapes(tensors).items())
+        return digests
+
+    def _digest_of_selection(self) -> str:
+        """Return a digest of what is made of which tensors."""
+        parts: dict[str, object] = {}
+        for layer in self.layers:
+            parts[layer.param] = (layer.name, layer.keys)
+        for param, keys in self.others.items():
+            parts[param] = (keys, list(self.joining(param)))
+        return combined_digest(parts.items())
+
+    def _other_mean_counts(self) -> dict[str, int]:
+        """Return the number of models in the mean of each tensor where that is not the number of
+        steps, as it is of most.
+        """
+        counts = {}
+        for param, count in self.mean_counts.items():
+            if count != self.last_step:
+                counts[param] = count
+        return counts
 
 
 def models_by_role(

@@ -305,6 +305,8 @@ class PlannedLayers(LayerSource[Layer]):
         for number, task in enumerate(self.plan.tasks):
             if layer.param in task.params:
                 _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
+        # Any weight does: what is read for new tokens does not depend on it.
+        self.plan.vocabulary.grown_layer(layer.param, to_compute_dtype(theta_0).cpu(), digests)
         return digests
 
 

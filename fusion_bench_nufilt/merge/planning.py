@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
@@ -28,6 +27,7 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
+    check_contents,
     check_merged,
     check_module_files,
     check_same_base,
@@ -311,25 +311,12 @@ def _join_vocabularies(
     )
 
 
-def _refuse_twice(plan: Plan) -> None:
-    """Refuse a task that comes twice, by one name or two, or that is the model to merge into."""
-    names_by_folder: dict[Path, str] = {}
-    for task in plan.tasks:
-        folder = task.checkpoint.folder.resolve()
-        if plan.merged is not None and folder == plan.merged.checkpoint.folder.resolve():
-            raise ValueError(f"task '{task.source.name}' is also --merged: leave the task out")
-        if folder in names_by_folder:
-            raise ValueError(
-                f"task '{task.source.name}' is also task '{names_by_folder[folder]}': name it "
-                "once, and set its strength by --weights"
-            )
-        names_by_folder[folder] = task.source.name
-
-
 def _check(plan: Plan, architecture: Architecture) -> list[str]:
     """Refuse what does not fit, and return warnings about what is doubtful, as do all checks
     here.
     """
+    for checkpoint in plan.checkpoints:
+        checkpoint.identity()  # what they are now: files that change later are other ones
     warnings = list(plan.vocabulary.warnings)
     if plan.merged is not None:
         warnings += check_merged(plan, plan.merged)
@@ -339,7 +326,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
     warning = plan.method.warning(shapes, "nufilt merge")
     if warning is not None:
         warnings.append(warning)
-    _refuse_twice(plan)
+    warnings += check_contents(plan)
     for task in plan.tasks:
         warnings += check_task(plan, task, architecture, plan.averaged)
         warnings += check_module_files(plan, task)

@@ -8,9 +8,11 @@ follow in this order. A folder that can't be read is refused with what makes it 
 import difflib
 import hashlib
 import json
+import logging
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -35,6 +37,8 @@ from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, InputFile, printable, read_json
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_files
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
+
+log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -227,20 +231,61 @@ class Checkpoint(Source):
             self._fingerprint = fingerprint_files(self.opened.values())
         return self._fingerprint
 
-    def identity(self) -> Input:
-        """Return what tells this checkpoint from others, without reading its weights: its revision
-        on the hub, or its files.
+    @cached_property
+    def hub_digests(self) -> dict[str, str]:
+        """The digests that the hub gives for the files of weights, as far as they can be had: for a
+        folder, there are none.
         """
+        if self.revision is None:
+            return {}
+        files = [str(PurePosixPath(self._inside, file)) for file in self.files]
+        if self.remote:
+            digests = _hub_digests(self.name, self.revision, files)
+        else:
+            digests = _cached_digests([file.path for file in self.opened.values()])
+        if len(digests) < len(files):
+            return {}
+        return dict(zip(self.files, digests, strict=True))
+
+    def identity(self) -> Input:
+        """Return what this checkpoint is known by, without reading all of its weights: their
+        fingerprint, or while they are on the hub what the hub says of them.
+        """
+        identity = Input(name=self.label)
         if self.revision is not None:
-            return Input(name=self.label, revision=self.revision)
-        files = {name: file.identity() for name, file in self.opened.items()}
-        # An edit of these changes a merge though the weights are the same: lora_alpha, for one,
-        # scales an adapter's update.
-        for name in ("config.json", _ADAPTER_CONFIG, MANIFEST):
+            identity["revision"] = self.revision
+        if self.hub_digests:
+            identity["hub"] = self.hub_digests
+        if not self.remote:
+            identity["fingerprint"] = self.fingerprint
+        identity["files"] = self._config_files
+        return identity
+
+    @cached_property
+    def _config_files(self) -> dict[str, InputFile]:
+        """The files whose edit changes a merge though the weights are the same: lora_alpha, for
+        one, scales an adapter's update.
+        """
+        files = {}
+        for name in ("config.json", _ADAPTER_CONFIG):
             path = self.folder / name
             if path.is_file():
-                files[name] = InputFile(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-        return Input(name=self.label, files=files)
+                sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+                files[name] = InputFile(sha256=sha256)
+        return files
+
+    def reopen(self) -> bool:
+        """Open the files again, and tell whether they hold the same tensors in the same places, as
+        they do after a copy.
+        """
+        reopened = {name: TensorFile(file.path) for name, file in self.opened.items()}
+        for name, file in self.opened.items():
+            if reopened[name].header != file.header:
+                return False
+        if fingerprint_files(reopened.values()) != self.fingerprint:
+            return False
+        self.opened = reopened
+        return True
 
     # What is beside the weights
 
@@ -553,6 +598,29 @@ def _hub_command(name: str) -> str:
     if revision:
         command += f" --revision {shlex.quote(revision)}"
     return f"{command} --local-dir FOLDER"
+
+
+def _hub_digests(name: str, commit: str, files: Sequence[str]) -> list[str]:
+    """Return the digests that the hub gives for files, or nothing if it gives none."""
+
+    def digest_of(file: str) -> str:
+        url = huggingface_hub.hf_hub_url(_repository(name), file, revision=commit)
+        return huggingface_hub.get_hf_file_metadata(url).etag or ""
+
+    try:
+        with ThreadPoolExecutor(8) as pool:  # a large model has more than a hundred files
+            digests = list(pool.map(digest_of, files))
+    except Exception as error:
+        # The commit is known, and says the same of a model as digests.
+        log.debug("'%s': the hub can't give the digests of its weights: %s", name, error)
+        return []
+    return [digest for digest in digests if digest]
+
+
+def _cached_digests(paths: Sequence[Path]) -> list[str]:
+    """Return the hub's digests of files in its cache, which names a file by them."""
+    targets = [path.resolve() for path in paths]
+    return [target.name for target in targets if target.parent.name == "blobs"]
 
 
 def _hub_headers(name: str, commit: str) -> _Files:

@@ -340,20 +340,26 @@ class Fingerprint(TypedDict):
 
 
 class InputFile(TypedDict, total=False):
-    """What tells a file of a model from others: of weights all but the last, of others that."""
+    """A file beside the weights of a model. Earlier versions listed files of weights, too, by their
+    sizes, headers and times.
+    """
 
-    size: int  # in bytes
-    time: int  # of the last change, in nanoseconds
-    header: str  # digest of its header
     sha256: str
 
 
 class Input(TypedDict, total=False):
+    """What a model is known by: its content. Name and revision are for people and for finding
+    it.
+    """
+
     name: str
     source: Any  # of a model pool's entry: a folder, a hub name or a configuration
     sha256: str  # of a model pool: digest of its weights
-    revision: str  # of a folder merge: its commit on the hub, or else its files
-    files: dict[str, InputFile]
+    revision: str  # its commit on the hub
+    #: Of its tensors, see :mod:`fusion_bench_nufilt.utils.fingerprint`.
+    fingerprint: str
+    hub: dict[str, str]  # the hub's digests of its files of weights
+    files: dict[str, InputFile]  # beside the weights, which change a merge, too
 
 
 class Head(TypedDict):
@@ -397,6 +403,7 @@ class Manifest(TypedDict, total=False):
     tasks: list[str]  # their names, in merging order
     order: list[str]  # all models of the stream, of which `tasks` are the first ones
     inputs: dict[str, Input]
+    task_inputs: list[Input]  # what each of `tasks` is known by
     settings: dict[str, Any]  # in effect
     training_data: dict[str, Any]  # of a run: what the data of each task are known by
     #: Options that were given and had no effect; a merge that goes on takes them over, too.

@@ -26,6 +26,7 @@ from fusion_bench_nufilt.utils.files import (
     MANIFEST,
     Fingerprint,
     Head,
+    Input,
     Manifest,
     atomic_folder,
     read_json,
@@ -234,14 +235,26 @@ def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dic
 class Difference(NamedTuple):
     """A value of a description that is not the stored one."""
 
-    name: str  # its keys, joined by dots
+    name: str  # its keys, joined by dots, or the noun for it
     stored: Any
     wanted: Any
+    reason: str = ""  # what to say where values tell nothing
+    of_weights: bool = False  # whether it is in the content of a model
 
     def __str__(self) -> str:
-        if all(re.fullmatch(r"[0-9a-f]{64}", str(value)) for value in (self.stored, self.wanted)):
-            return f"{self.name} is not the same"  # digests tell a reader nothing
+        if self.reason:
+            return f"{self.name} {self.reason}"
+        if _is_digest(self.stored) or _is_digest(self.wanted):  # which tell a reader nothing
+            if self.stored is None:
+                return f"{self.name} is missing there"
+            if self.wanted is None:
+                return f"{self.name} is missing here"
+            return f"{self.name} is not the same"
         return f"{self.name} is {_short(self.stored)} there and {_short(self.wanted)} here"
+
+
+def _is_digest(value: Any) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}", str(value)) is not None
 
 
 def differences(
@@ -262,9 +275,127 @@ def differences(
     return differing
 
 
-def without_times(differing: list[Difference]) -> list[Difference]:
-    """Return the differences but those of the time of a file, whose content may be the same."""
-    return [difference for difference in differing if not difference.name.endswith(".time")]
+def merge_differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], *, contents: bool = True
+) -> list[Difference]:
+    """Return what differs between the descriptions of two merges of folders: their inputs are
+    compared by their contents, whatever their names; without ``contents``, weights are not.
+    """
+    differing: list[Difference] = []
+    old_inputs = stored.get("inputs") or {}
+    new_inputs = wanted.get("inputs") or {}
+    for role in {**old_inputs, **new_inputs}:
+        for difference in input_differences(role, old_inputs.get(role), new_inputs.get(role)):
+            if contents or not difference.of_weights:
+                differing.append(difference)
+    return differing + differences(_without_names(stored), _without_names(wanted))
+
+
+def _without_names(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a merge's description in which its inputs are not named."""
+    others = {key: value for key, value in description.items() if key not in ("inputs", "tasks")}
+    vocabulary = others.get("vocabulary") or {}
+    if "new_tokens" in vocabulary:  # with the names of the models that have each
+        others["vocabulary"] = {**vocabulary, "new_tokens": list(vocabulary["new_tokens"])}
+    return others
+
+
+def input_differences(role: str, stored: Input | None, wanted: Input | None) -> list[Difference]:
+    """Return what differs between what was the input in a role of a merge, such as ``task 0``, and
+    what is now; nothing if one is a copy of the other.
+    """
+    if stored is None or wanted is None:
+        old_name = stored and stored.get("name")
+        new_name = wanted and wanted.get("name")
+        return [Difference(f"inputs.{role}.name", old_name, new_name)]
+    differing = []
+    if not is_same_model(stored, wanted):
+        differing.append(_content_difference(role, stored, wanted))
+    if "files" in stored:
+        old_files = _digests_of_files(stored)
+        new_files = _digests_of_files(wanted)
+        differing += differences(old_files, new_files, f"inputs.{role}.files.")
+    return differing
+
+
+def _digests_of_files(model: Input) -> dict[str, str]:
+    """Return the digests of the files beside the weights of a model."""
+    digests = {}
+    for name, file in model.get("files", {}).items():
+        if "sha256" in file:
+            digests[name] = file["sha256"]
+    return digests
+
+
+def is_same_model(one: Input, other: Input) -> bool | None:
+    """Tell by their content whether two inputs are the same weights, by whatever names; None if
+    nothing can be said, since they are not known by the same.
+    """
+    if "fingerprint" in one and "fingerprint" in other:
+        return one["fingerprint"] == other["fingerprint"]
+    # One of them is still on the hub.
+    if "hub" in one and "hub" in other:
+        return one["hub"] == other["hub"]
+    if "revision" in one and one["revision"] == other.get("revision"):
+        repositories = {model["name"].partition("@")[0] for model in (one, other)}
+        if len(repositories) == 1:
+            return True
+    return None
+
+
+def is_same_task(one: Input, other: Input) -> bool:
+    """Tell whether two inputs are known to be the same task: the same weights, and of adapters also
+    the same scaling.
+    """
+    if not is_same_model(one, other):
+        return False
+    scalings = []
+    for model in (one, other):
+        scalings.append(_digests_of_files(model).get("adapter_config.json"))
+    return scalings[0] == scalings[1]
+
+
+def base_of(manifest: Manifest) -> Input | None:
+    """Return what the base of a merged model is known by, if its manifest says that."""
+    inputs = manifest.get("inputs", {})
+    return inputs.get("base") or inputs.get("_pretrained_")  # as a model pool calls it
+
+
+def tasks_of(manifest: Manifest) -> list[Input]:
+    """Return what the tasks in a merged model are known by, in merging order; of those that are not
+    known by their content, the names.
+    """
+    names = manifest.get("tasks", [])
+    if len(manifest.get("task_inputs", [])) == len(names):
+        return manifest.get("task_inputs", [])
+    # A run of a model pool has its models by their names.
+    inputs = manifest.get("inputs", {})
+    tasks = []
+    for name in names:
+        task = inputs.get(name, Input()).copy()
+        task["name"] = name
+        tasks.append(task)
+    return tasks
+
+
+def _content_difference(role: str, stored: Input, wanted: Input) -> Difference:
+    """Return the difference of two inputs that are not the same model, by what tells a reader
+    most.
+    """
+    for key in ("name", "revision"):
+        old = stored.get(key)
+        new = wanted.get(key)
+        if old and new and old != new:
+            return Difference(f"inputs.{role}.{key}", old, new, of_weights=True)
+    reason = "is not the same"
+    if is_same_model(stored, wanted) is None:
+        reason = "is not recorded there, as in results of earlier versions"
+        if "fingerprint" in stored:
+            reason = "is not known before its download"
+    label = f"the content of {role} '{wanted.get('name')}'"
+    old = stored.get("fingerprint")
+    new = wanted.get("fingerprint")
+    return Difference(label, old, new, reason, of_weights=True)
 
 
 def in_one_line(differing: list[Difference]) -> str:

@@ -17,8 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .files import InputFile
-
 CHUNK_BYTES = 2**24
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # All that safetensors stores of torch's.
@@ -80,7 +78,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.stamp = _stamp(path)  # size, and time of the last change
+            self.stamp = _stamp(path)
             if not path.is_file():  # opening a pipe would wait for a writer
                 raise ValueError(f"'{path}' is no regular file")
             with open(path, "rb") as file:
@@ -100,14 +98,14 @@ class TensorFile:
         self.path = path
         self.tensors = read_header(path.name, self.header)
 
-    def identity(self) -> InputFile:
-        """Return what tells this file from others without reading its tensors."""
-        size, time = self.stamp
-        header = hashlib.sha256(self.header).hexdigest()
-        return InputFile(size=size, time=time, header=header)
-
     def changed(self) -> bool:
-        return _stamp(self.path) != self.stamp
+        """Tell whether the file may have been written to or replaced since it was opened; its
+        content may still be the same.
+        """
+        try:
+            return _stamp(self.path) != self.stamp
+        except OSError:  # it was removed
+            return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Make the path absolute, for a process with another working directory."""
@@ -221,9 +219,14 @@ def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what no writing to a file or replacing of it leaves as it was.
+
+    The time of the content can be set to an earlier one, as `cp -p` and `tar` do; the file's number
+    and the time of its entry can't.
+    """
     stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

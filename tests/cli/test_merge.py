@@ -195,14 +195,11 @@ def test_a_model_that_is_not_the_one_of_the_manifest_is_named_before_any_work(tm
     made = merge(tmp_path, ["task1", "task2"], "made")
     layer = "model.layers.0.mlp.up_proj.weight"
     again = ("merge", made / "nufilt.json", "--out", tmp_path / "again")
-    change(tmp_path / "task2", layer, lambda weight: weight * (1 + 1e-6))
-    code, text = nufilt(*again, "--dry-run")
-    assert code == 0, text
-    assert "task2' may have changed since it was the task 1 of the recipe" in text
-    change(tmp_path / "task2", layer, lambda weight: weight.double())
-    code, text = nufilt(*again, "--dry-run")
-    assert code == 1
-    assert "task2' is not the task 1 of the recipe: files.model.saf" in text
+    for function in (lambda weight: weight * (1 + 1e-6), torch.Tensor.double):
+        change(tmp_path / "task2", layer, function)
+        code, text = nufilt(*again, "--dry-run")
+        assert code == 1
+        assert "task2' is not the task 1 of the recipe: the content of " in text
     assert nufilt(*again, "--dry-run", "--no-verify")[0] == 0
     tasks = ("--task", tmp_path / "task1", "--task", tmp_path / "task2")
     assert nufilt(*again, "--dry-run", *tasks)[0] == 0

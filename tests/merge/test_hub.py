@@ -2,8 +2,10 @@
 downloaded.
 """
 
+import hashlib
 import re
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -21,6 +23,7 @@ from fusion_bench_nufilt import FusionConfig, load_task
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.options import Settings
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.merge.helpers import RANKS, STATE, manifest, merge, never, same, save_stream, tensors
 from tests.merge.test_heads import save as save_classifiers
@@ -29,6 +32,11 @@ from tests.models.test_small_files import encoder
 from tests.tiny_models import llama
 
 COMMIT = "0" * 40
+WEIGHTS = "model.safetensors"
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.fixture
@@ -40,13 +48,18 @@ def hub(tmp_path, monkeypatch):
 
     def snapshot_download(name, revision=None, allow_patterns=(), ignore_patterns=()):
         source = tmp_path / "remote" / name.split("/")[1]
-        target = tmp_path / "cache" / name.replace("/", "--") / COMMIT
+        target = tmp_path / "cache" / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
         target.mkdir(parents=True, exist_ok=True)
         files = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
         patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
         for file in filter_repo_objects(files, **patterns):
+            # As in the hub's cache: a file is named by its digest, with a link to it.
+            blob = target.parents[1] / "blobs" / sha256(source / file)
+            blob.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / file, blob)
             (target / file).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / file, target / file)
+            (target / file).unlink(missing_ok=True)
+            (target / file).symlink_to(blob)
             downloaded.append(f"{name}/{file}")
         return str(target)
 
@@ -69,7 +82,17 @@ def hub(tmp_path, monkeypatch):
             metadata=None, sharded=True, weight_map={}, files_metadata=files
         )
 
-    for stand_in in (snapshot_download, parse_safetensors_file_metadata, get_safetensors_metadata):
+    def get_hf_file_metadata(url):
+        _, name, commit, file = re.search(r"(owner)/([^/]+)/resolve/([^/]+)/(.*)$", url).groups()
+        assert commit == COMMIT
+        return SimpleNamespace(etag=sha256(tmp_path / "remote" / name / file))
+
+    for stand_in in (
+        snapshot_download,
+        parse_safetensors_file_metadata,
+        get_safetensors_metadata,
+        get_hf_file_metadata,
+    ):
         monkeypatch.setattr(huggingface_hub, stand_in.__name__, stand_in)
     return downloaded
 
@@ -110,7 +133,9 @@ def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hu
     planned = plan("task1", "task2")
     expected = tensors(merge_folders(planned, tmp_path / "out"))
     task = manifest(tmp_path / "out")["inputs"]["task 0"]
-    assert task == {"name": "owner/task1", "revision": COMMIT}
+    assert (task["name"], task["revision"]) == ("owner/task1", COMMIT)
+    assert task["hub"] == {WEIGHTS: sha256(tmp_path / "remote" / "task1" / WEIGHTS)}
+    assert task["fingerprint"] == Checkpoint.open(str(tmp_path / "remote" / "task1")).fingerprint
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", never)
     again = plan("task1", "task2")
     assert merge_folders(again, tmp_path / "out") == tmp_path / "out"  # known as the finished run
@@ -123,6 +148,51 @@ def test_a_finished_result_is_known_again_without_a_download(tmp_path, hub):
     hub.clear()
     merge_folders(plan("task1", "task2"), tmp_path / "out")
     assert not weights(hub)
+
+
+def test_what_the_hub_says_of_its_files_tells_other_content_before_any_download(tmp_path, hub):
+    remote = tmp_path / "remote"
+    out = tmp_path / "out"
+    merge_folders(plan("task1"), out)
+    shutil.copytree(remote / "task1", remote / "moved")
+    shutil.copytree(remote / "task1", remote / "again")
+    shutil.copyfile(remote / "task2" / WEIGHTS, remote / "again" / WEIGHTS)
+    shutil.rmtree(tmp_path / "cache")
+    hub.clear()
+    assert merge_folders(plan("moved"), out) == out
+    message = r'out. exists: inputs.task 0.name is "owner/task1" there and "owner/again" here'
+    with pytest.raises(ValueError, match=message):
+        merge_folders(plan("again"), out)
+    with pytest.raises(ValueError, match="owner/moved' is also task 'owner/task1'"):
+        plan("task1", "moved")
+    (remote / "task1").rename(remote / "was_task1")
+    (remote / "again").rename(remote / "task1")
+    message = r"out. exists: the content of task 0 'owner/task1' is not the same"
+    with pytest.raises(ValueError, match=message):
+        merge_folders(plan("task1"), out)
+    assert not weights(hub)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_after_the_download_a_hub_model_is_known_as_a_copy_in_a_folder_is(
+    tmp_path, hub, monkeypatch, says
+):
+    if not says:
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", never)
+    remote = tmp_path / "remote"
+    merge(remote, ["task1"], "one")
+    options = FusionConfig(**RANKS)
+
+    def going_on(base, task):
+        return plan_merge(f"owner/{base}", [f"owner/{task}"], str(remote / "one"), options)
+
+    planned = going_on("base", "task2")
+    assert planned.base.remote
+    out = merge_folders(planned, tmp_path / "out")
+    assert same(tensors(out), tensors(merge(remote, ["task2"], merged="one")))
+    assert going_on("base", "task2").warnings == []
+    with pytest.raises(ValueError, match=r"task1' is in '.*one' already, as step 1 \('task1'\)"):
+        merge_folders(going_on("base", "task1"), tmp_path / "out2")
 
 
 def test_a_whole_model_with_an_adapters_config_beside_it_is_a_whole_model(tmp_path, hub):

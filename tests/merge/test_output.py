@@ -17,10 +17,10 @@ DIGEST = hashlib.sha256(TENSOR).hexdigest()
 HEADERS = {"model.safetensors": (b"header", 14)}
 
 
-def begin(folder, seed=1, time=0, unchanged=never):
-    files = {"model.safetensors": {"size": 14, "time": time, "header": "0" * 64}}
-    run = {"settings": {"seed": seed}, "inputs": {"base": {"files": files}}}
-    return Output(folder / "out", run, HEADERS, unchanged)
+def begin(folder, seed=1, content="0", unchanged=list, headers=HEADERS):
+    inputs = {"base": {"name": "base", "fingerprint": content * 64, "files": {}}}
+    run = {"settings": {"seed": seed}, "inputs": inputs}
+    return Output(folder / "out", run, headers, unchanged)
 
 
 def write_tensor(output):
@@ -107,7 +107,7 @@ def test_nobody_else_can_write_into_the_work_folder(tmp_path):
 
 def test_files_of_a_run_with_another_base_are_in_no_result(tmp_path):
     other = {"other.safetensors": (b"header", 6)}
-    with closing(Output(tmp_path / "out", {}, other, list)) as output:
+    with closing(Output(tmp_path / "out", {}, other, never)) as output:
         (output.model / "vocab.txt").touch()  # killed before it took its name
     with closing(begin(tmp_path)) as output:
         assert sorted(path.name for path in output.model.iterdir()) == ["model.safetensors"]
@@ -188,30 +188,36 @@ def test_why_a_run_starts_anew_is_said(tmp_path, caplog):
     caplog.set_level("INFO")
     with closing(begin(tmp_path, seed=1)) as output:
         write_tensor(output)
-    with closing(begin(tmp_path, seed=2, time=9)) as output:
+    with closing(begin(tmp_path, seed=2, content="9", unchanged=never)) as output:
         assert output.done == {}
     assert "out' was begun otherwise: settings.seed is 1 there and 2 here" in caplog.text
-    assert "time" not in caplog.text
+    assert "content" not in caplog.text
 
 
+def test_tensors_that_have_another_place_in_the_files_are_made_again(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+    headers = {"model.safetensors": (b"reader", 14)}
+    with closing(begin(tmp_path, unchanged=never, headers=headers)) as output:
+        assert output.done == {}
+
+
+@pytest.mark.parametrize("content", ["0", "9"])
 @pytest.mark.parametrize("is_unchanged", [True, False])
-def test_where_the_time_of_an_input_alone_differs_what_is_done_is_compared_once(
-    tmp_path, is_unchanged
-):
-    with closing(begin(tmp_path, time=1)) as output:
+def test_what_is_done_is_compared_with_what_the_inputs_hold_now(tmp_path, content, is_unchanged):
+    with closing(begin(tmp_path)) as output:
         write_tensor(output)
     done = []
     if is_unchanged:
         done = ["w"]
 
     def unchanged(records):
+        assert [record["param"] for record in records] == ["w"]
         if is_unchanged:
             return records
         return []
 
-    with closing(begin(tmp_path, time=2, unchanged=unchanged)) as output:
-        assert list(output.done) == done
-    with closing(begin(tmp_path, time=2)) as output:
+    with closing(begin(tmp_path, content=content, unchanged=unchanged)) as output:
         assert list(output.done) == done
 
 

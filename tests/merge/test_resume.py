@@ -133,13 +133,11 @@ def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(
     assert same(tensors(merge(stream)), expected)
     assert len(set(computed)) == layers_left(done)
     computed.clear()
-    merge(stream)
-    assert "was written to or copied since" not in caplog.text
+    caplog.clear()
     touch(stream / "task2")
     merge(stream)
     assert computed == []
-    message = "out' is finished, and an input was written to or copied since: inputs.task 1.files"
-    assert message in caplog.text
+    assert caplog.text == ""
 
 
 def test_of_an_input_that_was_changed_only_what_was_made_from_its_other_tensors_is_kept(

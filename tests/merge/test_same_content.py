@@ -1,0 +1,444 @@
+"""An input is its content: a copy is the same input by whatever name, and other content never is,
+though its folder has the same name, its files the same sizes, headers and times.
+"""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.utils.tensors import TensorFile
+from tests.cli.helpers import nufilt
+from tests.merge.helpers import (
+    RANKS,
+    change,
+    change_json,
+    hashes,
+    interrupt,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
+from tests.merge.test_heads import save as save_classifiers
+from tests.merge.test_resume import count_layers
+from tests.models.test_adapters import save_adapter
+from tests.tiny_models import finetuned, llama
+
+LAYER = "model.layers.0.mlp.up_proj.weight"
+WEIGHTS = "model.safetensors"
+WITHOUT = {"settings": {"verify": False}}
+
+
+def replace_content(folder, seed):
+    """Other values in the same files, which keep their sizes, headers and times, as after `cp -p`
+    of another model.
+    """
+    random = torch.Generator().manual_seed(seed)
+    for path in folder.glob("*.safetensors"):
+        before = path.stat()
+        content = bytearray(path.read_bytes())
+        values = load_file(path)
+        for key, value in values.items():
+            values[key] = value + 0.002 * torch.randn(value.shape, generator=random).to(value)
+        save_file(values, path, metadata={"format": "pt"})
+        after = path.stat()
+        assert after.st_size == before.st_size
+        length = 8 + int.from_bytes(content[:8], "little")
+        assert path.read_bytes()[:length] == content[:length]
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def edit_first_bytes(folder, pattern):
+    """Change the first bytes of tensors, of which the fingerprint reads others, and keep the
+    time.
+    """
+    edited = []
+    for path in folder.glob("*.safetensors"):
+        before = path.stat()
+        for key, info in TensorFile(path).tensors.items():
+            if re.search(pattern, key):
+                assert info.nbytes > 4096 + 2 * 16
+                edited.append(key)
+                with path.open("r+b") as file:
+                    file.seek(info.start)
+                    file.write(bytes(16))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert edited
+
+
+def copy(folder, name, to):
+    shutil.copytree(folder / name, folder / to)
+    for path in (folder / to).iterdir():
+        os.utime(path, (0, 0))
+
+
+# --- a finished result ---
+
+
+def test_a_task_of_the_same_name_from_another_run_is_another_task(stream):
+    for run, task in (("run_a", "task1"), ("run_b", "task2")):
+        shutil.copytree(stream / task, stream / run / "checkpoint-1000")
+    merge(stream, ["run_a/checkpoint-1000"])
+    message = r"out' exists: the content of task 0 'checkpoint-1000' is not the same; remove it"
+    with pytest.raises(ValueError, match=message):
+        merge(stream, ["run_b/checkpoint-1000"])
+
+
+def test_tasks_of_the_same_name_in_another_order_are_another_merge(stream):
+    names = ["run_a/last", "run_b/last"]
+    for name, task in zip(names, ("task1", "task2"), strict=True):
+        shutil.copytree(stream / task, stream / name)
+    merge(stream, names)
+    with pytest.raises(ValueError, match=r"out' exists: the content of task 0 'last' is not the"):
+        merge(stream, names[::-1])
+
+
+@pytest.mark.parametrize("role", ["base", "task1", "task2"])
+def test_a_model_that_was_trained_again_in_its_place_is_another_model(stream, role):
+    merge(stream, ["task1", "task2"])
+    replace_content(stream / role, seed=7)
+    with pytest.raises(ValueError, match=rf"out' exists: the content of .* '{role}' is not the sa"):
+        merge(stream, ["task1", "task2"])
+
+
+def test_an_adapter_of_the_same_name_is_known_by_its_content(stream):
+    save_adapter(stream, LlamaForCausalLM.from_pretrained(stream / "base"))
+    merge(stream, ["task1", "adapter"])
+    copy(stream, "adapter", "copy")
+    merge(stream, ["task1", "copy"])
+    replace_content(stream / "adapter", seed=7)
+    with pytest.raises(ValueError, match=r"the content of task 1 'adapter' is not the same"):
+        merge(stream, ["task1", "adapter"])
+
+
+@pytest.mark.parametrize("part", ["one", "one/nufilt_state"])
+def test_the_merged_model_and_its_state_are_known_by_their_content(tmp_path, part):
+    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    keep = {"settings": {"state": True}}
+    merge(tmp_path, ["task1"], "one", **keep)
+    merge(tmp_path, ["task2"], merged="one", **keep)
+    copy(tmp_path, "one", "copy")
+    merge(tmp_path, ["task2"], merged="copy", **keep)
+    shutil.rmtree(tmp_path / "one")
+    change(tmp_path / "base", LAYER, lambda weight: weight + 0.01)
+    merge(tmp_path, ["task1"], "one", **keep)
+    with pytest.raises(ValueError, match=r"out' exists: the content of base 'base' is not the"):
+        merge(tmp_path, ["task2"], merged="one", **keep)
+
+
+def test_heads_of_another_training_are_another_merge(tmp_path):
+    save_classifiers(tmp_path, "vit")
+    options = {"method": "best", "exclude_modules": ["pooler.dense"]}
+    merge(tmp_path, ["few"], **options)
+    (path,) = (tmp_path / "few").glob("*.safetensors")
+    weights = load_file(path)
+    for key in weights:
+        if key.startswith("classifier"):
+            weights[key] = weights[key] + 1
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"out' exists: the content of task 0 'few' is not the sa"):
+        merge(tmp_path, ["few"], **options)
+
+
+def reshard(folder, name):
+    model = LlamaForCausalLM.from_pretrained(folder / name)
+    for path in (folder / name).glob("*.safetensors*"):
+        path.unlink()
+    model.save_pretrained(folder / name, max_shard_size="15KB")
+
+
+@pytest.mark.parametrize("role", ["base", "task2"])
+def test_a_copy_by_any_name_and_in_other_shards_is_the_same_input(
+    stream, monkeypatch, caplog, role
+):
+    names = {"base": "base", "tasks": ["task1", "task2"]}
+    expected = hashes(merge(stream, ["task1", "task2"]))
+    copy(stream, role, "copy")
+    if role == "base":
+        names["base"] = "copy"
+    else:
+        names["tasks"] = ["task1", "copy"]
+        reshard(stream, "copy")
+    computed = count_layers(monkeypatch)
+    caplog.clear()
+    assert hashes(merge(stream, **names)) == expected
+    assert computed == []
+    assert caplog.text == ""
+    interrupt(stream, tasks=["task1", "task2"], out="again")
+    computed.clear()
+    merge(stream, out="again", **names)
+    assert 0 < len(set(computed)) < 14
+    assert same(tensors(stream / "again"), tensors(stream / "out"))
+
+
+def test_a_manifest_has_no_times_and_no_sizes_of_inputs(stream):
+    inputs = manifest(merge(stream))["inputs"]
+    assert inputs.keys() == {"base", "task 0", "task 1", "task 2"}
+    for model in inputs.values():
+        assert model.keys() <= {"name", "fingerprint", "files", "read"}
+        assert model["files"].keys() <= {"config.json"}
+
+
+# --- between a kill and the next run, and during a run ---
+
+
+def test_an_input_that_was_replaced_after_a_kill_gives_no_tensor_to_the_result(stream):
+    interrupt(stream)
+    replace_content(stream / "task2", seed=7)
+    assert hashes(merge(stream)) == hashes(merge(stream, out="expected"))
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A stream whose layers are larger than the pieces that the fingerprint reads."""
+    model = llama()
+    model.config.hidden_size = 64
+    model.config.intermediate_size = 128
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(model.config)
+    base.save_pretrained(tmp_path / "base")
+    for number in (1, 2):
+        finetuned(base, seed=number, scale=0.002).save_pretrained(tmp_path / f"task{number}")
+    return tmp_path
+
+
+TWO = ["task1", "task2"]
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("key", [LAYER, EMBEDDINGS])
+@pytest.mark.parametrize("role", ["base", "task2"])
+def test_of_an_input_that_was_edited_inside_a_tensor_after_a_kill_the_rest_is_kept(
+    wide, monkeypatch, caplog, role, key
+):
+    options = {"tasks": TWO, "other_params": "mean"}
+    interrupt(wide, after=15, **options)
+    fingerprint = plan(wide, **options).models["base"].checkpoint.fingerprint
+    edit_first_bytes(wide / role, key)
+    assert plan(wide, **options).models["base"].checkpoint.fingerprint == fingerprint
+    computed = count_layers(monkeypatch)
+    merge(wide, **options)
+    assert set(computed) == ({LAYER.removesuffix(".weight")} if key == LAYER else set())
+    assert "1 tensors of '" in caplog.text
+    assert same(tensors(wide / "out"), tensors(merge(wide, out="expected", **options)))
+
+
+def at_the_first_update(monkeypatch, function):
+    update = Nufilt.update
+    calls = []
+
+    def disturbed(*args, **options):
+        if not calls:
+            calls.append(function())
+        return update(*args, **options)
+
+    monkeypatch.setattr(Nufilt, "update", disturbed)
+
+
+def replaced_by_rename(folder, name):
+    copy(folder, name, "other")
+    replace_content(folder / "other", seed=7)
+    before = (folder / name / WEIGHTS).stat()
+    os.utime(folder / "other" / WEIGHTS, ns=(before.st_atime_ns, before.st_mtime_ns))
+    (folder / "other" / WEIGHTS).replace(folder / name / WEIGHTS)
+
+
+DISTURBANCES = {
+    "replaced": replaced_by_rename,
+    "written over": lambda folder, name: replace_content(folder / name, seed=7),
+    "edited": lambda folder, name: edit_first_bytes(folder / name, "_proj"),
+}
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+def test_an_input_that_changes_during_the_run_and_keeps_its_time_is_found(
+    wide, monkeypatch, disturbance
+):
+    at_the_first_update(monkeypatch, lambda: DISTURBANCES[disturbance](wide, "task1"))
+    with pytest.raises(ValueError, match=r"task1' was changed during the run: run the same"):
+        merge(wide, TWO)
+    monkeypatch.undo()
+    assert not (wide / "out").exists()
+    assert same(tensors(merge(wide, TWO)), tensors(merge(wide, TWO, "expected")))
+
+
+def replaced_by_a_copy(folder, name):
+    copy(folder, name, "other")
+    (folder / "other" / WEIGHTS).replace(folder / name / WEIGHTS)
+
+
+HARMLESS = {
+    "touched": lambda folder, name: os.utime(folder / name / WEIGHTS),
+    "linked": lambda folder, name: (folder / "link").hardlink_to(folder / name / WEIGHTS),
+    "replaced by a copy": replaced_by_a_copy,
+}
+
+
+@pytest.mark.parametrize("disturbance", HARMLESS)
+def test_an_input_that_is_touched_during_the_run_is_the_same(wide, monkeypatch, disturbance):
+    expected = hashes(merge(wide, TWO, "expected"))
+    at_the_first_update(monkeypatch, lambda: HARMLESS[disturbance](wide, "task1"))
+    assert hashes(merge(wide, TWO)) == expected
+
+
+# --- the base of what is gone on from ---
+
+
+def other_base(folder, name="base"):
+    for path in (folder / name).glob("*.safetensors"):
+        values = load_file(path)
+        random = torch.Generator().manual_seed(3)
+        for key, value in values.items():
+            values[key] = value.std() * torch.randn(value.shape, generator=random)
+        save_file(values, path, metadata={"format": "pt"})
+
+
+OTHER_BASES = {
+    "unrelated": other_base,
+    "a sibling": lambda folder: replace_content(folder / "base", seed=7),
+    "one tensor": lambda folder: change(folder / "base", LAYER, lambda value: value + 0.01),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_BASES)
+def test_another_base_than_that_of_the_merged_model_is_refused(stream, other):
+    merge(stream, ["task1"], "one")
+    OTHER_BASES[other](stream)
+    message = (
+        r"base' is not the base of '.*one': the content of base 'base' is not the same; name that "
+        r"one, or add --no-verify$"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan(stream, ["task2"], "one")
+    if other != "unrelated":
+        assert plan(stream, ["task2"], "one", **WITHOUT).warnings == []
+
+
+def test_a_copy_of_the_base_is_the_base_without_a_word(stream):
+    merge(stream, ["task1"], "one")
+    expected = tensors(merge(stream, ["task2"], "two", merged="one"))
+    copy(stream, "base", "copy")
+    shutil.rmtree(stream / "base")
+    planned = plan(stream, ["task2"], "one", base="copy")
+    assert planned.warnings == []
+    assert same(tensors(merge_folders(planned, stream / "out")), expected)
+
+
+def forget_content(folder):
+    """Make the manifest that of an earlier version, which knew inputs by sizes and headers."""
+    content = manifest(folder)
+    for model in content["inputs"].values():
+        for field in ("fingerprint", "read"):
+            model.pop(field, None)
+        model["files"] = {"model.safetensors": {"size": 1, "time": 2, "header": "0" * 64}}
+    content.pop("task_inputs", None)
+    change_json(folder / "nufilt.json", inputs=content["inputs"])
+
+
+@pytest.mark.parametrize("known", ["without a manifest", "by an earlier version"])
+def test_where_no_content_of_the_base_is_known_weights_that_look_like_anothers_are_refused(
+    stream, known
+):
+    one = merge(stream, ["task1"], "one")
+    options = {"settings": {"step": 2}}
+    if known == "without a manifest":
+        (one / "nufilt.json").unlink()
+    else:
+        forget_content(one)
+    expected = plan(stream, ["task2"], "one", **options)
+    assert expected.warnings == []
+    other_base(stream)
+    message = r"one' looks as if it was made from another base than '.*cosine.*, or add --no-verify"
+    with pytest.raises(ValueError, match=message):
+        plan(stream, ["task2"], "one", **options)
+    options["settings"]["verify"] = False
+    warnings = plan(stream, ["task2"], "one", **options).warnings
+    assert any("one' looks as if it was made from another base" in text for text in warnings)
+
+
+def test_a_result_of_an_earlier_version_is_not_taken_for_that_of_the_command(stream):
+    forget_content(merge(stream, ["task1"]))
+    message = r"out' exists: the content of base 'base' is not recorded there, as in results of ear"
+    with pytest.raises(ValueError, match=message):
+        merge(stream, ["task1"])
+
+
+# --- a task that is merged already ---
+
+
+def test_a_task_that_is_in_the_merged_model_is_refused_by_whatever_name_with_its_step(stream):
+    merge(stream, ["task1", "task2"], "two")
+    merge(stream, ["task3"], "three", merged="two")
+    copy(stream, "task2", "copy")
+    for task, merged in (("task2", "two"), ("copy", "two"), ("copy", "three")):
+        message = (
+            rf"{task}' is in '.*{merged}' already, as step 2 \('task2'\): leave it out, or add"
+        )
+        with pytest.raises(ValueError, match=message):
+            plan(stream, [task], merged)
+        plan(stream, [task], merged, **WITHOUT)
+    with pytest.raises(ValueError, match=r"task3' is in '.*three' already, as step 3 \('task3'\)"):
+        plan(stream, ["task3"], "three")
+
+
+def test_a_task_that_comes_twice_is_refused_by_its_content(stream):
+    copy(stream, "task1", "copy")
+    with pytest.raises(
+        ValueError, match=r"copy' is also task '.*task1': name it once, and set its"
+    ):
+        plan(stream, ["task1", "task2", "copy"])
+    plan(stream, ["task1", "task2", "copy"], **WITHOUT)
+
+
+def test_a_copy_of_the_merged_model_is_no_task(stream):
+    merge(stream, ["task1"], "one")
+    copy(stream, "one", "copy")
+    with pytest.raises(ValueError, match="copy' is also --merged: leave the task out"):
+        plan(stream, ["copy", "task2"], merged="one")
+
+
+def test_an_adapter_scaled_otherwise_is_another_task(stream):
+    save_adapter(stream, LlamaForCausalLM.from_pretrained(stream / "base"))
+    copy(stream, "adapter", "copy")
+    with pytest.raises(ValueError, match=r"copy' is also task '.*adapter'"):
+        plan(stream, ["adapter", "copy"])
+    change_json(stream / "copy" / "adapter_config.json", lora_alpha=64)
+    plan(stream, ["adapter", "copy"])
+
+
+# --- a recipe ---
+
+
+def test_a_recipe_is_made_again_from_copies_and_refuses_other_models_of_the_same_names(
+    stream, monkeypatch
+):
+    words = [f"{key}={value}" for key, value in RANKS.items()]
+    models = ["--base", "base", "--task", "task1", "--task", "task2"]
+    monkeypatch.chdir(stream)
+    assert nufilt("merge", *models, *words, "--out", "first")[0] == 0
+    for name in ("base", "task1", "task2"):
+        copy(stream, name, "copy")
+        shutil.rmtree(stream / name)
+        (stream / "copy").rename(stream / name)
+    code, text = nufilt("merge", "first/nufilt.json", "--out", "second")
+    assert code == 0, text
+    assert "may" not in text
+    assert same(tensors(stream / "second"), tensors(stream / "first"))
+    replace_content(stream / "task2", seed=7)
+    code, text = nufilt("merge", "first/nufilt.json", "--out", "third")
+    assert code == 1
+    text = " ".join(text.split())
+    assert (
+        "'task2' is not the task 1 of the recipe: the content of task 1 'task2' is not the" in text
+    )
+    code, text = nufilt("merge", "first/nufilt.json", "--out", "third", "--no-verify")
+    assert code == 0, text
