@@ -104,7 +104,7 @@ def demo_folder() -> Path:
     folder = cache_folder() / recipe.fingerprint()
     if not _missing_parts(folder):
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    _refuse_unwritable(folder)
     lock = FileLock(folder / ".lock")  # which the system releases when the process ends
     try:
         # Without waiting at first, so that who has to wait is told.
@@ -117,6 +117,18 @@ def demo_folder() -> Path:
     finally:
         lock.release()
     return folder
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Make a folder in which files can be made; an OSError says where else to have it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    except OSError as error:
+        raise OSError(
+            f"the demo's models can't be written to '{folder}' ({error.strerror}): set "
+            "NUFILT_CACHE to a folder that can be written"
+        ) from None
 
 
 def _build(recipe: Recipe, folder: Path) -> None:

@@ -133,3 +133,14 @@ def test_it_tells_that_it_is_built_while_a_comparison_silences_everything(copy, 
     with quiet():
         demo_package.demo_folder()
     assert "building the demo, once" in capfd.readouterr().err
+
+
+def test_a_cache_that_can_not_be_written_is_named_and_another_one_is_taken(
+    demo, monkeypatch, tmp_path
+):
+    monkeypatch.delenv("NUFILT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    with pytest.raises(OSError, match=r"/proc/none.*: set NUFILT_CACHE to a folder"):
+        demo_package.demo_folder()
+    monkeypatch.setenv("NUFILT_CACHE", str(demo.parent))
+    assert demo_package.demo_folder() == demo
