@@ -15,6 +15,9 @@ VENV ?= .venv
 # into $(VENV) beforehand to save a large download.
 export TORCH ?= torch==2.13.0
 
+# With the lowest versions of all else.
+OLDEST_TORCH ?= $(TORCH)
+
 # Processes of the tests, which take about 1 GB each. Slow ones start processes of their own, and one cluster at a time.
 JOBS ?= 2
 
@@ -74,11 +77,11 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[dev,mergekit]'
 	touch $(INSTALLED) $@
 
-# Not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
+# By default not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
 $(OLDEST)/.ready: $(READY) tools/oldest.py
 	$(BIN)/python -m venv $(OLDEST)
 	$(BIN)/python tools/oldest.py > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt $(TORCH) --editable '.[dev]'
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt $(OLDEST_TORCH) --editable '.[dev]'
 	touch $@
 
 # Those of a green run, for whoever wants its figures; the build of torch is the user's choice.

@@ -69,6 +69,24 @@ def test_the_names_on_the_page_of_the_api_can_be_imported():
     assert fusion_bench_nufilt.__version__
 
 
+def test_every_public_name_has_its_signature_on_the_page_of_the_api():
+    table, _, rest = (REPO / "docs" / "api.md").read_text().partition("\n## ")
+    shown = {line.rpartition(".")[2] for line in rest.splitlines() if line.startswith("::: ")}
+    names = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", table)}
+    assert shown == {name for name in names if name not in ("fusion_bench_nufilt", "run")}
+
+
+def test_what_examples_and_pages_import_is_on_the_page_of_the_api():
+    page = (REPO / "docs" / "api.md").read_text()
+    sources = [path.read_text() for path in sorted((REPO / "examples").rglob("*.py"))]
+    sources += [path.read_text() for path in sorted((REPO / "docs").glob("*.md"))]
+    sources.append((REPO / "README.md").read_text())
+    pattern = r"^from fusion_bench_nufilt[\w.]* import (.*)$"
+    for imported in re.findall(pattern, "\n".join(sources), re.MULTILINE):
+        for name in imported.split(", "):
+            assert f"{name}`" in page, name
+
+
 def test_formulas_need_no_script(hooks):
     html = hooks.on_page_content(
         r'<span class="arithmatex">\(\tau &lt; 1\)</span> :math:<code>A_1</code>'
