@@ -41,8 +41,9 @@ class LowRank:
         return self.left.shape[-1]
 
     def product(self) -> Tensor:
-        r"""Return :math:`\tau`."""
-        return self.left @ self.right
+        r"""Return :math:`\tau`, in float32 at least."""
+        dtype = torch.promote_types(self.left.dtype, torch.float32)
+        return self.left.to(dtype) @ self.right.to(dtype)
 
     def norm(self) -> Tensor:
         """Return the Frobenius norm of the update, ``(...)``, in float64."""
