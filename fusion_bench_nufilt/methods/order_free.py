@@ -22,9 +22,9 @@ from fusion_bench_nufilt.methods.options import (
     SumConfig,
     WudiConfig,
 )
-from fusion_bench_nufilt.methods.task_vector import TaskVector
+from fusion_bench_nufilt.methods.task_vector import TaskVector, rounding_energy
 from fusion_bench_nufilt.nufilt.step import LowRank
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis
+from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, leading_basis
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 # Products in float32 know directions down to this share of the strongest.
@@ -47,7 +47,7 @@ class OrderFree(LayerMethod):
     sides_in_basis = "oi"
     direction_names: tuple[str, ...] = ()
     """Names of tensors in the state whose columns are of length 1 or 0, which are kept in
-    :func:`_direction_dtype`.
+    :func:`direction_dtype`.
     """
     scale_option: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""
@@ -63,9 +63,13 @@ class OrderFree(LayerMethod):
         """
 
     @abstractmethod
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+    def merged_update(
+        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
+    ) -> Tensor:
         """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of
         :meth:`accumulate`, and ``shape`` that of the layer, of which all may be given in a basis.
+
+        ``rounding`` is the expected energy of the rounding errors of each task's weight.
         """
 
     def state_shapes(
@@ -91,7 +95,7 @@ class OrderFree(LayerMethod):
             # Single numbers cost nothing in float64.
             dtype = wide if shape else torch.float64
             if name in self.direction_names and not in_basis:
-                dtype = _direction_dtype(wide)
+                dtype = direction_dtype(wide)
             state[name] = base.new_zeros((len(names), *shape), dtype=dtype)
         return {**state, "count": base.new_zeros(len(names), dtype=torch.int64)}
 
@@ -117,9 +121,9 @@ class OrderFree(LayerMethod):
             if is_changed:
                 after = dict(before)
                 if float64:
-                    after = _in_float64(before)
+                    after = self._in_float64(before)
                 after["count"] = after["count"] + 1
-                task_vector = TaskVector(tau, strength, compute_dtype(base), shape)
+                task_vector = TaskVector(tau, strength, rounding_of(base[row]), shape)
                 after = self.accumulate(after, task_vector)
             states.append({key: after[key].to(value.dtype) for key, value in before.items()})
             task_norms.append(tau.norm())
@@ -137,14 +141,25 @@ class OrderFree(LayerMethod):
         for row, (name, theta_0) in enumerate(zip(names, base, strict=True)):
             layer_state = {key: value[row] for key, value in state.items()}
             if float64:
-                layer_state = _in_float64(layer_state)
+                layer_state = self._in_float64(layer_state)
             if layer_state["count"] == 0:
                 weights.append(theta_0.clone())
             else:
                 shape = self.shape_of(name, base)
-                update = self.merged_update(layer_state, self._scales[name], shape)
+                scale = self._scales[name]
+                update = self.merged_update(layer_state, scale, shape, rounding_of(theta_0))
                 weights.append((to_compute_dtype(theta_0) + update).to(theta_0.dtype))
         return stack(weights)
+
+    def _in_float64(self, state: State) -> State:
+        """Return a state whose sums are in float64. Directions are as they were: their dtype tells
+        how many digits they have.
+        """
+        wide = dict(state)
+        for name, value in state.items():
+            if value.is_floating_point() and name not in self.direction_names:
+                wide[name] = value.double()
+        return wide
 
     @property
     def scale(self) -> float:
@@ -176,15 +191,12 @@ def _task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) 
     return theta_t - to_compute_dtype(base[row])
 
 
-def _in_float64(state: State) -> State:
-    """Return a state whose floating-point tensors are in float64."""
-    wide = {}
-    for name, value in state.items():
-        wide[name] = value.double() if value.is_floating_point() else value
-    return wide
+def rounding_of(theta: Tensor) -> float:
+    """Return the expected energy of the rounding errors of a weight in the dtype that it has."""
+    return rounding_energy(theta, torch.finfo(theta.dtype).eps)
 
 
-def _direction_dtype(wide: torch.dtype) -> torch.dtype:
+def direction_dtype(wide: torch.dtype) -> torch.dtype:
     """Return the dtype of directions beside sums of a dtype. No value is above 1, so float16 beats
     bfloat16.
     """
@@ -226,7 +238,9 @@ class Sum(OrderFree):
     def accumulate(self, state: State, task: TaskVector) -> State:
         return {**state, "sum": state["sum"].double() + task.matrix}
 
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+    def merged_update(
+        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
+    ) -> Tensor:
         return scale * state["sum"].double()
 
 
@@ -245,10 +259,19 @@ class Isotropic(Sum):
     )
     Options = ScaleConfig
 
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+    def merged_update(
+        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
+    ) -> Tensor:
+        S = state["sum"].double()
+        # The errors of the tasks are independent of each other.
+        rounding_of_sum = rounding * state["count"]
+
         def flat(sigma: Tensor) -> Tensor:
+            squares = sigma.square().flip(-1)
+            stronger = above_rounding(squares, S.square().sum(), rounding_of_sum, *shape)
+            exist = stronger.flip(-1)
             # The mean over all of the layer's directions, of which a basis has but some.
-            return (scale * sigma.sum() / min(shape)).expand_as(sigma)
+            return scale * (sigma * exist).sum() / min(shape) * exist
 
         return map_spectrum(state["sum"], flat)
 
@@ -283,7 +306,9 @@ class WudiSums(OrderFree):
             "targets": state["targets"] + tau @ gram,
         }
 
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+    def merged_update(
+        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
+    ) -> Tensor:
         M = state["moments"].double()
         R = state["targets"].double()
         identity = torch.eye(len(M), dtype=M.dtype, device=M.device)

@@ -18,7 +18,12 @@ from fusion_bench_nufilt.methods.options import (
     SpectralConfig,
     TsvConfig,
 )
-from fusion_bench_nufilt.methods.order_free import RTOL_OF_FLOAT32, OrderFree, map_spectrum
+from fusion_bench_nufilt.methods.order_free import (
+    RTOL_OF_FLOAT32,
+    OrderFree,
+    direction_dtype,
+    map_spectrum,
+)
 from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 
@@ -45,12 +50,14 @@ class FirstWhole(OrderFree):
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
-            first = TaskVector(state["votes"], digits=task.digits, shape=task.shape)
+            first = TaskVector(state["votes"], rounding=task.rounding, shape=task.shape)
             votes = torch.zeros_like(state["votes"])
             state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
         return self.accumulate_next({**state, "count": count}, task)
 
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+    def merged_update(
+        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
+    ) -> Tensor:
         if state["count"] == 1:
             return state["votes"]
         return self.merged_update_of_several(state, scale, shape)
@@ -207,14 +214,19 @@ class TsvStream(OrderFree):
             new_state[name] = pad(value, (0, k - value.shape[-1]))
         return new_state
 
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+    def merged_update(
+        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
+    ) -> Tensor:
         s = state["values"]
         is_used = s > 0
         if not is_used.any():
             return s.new_zeros(len(state["left"]), len(state["right"]))
+        # What rounded directions span besides themselves: three roundings of a whole one, at most.
+        digits = direction_dtype(state["left"].dtype)
+        faintest = max(RTOL, 3 * torch.finfo(digits).eps)
         # Orthogonalised, so that the directions of one task are no others'.
-        left = polar_factor(state["left"][:, is_used].to(s.dtype))
-        right = polar_factor(state["right"][:, is_used].to(s.dtype))
+        left = polar_factor(state["left"][:, is_used].to(s.dtype), faintest)
+        right = polar_factor(state["right"][:, is_used].to(s.dtype), faintest)
         return scale * left * s[is_used] @ right.mT
 
 
@@ -222,9 +234,12 @@ class TsvStream(OrderFree):
 RTOL_OF_EIGENVALUES = 1e-3
 
 
-def polar_factor(X: Tensor) -> Tensor:
-    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without
-    rounding's directions.
+def polar_factor(X: Tensor, faintest: float = RTOL) -> Tensor:
+    r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without the
+    directions whose singular value is at most ``faintest``, where columns have the length 1.
+
+    Tasks that share directions have fewer of them than columns, and the rest is rounding, which
+    this would raise to full strength.
 
     A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones.
     They are few, and a second step in float64 takes these parts out.
@@ -243,7 +258,7 @@ def polar_factor(X: Tensor) -> Tensor:
     U_faint = U_faint @ rotation
     V_faint = V_faint @ rotation
     s_faint = torch.linalg.vector_norm(U_faint, dim=0)
-    U_faint = U_faint * torch.where(s_faint > RTOL, 1 / s_faint, 0)
+    U_faint = U_faint * torch.where(s_faint > faintest, 1 / s_faint, 0)
     return U @ V.mT + (U_faint @ V_faint.mT).to(X)
 
 

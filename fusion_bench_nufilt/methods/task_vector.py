@@ -9,15 +9,22 @@ errors are as small as its entries.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from math import log
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.methods.options import RTOL
+from fusion_bench_nufilt.nufilt import subspace
 from fusion_bench_nufilt.nufilt.step import LowRank
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix, leading_basis, top_eigenvectors
-from fusion_bench_nufilt.utils.tensors import compute_dtype, to_compute_dtype
+from fusion_bench_nufilt.nufilt.subspace import (
+    above_rounding,
+    gram_matrix,
+    leading_basis,
+    share_of_strongest,
+    top_eigenvectors,
+)
+from fusion_bench_nufilt.utils.tensors import compute_dtype
 
 NUM_TAKEN_OUT = 16  # the leading directions that are taken out
 # A task's vote is sought, and its rank is measured, in its share of a layer's directions if there
@@ -40,21 +47,21 @@ class TaskVector:
     computed once.
 
     It is a matrix, float32 at least, or thin factors, which are multiplied only where a method
-    needs the matrix. ``strength`` is that of the whole task, in all layers. ``digits`` is the
-    dtype of the models that it comes from, if that has fewer than the matrix: their rounding is
-    not a direction of the task. ``shape`` is that of the layer, if the task vector is given in a
-    basis.
+    needs the matrix. ``strength`` is that of the whole task, in all layers. ``rounding`` is the
+    expected energy of the rounding errors of the models that it is the difference of: what is no
+    stronger is not a direction of the task. ``shape`` is that of the layer, if the task vector is
+    given in a basis.
     """
 
     def __init__(
         self,
         tau: Tensor | LowRank,
         strength: float = 1.0,
-        digits: torch.dtype | None = None,
+        rounding: float = 0.0,
         shape: tuple[int, int] | None = None,
     ) -> None:
         self.strength = strength
-        self.digits = digits
+        self.rounding = rounding
         d_o, d_i = tau.shape
         self.shape = shape or (d_o, d_i)
         self.factors: LowRank | None = None
@@ -68,7 +75,7 @@ class TaskVector:
     def matrix(self) -> Tensor:
         r"""The matrix :math:`\tau`."""
         if isinstance(self._given, LowRank):
-            return to_compute_dtype(self._given.product())
+            return self._given.product()
         return self._given
 
     @property
@@ -115,11 +122,12 @@ class TaskVector:
         return self._leading[count]
 
     def _iterate(self, count: int) -> Directions:
-        if self.factors is not None:
+        # Some directions more than are wanted: the last ones of a basis are the least accurate.
+        basis_size = min(*self._given.shape, count + max(16, count // 8))
+        # Iteration finds as few directions to rounding, so that a task is the same in either form.
+        if self.factors is not None and self.factors.rank <= basis_size:
             return self.directions(count)
         tall = self._tall
-        # Some directions more than are wanted: the last ones of a basis are the least accurate.
-        basis_size = min(tall.shape[1], count + max(16, count // 8))
         basis = leading_basis(tall, basis_size, rounds=2)
         Y = tall @ basis
         W = torch.linalg.eigh(gram_matrix(Y.double())).eigenvectors.flip(-1)[:, :count].to(Y)
@@ -132,10 +140,9 @@ class TaskVector:
         return self._of_rank(U, s, V, s.dtype)
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
-        eps = torch.finfo(dtype).eps
-        if self.digits is not None:
-            eps = max(eps, torch.finfo(self.digits).eps)
-        exist = s > max(self.shape) * eps * s[:1]
+        exist = s > max(self.shape) * torch.finfo(dtype).eps * s[:1]
+        rounding = torch.tensor(self.rounding, dtype=torch.float64, device=s.device)
+        exist &= above_rounding(s.square(), self.energy, rounding, *self.shape)
         return Directions(U * exist, s * exist, V * exist)
 
     def vote(self) -> tuple[Tensor, Tensor]:
@@ -145,6 +152,10 @@ class TaskVector:
         if self.factors is not None:
             return _vote_of(_directions_of(self.factors))
         tall, rest, V, gram, s_1 = self._parts
+        edge = (self.rounding * share_of_strongest(*self.shape)) ** 0.5
+        if edge**3 > RTOL * s_1**3:
+            # Rounding would have votes that count.
+            return _vote_of(self.directions(min(tall.shape)))
         left = tall @ (V / s_1)
         right = tall.mT @ (tall @ (V / s_1**2))
         # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0. Each factor is divided by s_1
@@ -159,14 +170,14 @@ class TaskVector:
 
         Single precision will do, and the leading directions, unless even the last of them counts.
         """
-        if self.factors is not None:
-            return self.vote()
         directions = self.leading(max(1, min(self.shape) // MAX_TASKS))
         s = directions.values
         # A vote is the cube of a singular value, and the last one may be found half as large as
         # it is.
         if s[-1] <= (faintest / 8) ** (1 / 3) * s[0]:
             return _vote_of(directions)
+        if self.factors is not None:
+            return self.vote()
         gram = gram_matrix(self._tall)
         s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
         A = (self._tall / s_1) @ (gram / s_1**2)
@@ -307,8 +318,7 @@ def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
     whole = 0.0
     for (d_o, d_i), squares, rounding in spectra:
         energy = squares.sum().item()
-        # The largest squared singular value of a random matrix of this energy (Marchenko-Pastur).
-        edge = rounding * (d_o**-0.5 + d_i**-0.5) ** 2
+        edge = rounding * share_of_strongest(d_o, d_i)
         leading = squares[:num_leading]
         leading = leading[leading > edge]
         # The leading directions also have their part of the rounding errors.
@@ -325,11 +335,8 @@ def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
 
 
 def rounding_energy(theta: Tensor, spacing: float) -> float:
-    r"""Return the expected energy of the rounding errors of a weight.
-
-    ``spacing`` is that of stored values, relative to the power of two below each, so that the error
-    of a value is spread evenly over one spacing. With magnitudes :math:`m\,2^e` whose logarithms
-    are, too, the mean of :math:`m^{-2}` is :math:`3 / (8 \ln 2)`.
+    """Return the expected energy of the rounding errors of a weight whose stored values have this
+    spacing, see :func:`.subspace.rounding_energy`.
     """
-    norm = torch.linalg.vector_norm(theta, dtype=torch.float64).item()
-    return 3 / (8 * log(2)) / 12 * (spacing * norm) ** 2
+    # It may be no matrix, such as a convolution's.
+    return subspace.rounding_energy(theta.reshape(1, -1), spacing).item()

@@ -17,6 +17,11 @@ from torch import Tensor
 _LARGEST_CHANGES = 2e-3, 2e-4
 
 
+# A direction is stronger than rounding's if it is by this much: the edge of a finite matrix and the
+# estimate of its energy are a few per cent off.
+_MARGIN = 1.1
+
+
 class SteepSpectrumError(torch.linalg.LinAlgError):
     """A spectrum falls too steeply for float32, as where a matrix has exactly low rank."""
 
@@ -28,6 +33,7 @@ def top_right_singular_vectors(
     *,
     float64: bool = False,
     height: int | None = None,
+    rounding: Tensor | None = None,
 ) -> Tensor:
     r"""Return an orthonormal basis of the span of the top right singular vectors.
 
@@ -42,11 +48,14 @@ def top_right_singular_vectors(
         gram: :math:`\tau^\top\tau`, if it is at hand already.
         float64: compute in float64, without ``gram``.
         height: the outputs of the layer, where ``tau`` is given in a basis of fewer.
+        rounding: the expected energy ``(...)`` of what the rounding of stored weights added to
+            ``tau``, see :func:`rounding_energy`.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i)
         * eps`` times the largest, numpy's rule, with the layer's sides) are zero, so that ``V @
-        V.mT`` is the orthogonal projector on the matrix's span.
+        V.mT`` is the orthogonal projector on the matrix's span; so are those of directions that are
+        no stronger than rounding's, see :func:`above_rounding`.
 
     Raises:
         SteepSpectrumError: the spectrum falls too steeply for float32.
@@ -74,7 +83,13 @@ def top_right_singular_vectors(
     # leading columns: the largest come first, the last may be rounding alone.
     V = block[..., :rank]
     V = torch.linalg.qr(tau.mT @ V if wide else V).Q
-    return (V * (sigma > 0)).to(dtype)
+    exist = sigma > 0
+    if rounding is not None:
+        energy = torch.linalg.vector_norm(tau, dim=(-2, -1)).square()
+        squares = sigma[..., 0, :].square()
+        stronger = above_rounding(squares, energy, rounding, height or d_o, d_i)
+        exist &= stronger[..., None, :]
+    return (V * exist).to(dtype)
 
 
 def _refine(
@@ -244,6 +259,58 @@ def _chebyshev_degree(ratios: Tensor) -> int:
     largest = max(1e-3, float(growth.max()))
     spread = max(1e-3, float((growth[..., -1] - growth[..., 0]).max()))
     return int(max(2, min(8, math.log(1e6) / spread, math.log(1e15) / largest)))
+
+
+def rounding_energy(weight: Tensor, spacing: float) -> Tensor:
+    r"""Return the expected energy (squared Frobenius norm) of the rounding errors of stored
+    weights, ``(...)``, in float64.
+
+    ``spacing`` is that of stored values, relative to the power of two below each, so that the error
+    of a value is spread evenly over one spacing. With magnitudes :math:`m\,2^e` whose logarithms
+    are, too, the mean of :math:`m^{-2}` is :math:`3 / (8 \ln 2)`.
+    """
+    norm = torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=torch.float64)
+    return 3 / (8 * math.log(2)) / 12 * (spacing * norm).square()
+
+
+def share_of_strongest(d_o: int, d_i: int) -> float:
+    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over its energy
+    (Marchenko and Pastur, 1967).
+    """
+    return (d_o**-0.5 + d_i**-0.5) ** 2
+
+
+def above_rounding(
+    squares: Tensor, energy: Tensor, rounding: Tensor, d_o: int, d_i: int
+) -> Tensor:
+    """Tell which directions of matrices ``(d_o, d_i)`` are stronger than any of their rounding
+    errors.
+
+    The energy of these errors is at most what is expected, and at most what is left without the
+    directions that are stronger: a matrix of exactly low rank has none.
+
+    Args:
+        squares: the largest squared singular values ``(..., k)``, the largest first.
+        energy: the sum of all of them, ``(...)``.
+        rounding: the energy that the errors are expected to have, ``(...)``.
+
+    Returns:
+        ``(..., k)``, of which the first is true wherever there is any energy.
+    """
+    squares, energy = squares.double(), energy.double()
+    noise = torch.minimum(rounding.double(), energy)
+    count = torch.zeros_like(noise)
+    while True:
+        edge = _MARGIN**2 * share_of_strongest(d_o, d_i) * noise
+        stronger = squares > edge[..., None]
+        stronger[..., 0] = squares[..., 0] > 0
+        count_before, count = count, stronger.sum(dim=-1).to(noise)
+        if torch.equal(count, count_before):
+            return stronger
+        rest = energy - (squares * stronger).sum(dim=-1)
+        # The stronger directions also have their part of the errors.
+        share = ((1 - count / d_o) * (1 - count / d_i)).clamp_min(1 / (d_o * d_i))
+        noise = torch.minimum(noise, rest.clamp_min(0) / share)
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:

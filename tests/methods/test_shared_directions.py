@@ -1,0 +1,184 @@
+"""Order-free methods where tasks have directions in common: adapters with one A, copies of a task,
+and a task that comes as factors and merged.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods.options import TsvConfig
+from fusion_bench_nufilt.methods.order_free import rounding_of
+from fusion_bench_nufilt.methods.spectral import Best, TsvStream
+from fusion_bench_nufilt.methods.task_vector import TaskVector
+from fusion_bench_nufilt.nufilt import LowRank
+from tests.methods.helpers import add, start
+from tests.methods.test_spectral import distance
+from tests.nufilt.matrices import matrix_with_spectrum
+
+D_O, D_I, RANK = 48, 40, 2
+THETA_0 = 0.05 * torch.randn(
+    D_O, D_I, generator=torch.Generator().manual_seed(99), dtype=torch.float64
+)
+every_method = pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
+FORMS = {
+    "factors": ("factors",),
+    "merged": ("merged",),
+    "first as factors": ("factors", "merged"),
+    "first merged": ("merged", "factors"),
+}
+every_form = pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+
+
+def drawn(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return 0.02 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def adapter(seed, left=None, right=None):
+    """B and A of an adapter, drawn but for those that are given."""
+    if left is None:
+        left = drawn(D_O, RANK, seed=seed)
+    if right is None:
+        right = drawn(RANK, D_I, seed=seed + 100)
+    return LowRank(left, right)
+
+
+def near(tau, distance, seed):
+    """An adapter whose factors are this share of their size away."""
+    left = tau.left + distance * drawn(D_O, RANK, seed=seed)
+    return LowRank(left, tau.right + distance * drawn(RANK, D_I, seed=seed + 100))
+
+
+A = drawn(RANK, D_I, seed=7)
+B = drawn(D_O, RANK, seed=8)
+ONE = adapter(1)
+CASES = {
+    "one A": [adapter(seed, right=A) for seed in range(3)],
+    "one B": [adapter(seed, left=B) for seed in range(3)],
+    "copies": [ONE, ONE, ONE],
+}
+APART = {
+    f"{gap:g} apart": [near(ONE, gap, seed) for seed in (50, 51, 52)] for gap in (1e-6, 1e-4, 1e-3)
+}
+
+
+def in_form(tau, form, dtype):
+    """A task as it comes: the factors of its update, or its weight."""
+    if form == "factors":
+        return tau.to(dtype)
+    return (THETA_0.to(dtype) + tau.product()).to(dtype)
+
+
+def merge(kind, tasks, dtype, options=None, float64=False):
+    """Merge a stream of tasks and return the update of the merged model."""
+    method = kind(options or kind.Options(), ["layer"])
+    theta_0 = THETA_0.to(dtype)
+    state = start(method, theta_0)
+    for task in tasks:
+        state = add(method, state, theta_0, task)
+    stack = {name: value[None] for name, value in state.items()}
+    (merged,) = method.merged_weight(["layer"], stack, theta_0[None], float64=float64)
+    return merged.double() - theta_0.double()
+
+
+def stream(taus, forms, dtype):
+    """Tasks in the forms, one after another in turn."""
+    return [in_form(tau, form, dtype) for tau, form in zip(taus, itertools.cycle(forms))]
+
+
+@every_method
+@every_form
+@pytest.mark.parametrize("taus", CASES.values(), ids=CASES)
+def test_float32_has_no_directions_that_float64_has_not(kind, forms, taus):
+    in_float32 = merge(kind, stream(taus, forms, torch.float32), torch.float32)
+    in_float64 = merge(kind, stream(taus, forms, torch.float64), torch.float64)
+    assert distance(in_float32, in_float64) < 5e-4  # directions are in float16
+
+
+@every_method
+@every_form
+@pytest.mark.parametrize("taus", {**CASES, **APART}.values(), ids={**CASES, **APART})
+def test_the_order_does_not_matter_where_tasks_share_directions(kind, forms, taus):
+    tasks = stream(taus, forms, torch.float32)
+    first, *others = [merge(kind, order, torch.float32) for order in itertools.permutations(tasks)]
+    assert max(distance(other, first) for other in others) < 6e-5
+
+
+@every_method
+@pytest.mark.parametrize("taus", {**CASES, **APART}.values(), ids={**CASES, **APART})
+def test_the_form_of_the_tasks_does_not_matter_where_they_share_directions(kind, taus):
+    first, *others = [
+        merge(kind, stream(taus, forms, torch.float32), torch.float32) for forms in FORMS.values()
+    ]
+    assert max(distance(other, first) for other in others) < 1e-4
+
+
+@every_method
+def test_the_update_of_adapters_with_one_a_lies_in_the_span_of_that_a(kind):
+    update = merge(kind, stream(CASES["one A"], ["factors"], torch.float32), torch.float32)
+    basis = torch.linalg.qr(A.mT).Q
+    outside = update - update @ basis @ basis.mT
+    assert outside.norm() < 1e-3 * update.norm()
+
+
+@pytest.mark.parametrize("kind", [TsvStream, Best])
+def test_float64_that_takes_over_does_not_raise_the_rounding_of_directions(kind):
+    tasks = stream(CASES["one A"], ["factors"], torch.float32)
+    in_float32 = merge(kind, tasks, torch.float32)
+    assert distance(merge(kind, tasks, torch.float32, float64=True), in_float32) < 1e-4
+
+
+@pytest.mark.parametrize("rank", [8, 28, 40])
+def test_a_task_has_the_same_leading_directions_and_votes_as_factors_and_as_a_matrix(rank):
+    """Iteration finds the leading 20 of 160; exact ones of factors alone would be others."""
+    spectrum = torch.arange(1, rank + 1, dtype=torch.float64) ** -0.5
+    matrix = matrix_with_spectrum(200, 160, spectrum, seed=1)
+    U, s, Vh = torch.linalg.svd(matrix, full_matrices=False)
+    factors = LowRank(U[:, :rank] * s[:rank], Vh[:rank])
+    sums = []
+    votes = []
+    for tau in (matrix, factors):
+        task = TaskVector(tau)
+        left, values, right = task.leading(20)
+        sums.append((left * values) @ right.mT)
+        votes.append(task.rough_vote(1e-4)[0])
+    assert distance(sums[1], sums[0]) < 1e-6
+    assert distance(votes[1], votes[0]) < 1e-6
+
+
+def test_the_product_of_factors_in_bfloat16_has_the_digits_of_float32():
+    tau = LowRank(ONE.left.bfloat16(), ONE.right.bfloat16())
+    assert distance(tau.product().double(), tau.double().product()) < 1e-6
+
+
+@every_method
+def test_adapters_that_were_merged_into_bfloat16_have_the_update_of_their_factors(kind):
+    """Rounding to bfloat16 has directions of a tenth of an adapter's strongest, which polar factors
+    and flat spectra raised to full strength.
+    """
+    generator = torch.Generator().manual_seed(0)
+    theta_0 = (0.04 * torch.randn(160, 160, generator=generator)).bfloat16()
+    results = []
+    for form in ("factors", "merged"):
+        method = kind(kind.Options(), ["layer"])
+        base = theta_0 if form == "merged" else theta_0.float()
+        state = start(method, base)
+        for seed in range(3):
+            left = drawn(160, RANK, seed=seed)
+            right = drawn(RANK, 160, seed=seed + 100)
+            tau = LowRank((1.5 * left).float(), right.float())
+            task = tau if form == "factors" else (theta_0.float() + tau.product()).bfloat16()
+            state = add(method, state, base, task)
+        # In float32, as a result with --dtype float32 has it.
+        update = method.merged_update(state, method.scale, (160, 160), rounding_of(base))
+        results.append(update)
+    assert distance(results[1], results[0]) < 0.25
+
+
+def test_directions_that_are_further_apart_than_rounding_are_told_apart():
+    taus = [ONE, near(ONE, 0.03, seed=50)]
+    options = TsvConfig()
+    in_float32 = merge(TsvStream, stream(taus, ["factors"], torch.float32), torch.float32, options)
+    assert torch.linalg.matrix_rank(in_float32, rtol=1e-4) == 2 * RANK
