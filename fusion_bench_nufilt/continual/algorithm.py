@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.methods.options import DeviceConfig, Evaluate, ProtocolConfig
+from fusion_bench_nufilt.models.configurations import check_configuration
+from fusion_bench_nufilt.models.source import config_of
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
 from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
@@ -277,7 +279,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             with self.profile("checking models"):
                 for name in tqdm(names, desc="Checking models", leave=False, disable=None):
                     model, missing_keys = self._load(modelpool, name)
-                    self.check_model(pretrained, model, name, missing_keys)
+                    self._check(pretrained, model, name, missing_keys)
                     del model  # before the next one is loaded
         if self.folder is not None:
             for name, data in self.training_data().items():
@@ -326,7 +328,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         merged = deepcopy(pretrained)
         if MERGED in modelpool.all_model_names:
             previous, missing_keys = self._load(modelpool, MERGED)
-            self.check_model(pretrained, previous, MERGED, missing_keys)
+            self._check(pretrained, previous, MERGED, missing_keys)
             folder, manifest = merged_checkpoint(
                 modelpool, pretrained, self.missing_in_pretrained, verify=self.verify
             )
@@ -347,7 +349,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         for step, name in tqdm(unfinished, "Merging models", disable=None):
             task, missing_keys = self._load(modelpool, name)
             if not self._checked_first:
-                self.check_model(pretrained, task, name, missing_keys)
+                self._check(pretrained, task, name, missing_keys)
             # The seconds are those of the method alone, without loading, saving and scoring.
             begin = time.perf_counter()
             with self.profile("merging"):
@@ -355,6 +357,21 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             del task
             self.finish_step(step, merged, time.perf_counter() - begin)
         return merged
+
+    def _check(
+        self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str]
+    ) -> None:
+        """Check a model of the pool, by its configuration and by its tensors."""
+        warnings = check_configuration(
+            name,
+            config_of(model),
+            config_of(pretrained),
+            verify=self.verify,
+            remedy="set method.verify=false",
+        )
+        for warning in warnings:
+            log.warning("%s", warning)
+        self.check_model(pretrained, model, name, missing_keys)
 
     @property
     def _last_step(self) -> int:

@@ -8,6 +8,7 @@ from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
+from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
@@ -327,6 +328,15 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
     if warning is not None:
         warnings.append(warning)
     warnings += check_contents(plan)
+    for role, model in plan.models.items():
+        if role not in ("base", "state"):
+            warnings += check_configuration(
+                model.source.name,
+                model.trained_config,
+                plan.base.config,
+                verify=plan.settings.verify,
+                remedy="add --no-verify",
+            )
     for task in plan.tasks:
         warnings += check_task(plan, task, architecture, plan.averaged)
         warnings += check_module_files(plan, task)

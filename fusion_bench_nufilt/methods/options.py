@@ -286,7 +286,8 @@ class Settings:
     )
     verify: bool = _machine_option(
         True,
-        "Check that earlier results and the models named in a manifest are unchanged.",
+        "Check that earlier results and the models named in a manifest are unchanged, and refuse "
+        "models of another type than the base.",
         scope="run",
     )
     max_memory: int | None = _machine_option(
@@ -391,7 +392,10 @@ class ProtocolConfig:
         None, "Number of models in the pool's _merged_ model; null: as its manifest says."
     )
     verify: bool = _protocol_option(
-        True, "Check by digests that the pool's _merged_ model is what was saved.", scope="run"
+        True,
+        "Check by digests that the pool's _merged_ model is what was saved, and refuse models of "
+        "another type than the pretrained one.",
+        scope="run",
     )
 
     def __post_init__(self) -> None:

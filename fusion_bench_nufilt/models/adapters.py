@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.checkpoint import Checkpoint, config_at_hand
 from fusion_bench_nufilt.models.experts import Expert, ExpertRows, find_experts, find_saved_experts
 from fusion_bench_nufilt.models.heads import labels
 from fusion_bench_nufilt.models.layers import with_same_ending
@@ -472,6 +472,13 @@ class LoraAdapter(ModelWeights):
             config["id2label"] = {str(number): f"LABEL_{number}" for number in range(count)}
             config["label2id"] = {f"LABEL_{number}": number for number in range(count)}
         return config
+
+    @property
+    def trained_config(self) -> Mapping[str, Any]:
+        if self.source.config:
+            return super().trained_config
+        name = self.checkpoint.adapter_config.get("base_model_name_or_path")
+        return config_at_hand(name or "", self.checkpoint.adapter_config.get("revision"))
 
     def _count_labels(self) -> int:
         """Return the number of rows of the head's output layer."""

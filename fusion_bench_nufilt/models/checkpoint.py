@@ -71,6 +71,7 @@ class _ModelConfig(TypedDict, total=False):
 class AdapterConfig(TypedDict, total=False):
     peft_type: str | None
     base_model_name_or_path: str | None
+    revision: str | None
     r: PositiveInt
     rank_pattern: dict[str, PositiveInt] | None
     lora_alpha: FiniteFloat
@@ -294,23 +295,7 @@ class Checkpoint(Source):
         """The content of config.json, empty if there is none; one with far too many layers is
         refused.
         """
-        path = self.folder / "config.json"
-        config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
-        most = max(1000, len(self.tensors))
-        entries = list(config.items())
-        for key, value in entries:  # and those of parts of it, which are appended
-            if isinstance(value, dict):
-                entries += value.items()
-            if not _COUNTS.fullmatch(key):
-                continue
-            numbers = value if isinstance(value, list) else [value]
-            for number in numbers:
-                if isinstance(number, int) and number > most:
-                    raise ValueError(
-                        f"'{path}', field '{key}': {value} are more than '{self.name}' with its "
-                        f"{len(self.tensors)} tensors can have; fetch it again"
-                    )
-        return config
+        return _read_config(self.folder, self.name, len(self.tensors))
 
     @property
     def quantisation(self) -> Quantisation:
@@ -415,6 +400,50 @@ class Checkpoint(Source):
             "[file.write_text(strip(file.read_text())) for file in folder.glob('*.index.json')]"
         )
         return f"Take it out in place with: {first}python -c {shlex.quote(code)}"
+
+
+def _read_config(folder: Path, name: str, num_tensors: int) -> dict[str, Any]:
+    """Return the content of a folder's config.json, empty if there is none; refuse one with far
+    more layers than tensors.
+    """
+    path = folder / "config.json"
+    config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
+    most = max(1000, num_tensors)
+    entries = list(config.items())
+    for key, value in entries:  # and those of parts of it, which are appended
+        if isinstance(value, dict):
+            entries += value.items()
+        if not _COUNTS.fullmatch(key):
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            if isinstance(number, int) and number > most:
+                raise ValueError(
+                    f"'{path}', field '{key}': {value} are more than '{name}' with its "
+                    f"{num_tensors} tensors can have; fetch it again"
+                )
+    return config
+
+
+def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the configuration of a model that is a folder here, or in the cache of the hub; empty
+    if it is neither, or damaged.
+    """
+    if not name:
+        return {}
+    try:
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            cached = huggingface_hub.try_to_load_from_cache(
+                _repository(name), "config.json", revision=revision
+            )
+            if not isinstance(cached, str):
+                return {}
+            folder = Path(cached).parent
+        return _read_config(folder, name, num_tensors=0)
+    # Names from elsewhere may be of no repository, or too long for a path.
+    except (OSError, ValueError):
+        return {}
 
 
 def _refuse_mistyped(name: str) -> None:

@@ -241,6 +241,12 @@ class ModelWeights:
         config: Mapping[str, Any] = self.source.config
         return config
 
+    @property
+    def trained_config(self) -> Mapping[str, Any]:
+        """The configuration with which the model was trained, empty if it is not at hand."""
+        config: Mapping[str, Any] = self.source.config
+        return config
+
     def module_files(self) -> dict[str, bytes]:
         """Return the files of the modules that sentence-transformers puts behind the model."""
         return self.checkpoint.module_files()
