@@ -22,7 +22,8 @@ from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionMode
 from transformers.utils import logging as transformers_logging
 
 from fusion_bench_nufilt.continual.taskpools.local_tasks import register_task
-from fusion_bench_nufilt.utils.files import atomic_folder
+from fusion_bench_nufilt.utils.files import Manifest, atomic_folder, read_json
+from fusion_bench_nufilt.utils.manifest import verify_files, write_manifest
 from fusion_bench_nufilt.utils.options import unknown
 
 from .render import SIDE
@@ -31,6 +32,7 @@ from .train import Recipe, active_recipe, draw_pictures, finetune, normalise, pr
 
 TOWERS = ("_pretrained_", *TASKS)
 PARTS = ("clip", *TOWERS)  # each after those from which it is made
+_DIGESTS = "digests.json"  # of the other files of a part
 
 # The one that needs no torchvision, which has another name in transformers 5.
 ImageProcessor: Any = (
@@ -98,7 +100,7 @@ def demo_folder() -> Path:
     each task.
 
     One process builds missing parts while others wait. A part appears once it is complete, so that
-    an interrupted build goes on where it stopped.
+    an interrupted build goes on where it stopped. One whose files have changed since is made again.
     """
     recipe = active_recipe()
     folder = cache_folder() / recipe.fingerprint()
@@ -141,11 +143,34 @@ def _build(recipe: Recipe, folder: Path) -> None:
         for part in tqdm(missing_parts, "Demo", unit="model", file=terminal(), disable=None):
             with _reproducible(recipe), atomic_folder(folder / part) as draft:
                 _make(recipe, part, draft, folder / "clip")
+                write_manifest(draft, {}, _DIGESTS)
 
 
 def _missing_parts(folder: Path) -> list[str]:
-    # A folder has its name only once it is whole.
-    return [part for part in PARTS if not (folder / part).is_dir()]
+    return [part for part in PARTS if not _is_whole(folder / part)]
+
+
+#: By part, the sizes and times of its files when their digests were verified by this process.
+_verified: dict[Path, list[tuple[int, int]]] = {}
+
+
+def _is_whole(part: Path) -> bool:
+    """Tell whether a part is there, with the files that were written."""
+    try:
+        manifest = read_json(part / _DIGESTS, Manifest)
+        if manifest is None:
+            return False
+        states = []
+        for name in manifest.get("files", {}):
+            state = (part / name).stat()
+            states.append((state.st_size, state.st_mtime_ns))
+        # Every load of a model comes here, and digests take longer than the rest of it.
+        if not states or _verified.get(part) != states:
+            verify_files(part, manifest, "it is made again")
+            _verified[part] = states
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path) -> None:

@@ -112,11 +112,11 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, about: Mapping[str, Any], name: str = MANIFEST) -> None:
     """Write a folder's manifest, with digests of all other files."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     files = _fingerprints(folder, sorted(names))
-    write_json(folder / MANIFEST, {**about, "files": files})
+    write_json(folder / name, {**about, "files": files})
 
 
 def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:

@@ -47,6 +47,40 @@ def test_only_what_is_missing_is_built_again_to_the_same_bits(copy, made):
     assert (copy / "shapes" / WEIGHTS).read_bytes() == before
 
 
+FILES = ["config.json", WEIGHTS, "digests.json"]
+
+
+@pytest.mark.parametrize("content", ["cut short", "other bytes", "gone"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_part_whose_files_have_changed_is_made_again_to_the_same_bits(copy, made, name, content):
+    demo_package.load_vision_model("shapes")
+    file = copy / "shapes" / name
+    before = file.read_bytes()
+    if content == "cut short":
+        file.write_bytes(before[: len(before) // 2])
+    elif content == "other bytes":
+        file.write_bytes(bytes(reversed(before)))
+    else:
+        file.unlink()
+    demo_package.load_vision_model("shapes")
+    assert made == ["shapes"]
+    assert file.read_bytes() == before
+
+
+def test_a_tokenizer_that_is_cut_short_is_made_again(copy, made):
+    """It ended in a JSONDecodeError."""
+    for file in copy.glob("clip/*.json"):
+        file.write_bytes(file.read_bytes()[:10])
+    assert demo_package.load_processor().tokenizer("a handwritten digit zero")
+    assert made == ["clip"]
+
+
+def test_what_else_lies_in_a_part_does_not_matter(copy, made):
+    (copy / "shapes" / ".DS_Store").write_text("x")
+    demo_package.demo_folder()
+    assert made == []
+
+
 def test_pretraining_gives_the_same_bits_for_any_seed_threads_and_gradient_mode(copy):
     before = (copy / "clip" / WEIGHTS).read_bytes()
     shutil.rmtree(copy / "clip")
