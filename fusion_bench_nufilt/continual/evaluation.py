@@ -34,6 +34,7 @@ from fusion_bench_nufilt.utils.options import advice
 
 from .content import describe_config, describe_items
 from .data_sets import check_test_sets, refuse_other_spelling
+from .precision import widened
 from .run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -394,9 +395,10 @@ def _score_clip(
             items = Subset(images.dataset, subset(len(images.dataset)))
             images = DataLoader(items, images.batch_size, collate_fn=images.collate_fn)
             images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
-        results[task] = pool._evaluate(
-            classifier, images, num_classes=len(classnames), task_name=task
-        )
+        with _in_one_dtype(classifier):
+            results[task] = pool._evaluate(
+                classifier, images, num_classes=len(classnames), task_name=task
+            )
         pool.on_task_evaluation_end()
     return results
 
@@ -408,6 +410,16 @@ def _load_first_batch(load_task: Callable[[str], Any], batch_size: int, name: st
         count = min(batch_size, len(task.test_dataset))
         task.test_dataset = task.test_dataset.select(range(count))
     return task
+
+
+@contextmanager
+def _in_one_dtype(model: nn.Module) -> Iterator[None]:
+    """Widen a model of several dtypes: a CLIP's tower may have another one than its rest."""
+    if len({parameter.dtype for parameter in model.parameters()}) == 1:
+        yield
+        return
+    with widened(model):
+        yield
 
 
 def _score_v01(

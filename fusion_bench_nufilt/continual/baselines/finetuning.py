@@ -15,6 +15,7 @@ from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
+from fusion_bench_nufilt.continual.precision import widened
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.options import option, options_of, split_options, takes_options
 
@@ -84,8 +85,9 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         method = _OneTaskFineTuning(seed=self.seed, **asdict(self._options))
         method._fabric_instance = self.fabric
         method._program = SimpleNamespace(taskpool=None)
-        method.zeroshot_weights = {name: head.zeroshot_weights}
-        with torch.enable_grad(), TemporaryDirectory() as method.log_dir:
+        # In 16 bits, most of an optimizer's steps would be rounded away.
+        with torch.enable_grad(), TemporaryDirectory() as method.log_dir, widened(head):
+            method.zeroshot_weights = {name: head.zeroshot_weights}
             method.run(pool)
         return merged.to(device)
 

@@ -19,6 +19,7 @@ from torch import nn
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
+from fusion_bench_nufilt.continual.precision import dtypes_of, round_to, widen, widened
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import load_state
@@ -198,6 +199,18 @@ class BatchMethodBaseline(_Baseline):
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
+        # FusionBench decomposes what it is given, in its dtype.
+        dtypes = dtypes_of(pretrained)
+        with widened(pretrained, merged, task, self._merged_before):
+            result = self._merge_step(step, name, pretrained, merged, task)
+        round_to(result, dtypes)
+        self.check_model(pretrained, result, f"merged after step {step}")
+        self._merged_before = merged
+        return result
+
+    def _merge_step(
+        self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
+    ) -> nn.Module:
         rule = self.rule_config.chosen
         scale = self.rule_config.merged_scale
         if step == 1 and not self.rule_config.merge_first:
@@ -217,8 +230,6 @@ class BatchMethodBaseline(_Baseline):
             result = shifted(merged, merge_of_both, pretrained)
         else:  # on_top
             result = self._merge(merged, {name: shifted(merged, task, pretrained)})
-        self.check_model(pretrained, result, f"merged after step {step}")
-        self._merged_before = merged
         return result
 
     def _merge(self, base: nn.Module, models: dict[str, nn.Module]) -> nn.Module:
@@ -299,6 +310,7 @@ class ContinualMethodBaseline(_Baseline):
 
         def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
             model, _ = self._load(models, name)  # which notes the digest of what is merged
+            widen(model)
             return walk_tied_parameters_once(model.cpu())
 
         pool = copy(models)
@@ -307,10 +319,13 @@ class ContinualMethodBaseline(_Baseline):
         # and use NumPy.
         device = next(pretrained.parameters()).device
         base = deepcopy(pretrained).cpu()
+        dtypes = dtypes_of(base)
         merged = deepcopy(base)
         last_finished = 0
         if self.resume:
             last_finished = self._resume(merged)
+        widen(base)
+        widen(merged)
         # Finished steps are gone through with tiny models, which are cheap to merge.
         stand_ins = defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
         if last_finished > 0:
@@ -327,13 +342,17 @@ class ContinualMethodBaseline(_Baseline):
                 vars(self._method).update(self._saved_attributes)
                 pool.load_model = load
             elif step > last_finished:
+                # Rounded once for each step: a run that is resumed goes on from what is saved.
+                round_to(current, dtypes)
                 self.check_model(base, current, f"merged after step {step}")
                 self.finish_step(step, current, time.perf_counter() - begin)
+                widen(current)
             begin = time.perf_counter()
 
         self._method.save_merged_model = observe
         with torch.enable_grad():
             result: nn.Module = self._method.run(pool).to(device)
+        round_to(result, dtypes)
         del vars(result)["named_modules"]
         return result
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
 from fusion_bench_nufilt.continual.evaluation import name_in_pool
+from fusion_bench_nufilt.continual.precision import widened
 from fusion_bench_nufilt.utils.options import option
 
 
@@ -98,6 +99,11 @@ class Images(TaskData):
             images = pool.test_datasets[task]
         super().__init__(images)
         self._classifier = classifier(pool, nn.Identity(), task)
+
+    def minimise_entropy(self, *args: Any) -> None:
+        # The model that is trained is wide, and the pool's CLIP may not be.
+        with widened(self._classifier):
+            super().minimise_entropy(*args)
 
     def labels(self) -> Iterable[Hashable]:
         items: Any = self.dataset.dataset

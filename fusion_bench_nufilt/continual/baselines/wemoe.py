@@ -17,6 +17,7 @@ from transformers import CLIPVisionModel, T5ForConditionalGeneration
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED
+from fusion_bench_nufilt.continual.precision import widen
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
 from fusion_bench_nufilt.utils.options import (
@@ -290,17 +291,25 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
+        weight = next(merged.parameters())
+        device = weight.device
+        dtype = weight.dtype
+        # In 16 bits, most steps of the gates' training would be rounded away.
+        widen(self._mixture)
+        self._add_expert(step, name, pretrained, task)
+        return self._mixture.to(device, dtype)
+
+    def _add_expert(self, step: int, name: str, pretrained: nn.Module, task: nn.Module) -> None:
+        """Add the expert of a step, and train the gates."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed + step)  # the new gates are drawn from it
             released = self._options.form == "released"
             self._mixture.add_expert(
                 pretrained, task, self.expert_rank(step), attention_alone=released
             )
-        device = next(merged.parameters()).device
         mixture = self._mixture.to(self.fabric.device).requires_grad_(False)
         gates: list[Tensor] = []
         for _, experts in mixture.mixtures():
             gates += experts.gate.requires_grad_().parameters()
         with torch.enable_grad():
             self._data[name].minimise_entropy(mixture, gates, self._options, self.seed)
-        return mixture.to(device)

@@ -9,6 +9,7 @@ from fusion_bench import BaseModelPool
 from fusion_bench.utils import import_object, instantiate
 from omegaconf import DictConfig
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.configs import plain as plain_config
@@ -18,8 +19,16 @@ from fusion_bench_nufilt.continual.baselines.wemoe import MIXTURES
 from fusion_bench_nufilt.demo import load_vision_model
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.models import select_layers
-from tests.continual.baselines.helpers import GLUE, configured, demo_images, on_cpu, unchanged
-from tests.continual.helpers import noting
+from tests.continual.baselines.helpers import (
+    GLUE,
+    configured,
+    demo_images,
+    on_cpu,
+    same,
+    unchanged,
+)
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
+from tests.continual.helpers import pool as pool_of_clips
 from tests.tiny_models import clip, finetuned, llama, t5
 
 
@@ -61,8 +70,8 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_every_method_merges_and_scores_every_family_or_says_why_not(family, name, request):
+def stream(family, name, request):
+    """A method, two models of a family in a dict, their pool, and a task pool."""
     tasks = ["shapes", "counts"]
     base = FAMILIES[family]()
     taskpool = GLUE(tasks)
@@ -86,6 +95,13 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     if name in STEPS:
         options.append(f"method.{STEPS[name]}=2")
     algorithm = on_cpu(instantiate(configured(method, *options)))
+    return algorithm, models, pool, taskpool
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_every_method_merges_and_scores_every_family_or_says_why_not(family, name, request):
+    algorithm, models, pool, taskpool = stream(family, name, request)
+    base = models["_pretrained_"]
     if (name, family) in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[name, family]):
             algorithm.run(pool, taskpool)
@@ -113,6 +129,49 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
         if name == "dop":
             expected = {key for key in expected if not key.endswith("class_embedding")}
     assert expected <= changed
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in METHODS])
+def test_every_baseline_computes_in_float32_with_models_in_16_bits(name, dtype, request):
+    """The result is that of the same weights in float32, rounded at each step."""
+    algorithm, models, pool, taskpool = stream("clip", name, request)
+    for model in models.values():
+        model.to(dtype).float()
+    with unchanged(models):
+        exact = algorithm.run(pool, taskpool)
+    algorithm, _, _, _ = stream("clip", name, request)
+    for model in models.values():
+        model.to(dtype)
+    with unchanged(models):
+        merged = algorithm.run(pool, taskpool)
+    assert {parameter.dtype for parameter in merged.parameters()} == {dtype}
+    assert {parameter.dtype for parameter in exact.parameters()} == {torch.float32}
+    expected = parameters_to_vector(exact.parameters())
+    error = (parameters_to_vector(merged.parameters()).float() - expected).norm()
+    # A few roundings: TIES and MagMax take other entries after that of the first step.
+    assert error < 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["opcm", "dop", "iso_c"])
+def test_a_stream_of_models_in_16_bits_is_resumed_with_the_same_bits(name, tmp_path):
+    models = {key: model.bfloat16() for key, model in pool_of_clips(3).items()}
+    options = []
+    if name in STEPS:
+        options.append(f"method.{STEPS[name]}=2")
+
+    def run(folder, on_step=None, **changed):
+        config = configured(f"continual/{name}", *options)
+        for key, value in changed.items():
+            config[key] = value
+        return logging_to(folder, instantiate(config)).run(models, None, on_step)
+
+    uninterrupted = run(tmp_path / "whole")
+    with pytest.raises(InterruptedRunError):
+        run(tmp_path / "parts", interrupt_after(2))
+    assert same(run(tmp_path / "parts", resume=True), uninterrupted)
 
 
 # Options that say how one method of FusionBench is run.
