@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.experiment import Experiment
+from fusion_bench_nufilt.continual.content import describe_items
 from fusion_bench_nufilt.continual.models import PRETRAINED, refuse_missing_keys
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
+from fusion_bench_nufilt.pages.metrics import ONE_BATCH
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import file_name
@@ -127,6 +129,8 @@ class PoolAnalysis:
             size = float(torch.linalg.vector_norm(layer_weight(self.pretrained, view)))
             result.add_vectors(layer, size, vectors[layer])
             result.affinity += self._affinities(layer, data[layer], vectors[layer])
+        if self.experiment.settings["fast_dev_run"]:
+            about["scored"] = ONE_BATCH
         result.vectors.sort(key=lambda row: self.tasks.index(row["task"]))
         return result
 
@@ -138,11 +142,10 @@ class PoolAnalysis:
         if self.config.activations == "own":
             source = model
             name = task
+        inputs = self._inputs[task]
         about = {
             "task": task,
-            "activations": self.config.activations,
-            "samples": self._samples[task],
-            "seed": self.config.seed,
+            "inputs": describe_items(inputs.dataset),
             "layers": self._modules,
             "weights": self.experiment.digest(name),
             "taskpool": self.experiment.settings["taskpool"],
@@ -150,7 +153,6 @@ class PoolAnalysis:
         folder = self.folder / MOMENTS / file_name(task)
         moments = known_moments(folder, about)
         if moments is None:
-            inputs = self._inputs[task]
             moments = record_moments(source, inputs, self.owner, folder, about, MEMORY)
         return moments
 

@@ -83,9 +83,14 @@ def taskpool_config(config: DictConfig) -> DictConfig:
 def plain(config: DictConfig) -> Any:
     """Return a configuration as JSON has it, with all references to other values resolved."""
     with composing():
-        # As it is read back from a file, so that the settings of a kept run compare as equal.
-        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        return json.loads(json.dumps(content, default=str))
+        return as_json(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+
+
+def as_json(content: Any) -> Any:
+    """Return content as it is read back from a file, so that what a kept run was made with compares
+    as equal.
+    """
+    return json.loads(json.dumps(content, default=str))
 
 
 def make(

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import lightning
 import torch
+from fusion_bench import RuntimeConstants
 from fusion_bench.compat.method import load_algorithm_from_config
 from fusion_bench.compat.modelpool import load_modelpool_from_config
 from fusion_bench.compat.taskpool import load_taskpool_from_config
@@ -23,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusion_bench_nufilt.continual.content import describe_config
 from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, SubsetIndices, score
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
@@ -39,7 +41,7 @@ from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.utils.manifest import package_versions
 
-from .configs import compose_run, make, plain, quiet, taskpool_config
+from .configs import as_json, compose_run, make, plain, quiet, taskpool_config
 
 OnStep = Callable[..., Any]
 
@@ -144,12 +146,28 @@ class Experiment:
         self._config = config
         self._validation = validation
         self._digests: dict[str, str] = {}
-        self.settings = {
+        #: What the words come to, for people; what results depend on is in :attr:`settings`.
+        self.composed = {
             "modelpool": plain(config.modelpool),
             "taskpool": plain(taskpool_config(config)),
         }
-        if validation is not None:
-            self.settings["validation"] = validation
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What every run depends on besides its models and its method: the task pool, and what its
+        data and the training data of the model pool are known by. This loads the test data.
+        """
+        settings: dict[str, Any] = {**self.evaluator.describe()}
+        settings["training_data"] = describe_config(self._config.modelpool.get("train_datasets"))
+        if self._validation is not None:
+            settings["validation"] = self._validation
+        return as_json(settings)
+
+    @contextmanager
+    def _fast_dev_run(self) -> Iterator[None]:
+        """Have FusionBench's pools and methods do what ``fast_dev_run`` of this experiment says."""
+        with patch.object(RuntimeConstants, "debug", bool(self._config.get("fast_dev_run"))):
+            yield
 
     @cached_property
     def fabric(self) -> lightning.Fabric:
@@ -174,9 +192,10 @@ class Experiment:
     def evaluator(self) -> WatchingEvaluator:
         """Made before any model is loaded: it looks up the test data, and compares all names."""
         config = taskpool_config(self._config)
-        taskpool = make("taskpool", config, self.fabric, load_taskpool_from_config)
         subset = None if self._validation is None else partial(part_of_test_data, self._validation)
-        evaluator = WatchingEvaluator(taskpool, self.fabric.device, subset)
+        with self._fast_dev_run():
+            taskpool = make("taskpool", config, self.fabric, load_taskpool_from_config)
+            evaluator = WatchingEvaluator(taskpool, self.fabric.device, subset)
         evaluator.compare_names(self.tasks)
         return evaluator
 
@@ -235,7 +254,8 @@ class Experiment:
     @torch.no_grad()
     def _scores_of(self, name: str, tasks: Sequence[str]) -> Scores:
         model, _ = self.load(name)
-        report = self.evaluator.report(model, tasks)
+        with self._fast_dev_run():
+            report = self.evaluator.report(model, tasks)
         return {task: or_none(score(report.get(task, {}))) for task in tasks}
 
     def run(self, config: dict[str, Any], on_step: OnStep = lambda *_: None) -> SeedRun:
@@ -252,7 +272,7 @@ class Experiment:
             lightning.seed_everything(config["seed"], verbose=False)
             algorithm = self.make_method(config)
             self.evaluator.watch()
-            with solver_seconds() as solving:
+            with self._fast_dev_run(), solver_seconds() as solving:
                 merged = algorithm.run(self.modelpool, self.evaluator, on_step=on_step)
             seconds = algorithm.merge_seconds
             solving_seconds = sum(solving) if solving else None

@@ -98,14 +98,14 @@ def compare(
         # Of two words for one key Hydra takes the later one: a method's own settings come last.
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
         configs, errors = _configure(specs, words, experiment, keep_going)
-        settings = {
+        settings = {"evaluate": evaluate, "resolved": experiment.settings}
+        about = {
             "modelpool": modelpool,
             "overrides": list(overrides),
-            "evaluate": evaluate,
-            "resolved": experiment.settings,
+            "composed": experiment.composed,
         }
         # After all methods were built: --overwrite deletes nothing for a run that can't begin.
-        with closing(Store(out, settings, overwrite=overwrite)) as store:
+        with closing(Store(out, settings, about=about, overwrite=overwrite)) as store:
             references = _score_single_models(store, experiment, bars)
             runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
             for spec, error in errors.items():

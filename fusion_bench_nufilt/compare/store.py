@@ -31,16 +31,24 @@ class _RunFile(TypedDict):
 
 class Store:
     """The files of a comparison, given the settings that every run depends on besides the models'
-    weights.
+    weights, and what else is told of it, on which no result depends.
 
     Results of the same comparison in the folder are kept, or with ``overwrite`` deleted once the
     models are known. A folder is refused if it holds results of other settings or if another
     process holds it.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        *,
+        about: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        about = about or {}
         self.folder = folder
-        self.settings = settings
+        self.settings = {**about, **settings}
         self._file = folder / "compare.json"
         self._references = folder / "references.json"
         self._lock = lock_folder(folder)
@@ -50,7 +58,9 @@ class Store:
             self._outdated = self._files_to_delete() if overwrite else []
             if self._before is not None and not overwrite:
                 # The weights are compared by `identify`, once the models have been read.
-                before = {key: value for key, value in self._before.items() if key != "weights"}
+                before = dict(self._before)
+                for key in ("weights", *about):
+                    before.pop(key, None)
                 self._refuse_others("", before, settings)
         except BaseException:
             self.close()

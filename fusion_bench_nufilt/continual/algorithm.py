@@ -23,7 +23,7 @@ from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.methods.options import DeviceConfig, Evaluate, ProtocolConfig
 from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.source import config_of
-from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
+from fusion_bench_nufilt.pages.metrics import ONE_BATCH, AccuracyMatrix, percent
 from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import try_write_report
@@ -531,7 +531,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             # FusionBench prints this report last, so that a run ends with its metrics and the page.
             report = scores.final_report()
             self._program.taskpool = ReportedTaskPool(self.taskpool, merged, report)
-        print_matrix(scores.matrix, title=f"{self.name}: score (%) of each task after each step")
+        title = f"{self.name}: score (%) of each task after each step"
+        if scores.evaluator.fast_dev_run:
+            title += f", on {ONE_BATCH}"
+        print_matrix(scores.matrix, title=title)
         if self.folder is None:
             return
         about = {
@@ -540,6 +543,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             "models": {name: model["source"] for name, model in self._inputs.items()},
             "merge_seconds": self.merge_seconds,
             "versions": package_versions(),
+            "fast_dev_run": scores.evaluator.fast_dev_run,
         }
         scores.matrix.save(self.folder.path, about)
         try_write_report(self.folder.path)
@@ -555,6 +559,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             bwt = percent(metrics["BWT"], sign=True)
             lines.append(f"ACC    {acc}, the mean score of the final model in per cent")
             lines.append(f"BWT    {bwt}, the mean change of a task since its own step")
+            if self.scores.evaluator.fast_dev_run:
+                lines.append(f"       scored on {ONE_BATCH}")
             before, now = self.scores.means_of_earlier()
             if not math.isnan(before):
                 lines.append(

@@ -139,6 +139,9 @@ class Evaluator:
         with _scoring_errors(), torch.random.fork_rng(devices=_gpus()):
             pool = self.taskpool
             config = _config_of(pool)
+            if isinstance(pool, V01TaskPool) and hasattr(pool, "fabric"):
+                # These pools alone have Fabric set up the model.
+                config["precision"] = str(pool.fabric.strategy.precision.precision)
             test_data: dict[str, Any] = {}
             if _is_clip(pool):
                 if not pool._is_setup:
@@ -591,6 +594,8 @@ class RunScores:
         for name, value in self.matrix.metrics().items():
             if not math.isnan(value):  # some need scores that `evaluate` may leave out
                 metrics[name] = value
+        if self.evaluator.fast_dev_run:
+            metrics["fast_dev_run"] = True
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
             metrics["page"] = str(self.folder.path / PAGE)

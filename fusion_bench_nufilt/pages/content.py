@@ -9,7 +9,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
-from .metrics import COSTS, AccuracyMatrix, Mean
+from .metrics import COSTS, ONE_BATCH, AccuracyMatrix, Mean
 from .results import (
     MEASURED,
     PAPER,
@@ -219,12 +219,19 @@ class ComparisonContent:
     @property
     def scored(self) -> str:
         """The data on which the models were scored."""
-        validation = self.settings.get("resolved", {}).get("validation")
+        resolved = self.settings.get("resolved", {})
+        validation = resolved.get("validation")
         if validation is None:
-            return "all test data"
-        if validation:
-            return "a fifth of the test data"
-        return "the test data without the fifth of --validation"
+            data = "all test data"
+        elif validation:
+            data = "a fifth of the test data"
+        else:
+            data = "the test data without the fifth of --validation"
+        if not resolved.get("fast_dev_run"):
+            return data
+        if validation is None:
+            return ONE_BATCH
+        return f"{ONE_BATCH}, of {data}"
 
     @property
     def done(self) -> dict[str, Method]:

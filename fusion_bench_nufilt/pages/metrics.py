@@ -29,6 +29,9 @@ class Metric(NamedTuple):
         return self.column.removesuffix(" %")
 
 
+#: What the scores of ``fast_dev_run=true`` are of.
+ONE_BATCH = "one batch of each task's test data (fast_dev_run=true)"
+
 #: What files, tables and loggers report of every run, computed from its accuracy matrix. All are
 #: fractions, and shown in per cent.
 METRICS = {

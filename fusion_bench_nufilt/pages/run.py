@@ -10,7 +10,7 @@ from fusion_bench_nufilt.utils.files import Score, Seconds
 
 from .charts import score_cells, score_maps
 from .layers import layer_charts, layer_means, strongest_layers
-from .metrics import AccuracyMatrix
+from .metrics import ONE_BATCH, AccuracyMatrix
 from .page import Outputs, Tables, render_page
 from .results import layer_rows, long_table, score_rows, select
 from .tables import to_csv
@@ -27,6 +27,7 @@ class RunContent:
     merge_seconds: list[Seconds]
     tasks: list[str]
     accuracy_matrix: list[list[Score | None]]
+    fast_dev_run: bool = False
 
     def __post_init__(self) -> None:
         # A matrix of another shape is refused when the file is read, with the field's name.
@@ -42,7 +43,12 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     fractions.insert(1, "merged_task", matrix.tasks, allow_duplicates=True)
     summary = matrix.summary()
     scores = select(long_table(score_rows(matrix)), metric="score")
-    cells = score_cells(scores, matrix.steps, f"{run.method}: {summary}")
+    title = f"{run.method}: {summary}"
+    scored = ""
+    if run.fast_dev_run:
+        scored = f"scored on {ONE_BATCH}"
+        title += f", {scored}"
+    cells = score_cells(scores, matrix.steps, title)
     picture = score_maps(cells, matrix.steps, matrix.tasks)
     layers = {}
     if "layers" in tables:
@@ -51,6 +57,7 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
         "run.html",
         run=run,
         summary=summary,
+        scored=scored,
         matrix=picture,
         steps=_steps(matrix, run.merge_seconds),
         layers=layers,

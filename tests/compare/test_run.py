@@ -1,23 +1,28 @@
 """Methods and seeds on the tiny demo."""
 
+import json
 import logging
 import math
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 import pytest
 import torch
+from fusion_bench import RuntimeConstants
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import DummyTaskPool
 
+import fusion_bench_nufilt.demo
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.experiment import Experiment, WatchingEvaluator, part_of_test_data
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
-from tests.compare.helpers import mean_of
+from fusion_bench_nufilt.pages.comparison import print_comparison
+from tests.compare.helpers import final, mean_of
 from tests.test_command_line import TASKS as DEMO
 
 pytestmark = pytest.mark.usefixtures("demo")
@@ -238,6 +243,61 @@ def test_results_of_other_settings_or_weights_are_refused_until_told_otherwise(
     assert len(started) == 1
     run(tmp_path, "nufilt", overwrite=True, **CHEAP)
     assert len(started) == 2
+
+
+def other_pictures(monkeypatch, name):
+    """Have the task pool draw other pictures of a task."""
+    load = fusion_bench_nufilt.demo.load_test_dataset
+
+    def load_changed(task):
+        data = load(task)
+        if task != name:
+            return data
+        pictures, labels = data.tensors
+        return type(data)(pictures.flip(1), labels)
+
+    # Hydra calls it by the name of its target.
+    monkeypatch.setattr(fusion_bench_nufilt.demo, "load_test_dataset", load_changed)
+
+
+def test_results_on_other_test_data_are_refused(tmp_path, monkeypatch, started):
+    run(tmp_path, "nufilt", **CHEAP)
+    other_pictures(monkeypatch, "digits")
+    with pytest.raises(ValueError, match=r"resolved\.test_data\.digits\.sha256 is not the same"):
+        run(tmp_path, seeds=(42, 43), **CHEAP)
+    assert len(started) == 1
+
+
+def test_what_changes_no_result_is_gone_on_with(tmp_path, demo, started):
+    run(tmp_path / "out", "nufilt", **CHEAP)
+    shutil.copytree(demo / "digits", tmp_path / "renamed")
+    words = [
+        "fabric.accelerator=cpu",
+        f"modelpool.models.digits={tmp_path / 'renamed'}",
+        "modelpool.taskpool.dataloader_kwargs.num_workers=0",
+    ]
+    run(tmp_path / "out", "nufilt", overrides=[*QUICK, *words], **CHEAP)
+    assert len(started) == 1
+
+
+def test_fast_dev_run_scores_one_batch_and_says_so(tmp_path, capsys):
+    batch = "modelpool.taskpool.dataloader_kwargs.batch_size=4"
+    overrides = [*THREE, batch, "fast_dev_run=true"]
+    result = run(tmp_path, "weight_average", overrides=overrides, **CHEAP)
+    scores = {**result.references["pretrained"], **result.references["individual"]}
+    scores |= {task: final(result, "weight_average", task).mean for task in TASKS}
+    assert all((4 * score).is_integer() for score in scores.values())
+    result.save(tmp_path)
+    for file in ("table.md", "table.tex", "per_task.md", "index.html"):
+        text = (tmp_path / file).read_text().replace("&#39;", "'").replace(r"\_", "_")
+        assert "scored on one batch of each task's test data (fast_dev_run=true)" in text, file
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+    assert settings["resolved"]["fast_dev_run"] is True
+    print_comparison(result)
+    assert "scored on one batch" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match=r"resolved\.fast_dev_run is true there and false here"):
+        run(tmp_path, "weight_average", overrides=[*THREE, batch], **CHEAP)
+    assert RuntimeConstants.debug is False
 
 
 def test_the_task_pool_that_is_named_wins(tmp_path):

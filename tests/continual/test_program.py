@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fusion_bench import RuntimeConstants
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from omegaconf import OmegaConf
 from PIL import Image
@@ -35,6 +36,24 @@ def test_the_placeholder_where_it_is_named_means_no_scores(program):
     logs = program("taskpool=dummy", "method.save_on_every_step=false")
     written = {path.name for path in logs.iterdir()}
     assert not {"accuracy_matrix.json", "checkpoints"} & written
+
+
+def test_a_run_on_one_batch_says_so_and_gives_no_score_to_a_whole_one(program, monkeypatch, capfd):
+    # The program sets it for its process.
+    monkeypatch.setattr(RuntimeConstants, "debug", False)
+    words = ("modelpool.taskpool.dataloader_kwargs.batch_size=4", "method.evaluate=last")
+    logs = program(*words, "fast_dev_run=true")
+    one_batch = "one batch of each task's test data (fast_dev_run=true)"
+    assert " ".join(capfd.readouterr().out.split()).count(one_batch) == 2
+    result = json.loads((logs / "accuracy_matrix.json").read_text())
+    assert result["fast_dev_run"] is True
+    assert all((4 * score).is_integer() for score in result["accuracy_matrix"][-1])
+    assert json.loads((logs / "report_2.json").read_text())["model_info"]["fast_dev_run"] is True
+    assert json.loads((logs / "program_report.json").read_text())["continual"]["fast_dev_run"]
+    page = (logs / "index.html").read_text().replace("&#39;", "'")
+    assert f"scored on {one_batch}" in page
+    with pytest.raises(ValueError, match="fast_dev_run is true there and false here"):
+        program(*words, "method.resume=true")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Scores of an earlier run are this run's only if the same task pool gave them on the same data."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -24,16 +23,18 @@ class Pool(V01TaskPool):
         self.scored = 0
 
     def load_task(self, name):
-        task = SimpleNamespace(test_dataset=Dataset.from_dict({"number": self.numbers}))
+        return Task(self, Dataset.from_dict({"number": self.numbers}))
 
-        def evaluate(model):
-            self.scored += 1
-            numbers = loaded["number"]
-            return {"accuracy": sum(number < model.weight.item() for number in numbers) / 4}
 
-        loaded = task.test_dataset
-        task.evaluate = evaluate
-        return task
+class Task:
+    def __init__(self, pool, test_dataset):
+        self.pool = pool
+        self.test_dataset = test_dataset
+
+    def evaluate(self, model):
+        self.pool.scored += 1
+        below = [number for number in self.test_dataset["number"] if number < model.weight.item()]
+        return {"accuracy": len(below) / len(self.test_dataset)}
 
 
 def run(folder, taskpool, **options):
@@ -56,6 +57,11 @@ def test_scores_of_another_task_pool_or_other_data_are_refused(tmp_path, differe
     run(tmp_path, Pool())
     with pytest.raises(ValueError, match=rf"holds other scores: {difference}.*path\.log_dir"):
         run(tmp_path, Pool(**OTHERS[difference]), resume=resume)
+
+
+def test_a_pool_that_is_told_so_scores_one_batch(tmp_path):
+    rows = run(tmp_path, Pool(fast_dev_run=True))
+    assert rows == [[1 / 2, None], [1, 1]]
 
 
 def test_scores_of_the_same_pool_on_the_same_data_come_back(tmp_path):
