@@ -247,7 +247,11 @@ def gather(
         for role, model in recipe["inputs"].items():
             option = "tasks" if _TASK.fullmatch(role) else role
             if option not in named:
-                inputs[role] = model
+                inputs[role] = model.copy()
+        # With other settings, other tensors may be read.
+        if not named.keys() <= {"out", *with_scope((Settings,), "run")}:
+            for model in inputs.values():
+                model.pop("read", None)
         recipe["inputs"] = inputs
     recipe.update(named)
     validate(recipe, _Recipe)

@@ -123,15 +123,27 @@ def check_contents(plan: Plan) -> list[str]:
     if not plan.settings.verify:
         return []
     warnings: list[str] = []
-    base = base_of(plan.before)
-    if plan.merged is not None and base is not None:
-        # Where its content is not recorded, that of the merged model tells, by its weights.
-        _refuse_other(plan, "base", base, f"'{plan.merged.source.name}'")
-    for role, saved in plan.promised.items():
-        if role in plan.models:
-            warnings += _refuse_other(plan, role, saved, "the recipe")
+    for role, saved, of in promised_inputs(plan):
+        doubts = _refuse_other(plan, role, saved, of)
+        # Of the base of a merged model, their weights tell where nothing else does.
+        if role in plan.promised:
+            warnings += doubts
     _refuse_merged_tasks(plan)
     return warnings
+
+
+def promised_inputs(plan: Plan) -> list[tuple[str, Input, str]]:
+    """Return what models of a plan are known by in manifests: their roles, what they are known by,
+    and whose manifest that is.
+    """
+    inputs = []
+    base = base_of(plan.before)
+    if plan.merged is not None and base is not None:
+        inputs.append(("base", base, f"'{plan.merged.source.name}'"))
+    for role, saved in plan.promised.items():
+        if role in plan.models:
+            inputs.append((role, saved, "the recipe"))
+    return inputs
 
 
 def _refuse_other(plan: Plan, role: str, saved: Input, of: str) -> list[str]:

@@ -36,7 +36,13 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import MergedLayer, merge_layers
-from .inputs import refuse_changed, unchanged_records
+from .inputs import (
+    digests_of_inputs,
+    edited_inputs,
+    refuse_changed,
+    refuse_edited,
+    unchanged_records,
+)
 from .other_params import NOT_FINITE, head_files, write_other
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
@@ -87,7 +93,9 @@ def merge_folders(
     ):
         _merge(plan, state_places, output, progress or (lambda done, total: None))
         refuse_changed(plan, output.done)
-        manifest = _manifest(plan, output.done, warnings)
+        digests = digests_of_inputs(record["read"] for record in output.done.values())
+        refuse_edited(plan, digests)
+        manifest = _manifest(plan, output.done, digests, warnings)
         card = model_card(plan, manifest["warnings"])
         write_files(output.model, {**files, CARD: card.encode()})
         # The last of the files, since it has the digests of all others.
@@ -113,6 +121,13 @@ def check_output(plan: Plan, out: Path) -> bool:
             raise ValueError(f"'{out}' exists: {in_one_line(differing)}; {remedy}")
         advice = "remove it, and the same command makes it again"
         verify_files(out, manifest, advice, digests=plan.settings.verify)
+        if plan.settings.verify:
+            edited = edited_inputs(plan, manifest["inputs"])
+            if edited:
+                raise ValueError(
+                    f"'{out}' exists: {edited[0]} '{plan.models[edited[0]].source.label}' was "
+                    f"edited inside a tensor; {remedy}"
+                )
         return True
     folder = _existing_parent(out)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -216,8 +231,13 @@ def _merge(
         progress(len(done), total)
 
 
-def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -> dict[str, Any]:
-    """Return the manifest's content: what the result depends on, and what became of it."""
+def _manifest(
+    plan: Plan, done: Mapping[str, Record], digests: Mapping[str, str], warnings: Sequence[str]
+) -> dict[str, Any]:
+    """Return the manifest's content: what the result depends on, and what became of it.
+
+    ``digests`` are those of all that was read of the inputs.
+    """
     public_warnings = list(warnings)
     for checkpoint in plan.checkpoints:  # without the user's directories
         name = f"'{checkpoint.name}'"
@@ -233,6 +253,8 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         "copied": len(plan.others) - averaged,
     }
     description = plan.description
+    for role, digest in digests.items():
+        description["inputs"][role]["read"] = digest
     own_tasks = [description["inputs"][f"task {number}"] for number in range(len(plan.tasks))]
     return {
         "method": plan.method.label,

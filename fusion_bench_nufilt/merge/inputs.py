@@ -1,8 +1,9 @@
-"""Whether the inputs of a merge still are what was read of them: the digests in the records of what
-is finished tell.
+"""Whether the inputs of a merge still are what was read of them, to the last bit, which their
+fingerprints can't tell: the digests in the records of what is finished do.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -10,7 +11,9 @@ import torch
 
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.devices import map_layers
+from fusion_bench_nufilt.utils.files import Input
 
+from .checks import promised_inputs
 from .engine import Budget
 from .other_params import digests_of_other
 from .output import Record
@@ -25,13 +28,17 @@ def unchanged_records(plan: Plan, records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record["read"] == digests.get(record["param"])]
 
 
-def read_digests(plan: Plan, params: Iterable[str]) -> dict[str, dict[str, str]]:
+def read_digests(
+    plan: Plan, params: Iterable[str], strengths: Sequence[float] | None = None
+) -> dict[str, dict[str, str]]:
     """Read what tensors of the result are made from, and return its digests by the model's role in
     the merge, by param.
+
+    ``strengths`` are those of the tasks, measured by default.
     """
     # Digests are of bytes as they are stored, for which no GPU or cluster is needed.
     settings = dataclasses.replace(plan.settings, engine="local", address=None, device="cpu")
-    source = PlannedLayers(dataclasses.replace(plan, settings=settings))
+    source = PlannedLayers(dataclasses.replace(plan, settings=settings), strengths)
     budget = Budget(source.memory_limit)
     layers = {layer.param: layer for layer in plan.layers}
 
@@ -47,6 +54,58 @@ def read_digests(plan: Plan, params: Iterable[str]) -> dict[str, dict[str, str]]
     digests = dict(zip(merged, map_layers(digests_of_layer, merged, cpu), strict=True))
     of_others = map_layers(partial(digests_of_other, plan), others, cpu)
     return digests | dict(zip(others, of_others, strict=True))
+
+
+def digests_of_inputs(read: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return a digest of all that was read of each input, by its role, given the digests for each
+    tensor of the result.
+
+    They are taken in their own order, each once: those of the base do not depend on which tensors
+    are merged, and which of them are stored once more under another name.
+    """
+    digests_by_role: dict[str, set[str]] = {}
+    for digests in read:
+        for role, digest in digests.items():
+            digests_by_role.setdefault(role, set()).add(digest)
+    digests_by_role.pop("strengths", None)
+    of_inputs = {}
+    for role, digests_of_tensors in digests_by_role.items():
+        lines = "\n".join(sorted(digests_of_tensors))
+        of_inputs[role] = hashlib.sha256(lines.encode()).hexdigest()
+    return of_inputs
+
+
+def edited_inputs(plan: Plan, inputs: Mapping[str, Input]) -> list[str]:
+    """Read all that is merged, and return the roles of models that are no longer what was read of
+    them, as ``inputs`` of a finished merge of this plan say; none if any is still on the hub.
+    """
+    if any(checkpoint.remote for checkpoint in plan.checkpoints):
+        return []
+    params = [*(layer.param for layer in plan.layers), *plan.others]
+    # They follow from the rest, which is compared.
+    no_strengths = [1.0] * len(plan.tasks)
+    digests = digests_of_inputs(read_digests(plan, params, no_strengths).values())
+    return [role for role, digest in digests.items() if inputs[role].get("read") != digest]
+
+
+def refuse_edited(plan: Plan, digests: Mapping[str, str]) -> None:
+    """Raise a ValueError if an input is not what was read of it in the merge whose manifest names
+    it, though its fingerprint is the same; ``digests`` are those of what was read, by role.
+    """
+    if not plan.settings.verify:
+        return
+    # Of the base, rows of new tokens were read, too.
+    has_new_tokens = bool(plan.vocabulary.params or plan.before.get("vocabulary"))
+    for role, saved, of in promised_inputs(plan):
+        if role == "base" and plan.merged is not None and has_new_tokens:
+            continue
+        if role not in digests or "read" not in saved or saved["read"] == digests[role]:
+            continue
+        name = plan.models[role].source.name
+        raise ValueError(
+            f"'{name}' is not the {role} of {of}: it was edited inside a tensor; name that one, or "
+            "add --no-verify"
+        )
 
 
 def refuse_changed(plan: Plan, done: Mapping[str, Record]) -> None:

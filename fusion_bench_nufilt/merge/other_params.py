@@ -172,11 +172,12 @@ def write_other(
     ``state_places`` has the places in the file of the state, by key.
     """
     record: Record = {"param": param, "written": [], "read": {}, "reports": []}
-    digests = ReadDigests()
+    read: dict[str, list[str]] = {}
     mean_writer = None
     if mean_key(param) in state_places:
         mean_writer = _Writer(output, state_places[mean_key(param)])
     for key in plan.others[param]:
+        digests = ReadDigests()
         tensor = OtherParam(plan, param, key, digests)
         writer = _Writer(output, plan.places[key])
         is_copy = tensor.is_kept and tensor.info.dtype == writer.place.dtype
@@ -188,6 +189,10 @@ def write_other(
             record["written"].append(mean_writer.entry())
             mean_writer = None  # one of the keys of a tied tensor is enough
         record["written"].append(writer.entry())
+        for source, digest in digests.by_source().items():
+            # What is stored twice is known by the digest of one.
+            if digest not in read.setdefault(source, []):
+                read[source].append(digest)
         if not all_finite:
             # In the record, so that a run that goes on has it in its manifest, too.
             record["not_finite"] = key
@@ -197,7 +202,7 @@ def write_other(
         rows_writer = _Writer(output, rows_place)
         rows_writer.write(plan.vocabulary.new_rows(param))
         record["written"].append(rows_writer.entry())
-    record["read"] = digests.by_source()
+    record["read"] = {source: "".join(of_source) for source, of_source in read.items()}
     # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
     output.record(record)
 

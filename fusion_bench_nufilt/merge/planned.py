@@ -299,12 +299,13 @@ class PlannedLayers(LayerSource[Layer]):
         before = self.read(layer, torch.device("cpu"))
         digests: dict[str, str] = before.record["read"]
         if isinstance(before, LayerInBasis):
-            _, digests["base"] = self.plan.base.read(layer.keys[0])
-            return digests
-        theta_0 = layer.view.part(before.theta_0)
-        for number, task in enumerate(self.plan.tasks):
-            if layer.param in task.params:
-                _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
+            # Its tasks are read before the base.
+            theta_0, digests["base"] = self.plan.base.read(layer.keys[0])
+        else:
+            theta_0 = layer.view.part(before.theta_0)
+            for number, task in enumerate(self.plan.tasks):
+                if layer.param in task.params:
+                    _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
         # Any weight does: what is read for new tokens does not depend on it.
         self.plan.vocabulary.grown_layer(layer.param, to_compute_dtype(theta_0).cpu(), digests)
         return digests

@@ -360,6 +360,7 @@ class Input(TypedDict, total=False):
     fingerprint: str
     hub: dict[str, str]  # the hub's digests of its files of weights
     files: dict[str, InputFile]  # beside the weights, which change a merge, too
+    read: str  # a digest of all that a merge read of it
 
 
 class Head(TypedDict):

@@ -92,7 +92,7 @@ def test_an_adapter_of_transposed_layers_is_analysed_like_the_weights_that_it_ma
     assert [row["overlap"] for row in found.overlaps] == pytest.approx([1.0] * 4, abs=1e-4)
 
 
-def adapter(folder, layers, rank=4):
+def adapter(folder, layers, rank=4, sign=1):
     """An adapter of rank 4 with equal singular values, on layers of the tiny Llama."""
     folder.mkdir()
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(layers)}
@@ -100,7 +100,7 @@ def adapter(folder, layers, rank=4):
     factors = {}
     for module, (d_o, d_i) in layers.items():
         factors[f"base_model.model.{module}.lora_A.weight"] = torch.eye(rank, d_i)
-        factors[f"base_model.model.{module}.lora_B.weight"] = torch.eye(d_o, rank)
+        factors[f"base_model.model.{module}.lora_B.weight"] = sign * torch.eye(d_o, rank)
     save_file(factors, folder / "adapter_model.safetensors")
 
 
@@ -111,7 +111,7 @@ def test_layers_that_an_adapter_does_not_touch_do_not_count(tmp_path):
     q_proj = {name: shape for name, shape in shapes.items() if name.endswith("q_proj")}
     v_proj = {name: shape for name, shape in shapes.items() if name.endswith("v_proj")}
     adapter(tmp_path / "one", q_proj)
-    adapter(tmp_path / "two", q_proj)
+    adapter(tmp_path / "two", q_proj, sign=-1)
     content = summarise(analyse(tmp_path, target_modules="auto"))
     for task in ("one", "two"):
         vector = content["vectors"][task]

@@ -290,6 +290,88 @@ def test_an_input_that_is_touched_during_the_run_is_the_same(wide, monkeypatch, 
     assert hashes(merge(wide, TWO)) == expected
 
 
+# --- to the last bit ---
+
+
+@pytest.mark.parametrize("key", [LAYER, EMBEDDINGS])
+@pytest.mark.parametrize("role", ["base", "task2"])
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+def test_a_finished_result_is_not_that_of_an_input_that_was_edited_inside_a_tensor(
+    wide, role, key, method
+):
+    options = {"tasks": TWO, "other_params": "mean", "method": method}
+    merge(wide, **options)
+    edit_first_bytes(wide / role, key)
+    message = rf"out' exists: (base|task 1) '{role}' was edited inside a tensor; remove it or name"
+    with pytest.raises(ValueError, match=message):
+        merge(wide, **options)
+    merge(wide, **options, **WITHOUT)
+    shutil.rmtree(wide / "out")
+    merge(wide, **options)
+    merge(wide, **options)
+
+
+@pytest.mark.parametrize("key", [LAYER, EMBEDDINGS])
+def test_a_base_that_was_edited_inside_a_tensor_is_not_that_of_the_merged_model(wide, key):
+    merge(wide, ["task1"], "one")
+    edit_first_bytes(wide / "base", key)
+    message = r"base' is not the base of '.*one': it was edited inside a tensor; name that"
+    with pytest.raises(ValueError, match=message):
+        merge(wide, ["task2"], merged="one")
+    assert not (wide / "out").exists()
+    merge(wide, ["task2"], merged="one", **WITHOUT)
+
+
+#: Each makes a merge read other tensors, in other ways.
+OTHERWISE = {
+    "mean": {"other_params": "mean"},
+    "other layers": {"target_modules": ["q_proj"]},
+    "best": {"method": "best"},
+    "dtype": {"settings": {"dtype": "bfloat16"}},
+    "shards": {"settings": {"max_shard_size": 30000}},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+def test_the_digest_of_the_base_does_not_depend_on_what_is_merged(tmp_path, otherwise, tied):
+    save_stream(tmp_path, llama(tie_word_embeddings=tied), tasks=2)
+    digests = []
+    for name, options in (("one", {}), ("other", OTHERWISE[otherwise])):
+        merge(tmp_path, ["task1"], name, **options)
+        digests.append(manifest(tmp_path / name)["inputs"]["base"]["read"])
+    assert digests[0] == digests[1]
+    options = {key: value for key, value in OTHERWISE[otherwise].items() if key != "method"}
+    merge(tmp_path, ["task2"], "two", merged="one", **options)
+
+
+def test_a_head_of_its_own_in_one_task_leaves_the_base_what_it_is(tmp_path):
+    models = save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    untied = models["task2"]
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight + 0.01)
+    untied.config.tie_word_embeddings = False
+    untied.save_pretrained(tmp_path / "task2")
+    merge(tmp_path, ["task2"], "two", merged="one", other_params="mean")
+    assert "lm_head.weight" in tensors(tmp_path / "two")
+
+
+def test_a_recipe_with_an_edited_task_is_refused_when_it_is_read(wide):
+    words = [f"{key}={value}" for key, value in RANKS.items()]
+    models = ["--base", wide / "base", "--task", wide / "task1", "--out", wide / "first"]
+    assert nufilt("merge", *models, *words)[0] == 0
+    edit_first_bytes(wide / "task1", LAYER)
+    again = ("merge", wide / "first" / "nufilt.json", "--out", wide / "second")
+    code, text = nufilt(*again)
+    assert code == 1
+    assert "task1' is not the task 0 of the recipe: it was edited inside a" in " ".join(
+        text.split()
+    )
+    assert nufilt(*again, "target_modules=[q_proj]")[0] == 0
+    shutil.rmtree(wide / "second")
+    assert nufilt(*again, "--no-verify")[0] == 0
+
+
 # --- the base of what is gone on from ---
 
 
