@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -360,10 +361,17 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                     self._states.pop(key, None)
             reports[layer.name] = result.record["reports"][0]
 
-        with tqdm(
-            total=len(plan.layers), desc=f"Merging {name}", unit="layer", leave=False, disable=None
-        ) as bar:
-            for count in merge_layers(PlannedLayers(plan), plan.layers, on_layer):
+        with (
+            closing(merge_layers(PlannedLayers(plan), plan.layers, on_layer)) as merged_layers,
+            tqdm(
+                total=len(plan.layers),
+                desc=f"Merging {name}",
+                unit="layer",
+                leave=False,
+                disable=None,
+            ) as bar,
+        ):
+            for count in merged_layers:
                 bar.update(count)
         means = average_others(plan, merged_source.write)
         mean_counts = plan.mean_counts

@@ -5,7 +5,8 @@ each other's.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 
 import numpy
 import torch
@@ -37,7 +38,7 @@ def cluster_nodes(plan: Plan) -> list[Node]:
 
 def merge_on_cluster(
     plan: Plan, layers: Sequence[Layer], write: Callable[[Record, Sequence[memoryview]], object]
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Merge layers on the plan's cluster, and yield the number of those that were written
     meanwhile.
 
@@ -54,11 +55,12 @@ def merge_on_cluster(
     nodes = cluster_nodes(plan)
     # Measured here, so that every node has the same.
     strengths = source.strengths
-    for _, merged in run_on_cluster(ray, nodes, work, _make_merger, plan, strengths):
-        # As they arrive: a driver that is killed has lost no more than the layers in progress.
-        for record, pieces in merged:
-            write(record, [piece.data for piece in pieces])
-        yield len(merged)
+    with closing(run_on_cluster(ray, nodes, work, _make_merger, plan, strengths)) as results:
+        for _, merged in results:
+            # As they arrive: a driver that is killed has lost no more than the layers in progress.
+            for record, pieces in merged:
+                write(record, [piece.data for piece in pieces])
+            yield len(merged)
 
 
 def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[str]], _Merged]:

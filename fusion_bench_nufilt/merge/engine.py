@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -389,15 +389,17 @@ class Budget:
 
 def merge_layers(
     source: LayerSource[_L], layers: Sequence[_L], on_layer: OnLayer[_L]
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Merge layers in this process, and hand over each; yield the number of those that were merged
     meanwhile.
+
+    Until this generator is closed, layers may be handed over.
     """
     # A run that goes on may have none left, for which no stream of a GPU is made.
     if not layers:
-        return iter(())
+        return
     merger = LayerMerger(source)
-    return map_layers(
+    yield from map_layers(
         partial(merger.merge, on_layer=on_layer),
         source.batches(layers),
         source.devices[0],

@@ -225,10 +225,12 @@ def _merge(
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
         merged_layers = merge_layers(PlannedLayers(plan), layers, write_layer)
-    for _ in merged_layers:
-        progress(len(done), total)
-    for _ in map_layers(write_other_param, others, torch.device("cpu")):
-        progress(len(done), total)
+    written_others = map_layers(write_other_param, others, torch.device("cpu"))
+    for written in (merged_layers, written_others):
+        # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.
+        with closing(written):
+            for _ in written:
+                progress(len(done), total)
 
 
 def _manifest(

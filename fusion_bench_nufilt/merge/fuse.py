@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -176,11 +177,12 @@ def fuse_layers(
         # This is a worker's thread: the loop below tells the caller in the caller's own.
         finished.append(name)
 
-    for _ in merge_layers(source, list(merged), on_layer):
-        while finished:
-            name = finished.popleft()
-            if progress is not None:
-                progress(name)
+    with closing(merge_layers(source, list(merged), on_layer)) as merged_layers:
+        for _ in merged_layers:
+            while finished:
+                name = finished.popleft()
+                if progress is not None:
+                    progress(name)
     # Layers finish in any order, and the result has that of the model.
     return {name: fused[name] for name in merged}, {name: reports[name] for name in merged}
 
@@ -192,8 +194,9 @@ def merge_matrices(source: MatrixLayers) -> dict[str, Tensor]:
     def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
         merged[layer.layer] = merged_weight().to(source.pretrained[layer.layer].device)
 
-    for _ in merge_layers(source, list(source.pretrained), on_layer):
-        pass
+    with closing(merge_layers(source, list(source.pretrained), on_layer)) as merged_layers:
+        for _ in merged_layers:
+            pass
     return merged
 
 

@@ -82,6 +82,7 @@ class Output:
         self._journal = self.work / _JOURNAL
         self._sizes = {file: size for file, (_, size) in headers.items()}
         self._writing = threading.Lock()
+        self._is_closed = False
         self._claim()
         self._lock = lock_folder(self.work)
         try:
@@ -209,6 +210,8 @@ class Output:
 
     def write(self, file: str, data: memoryview, offset: int) -> None:
         # Opened for this write only, since there may be more files than a process may have open.
+        if self._is_closed:
+            raise ValueError(f"'{self.work}' is no longer locked by this run: '{file}' not written")
         with (self.model / file).open("r+b", buffering=0) as stream:
             write_at(stream.fileno(), data, offset)
 
@@ -231,7 +234,8 @@ class Output:
         clear_work_folder(self.out)
 
     def close(self) -> None:
-        """Release the lock; what is written stays for the next run."""
+        """Release the lock; what is written stays for the next run, and nothing is added to it."""
+        self._is_closed = True
         self._lock.release()
 
 

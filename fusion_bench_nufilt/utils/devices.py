@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
@@ -100,9 +100,11 @@ def map_layers(
     items: Sequence[_T],
     device: torch.device,
     workers: int | None = None,
-) -> Iterator[_R]:
+) -> Generator[_R, None, None]:
     """Yield the results in order; until the last one is taken, float32 products keep full
     precision.
+
+    Whoever may not take them all closes this generator, which waits for the layers in progress.
 
     On a CPU, each of torch's threads (or of ``workers``, if fewer) computes a layer alone. That
     beats using all threads on one layer (eigenvalue solvers hardly scale), does not stall on a busy

@@ -18,7 +18,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from tests.conftest import REPO
@@ -330,3 +331,65 @@ def test_control_c_stops_early_and_keeps_what_is_done(stream):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) != 0
     assert not (stream / "out").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_when_a_callback_fails_no_thread_writes_after_the_lock_is_released(
+    stream, monkeypatch, error
+):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    releases = []
+    late_writes = []
+    close = Output.close
+    write = Output.write
+
+    def noted_close(self):
+        close(self)
+        releases.append(self)
+
+    def noted_write(self, *arguments):
+        time.sleep(0.01)  # other threads are at work while the callback fails
+        late_writes.extend(releases)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Output, "close", noted_close)
+    monkeypatch.setattr(Output, "write", noted_write)
+
+    def fail(done, total):
+        raise error
+
+    try:
+        # The traceback in it holds all that was under way.
+        with pytest.raises(error) as raised:
+            merge_folders(plan(stream), stream / "out", fail)
+        time.sleep(0.2)
+        assert releases
+        assert not late_writes
+        change(stream / "task3", "model.layers.0.mlp.up_proj.weight", torch.zeros_like)
+        monkeypatch.undo()
+        assert hashes(merge(stream)) == hashes(merge(stream, out="expected"))
+        del raised
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_output_that_was_closed_is_not_written_to(stream):
+    outputs = []
+
+    def stop(done, total):
+        raise InterruptedError
+
+    record = Output.record
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def noted(self, *arguments):
+            outputs.append(self)
+            record(self, *arguments)
+
+        patch.setattr(Output, "record", noted)
+        with pytest.raises(InterruptedError):
+            merge_folders(plan(stream), stream / "out", stop)
+    with pytest.raises(ValueError, match=r"no longer locked by this run.*not written"):
+        outputs[0].write("model.safetensors", memoryview(b"x"), 0)
