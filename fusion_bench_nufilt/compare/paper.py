@@ -172,8 +172,11 @@ def preset_specs(
             methods.append(method)
     if name == "paper":
         methods = _methods_of_paper(methods, modelpool)
-    specs = parse_methods(",".join(methods), overrides)
-    return [replace(spec, preset=True) for spec in specs]
+    specs = []
+    for spec in parse_methods(",".join(methods), overrides):
+        settings = paper_settings(modelpool, spec.method) if name == "paper" else ()
+        specs.append(replace(spec, label=":".join([spec.label, *settings]), preset=True))
+    return specs
 
 
 def _methods_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
@@ -227,7 +230,9 @@ def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequenc
         if rank != config[key] and f"method.{key}" not in overridden_keys:
             changed.append(f"{key}={rank}")
     overrides = (*spec.overrides, *(f"method.{setting}" for setting in changed))
-    return replace(spec, overrides=overrides, settings=(*spec.settings, *changed))
+    # The label says what was derived, as one would type it: without it, the row is another one.
+    label = ":".join([spec.label, *changed])
+    return replace(spec, label=label, overrides=overrides, settings=(*spec.settings, *changed))
 
 
 def printed_for_method(
@@ -252,7 +257,19 @@ def printed_for_method(
     rows = select(numbers, method=method).copy()
     if form == "released":
         rows.loc[rows["note"].str.contains("form=released"), "note"] = ""
+    for note in _notes_on_settings(spec, modelpool):
+        rows["note"] = (rows["note"] + "; " + note).str.removeprefix("; ")
     return rows
+
+
+def _notes_on_settings(spec: RunSpec, modelpool: str) -> list[str]:
+    """Return in what our run of a method is not known to be the one that the paper prints."""
+    notes = []
+    if NEED_DATA.get(spec.method) == "unlabelled":
+        notes.append(_PAPER["notes"]["unlabelled"])
+    if paper_settings(modelpool, spec.method) and spec.method in _PAPER["notes"]:
+        notes.append(_PAPER["notes"][spec.method])
+    return notes
 
 
 def panel_specs(panel: Mapping[str, Any], width: int) -> list[RunSpec]:
@@ -267,7 +284,8 @@ def panel_specs(panel: Mapping[str, Any], width: int) -> list[RunSpec]:
             options[option] = rank_for_width(option, number, width)
         settings = tuple(f"{option}={number}" for option, number in options.items())
         overrides = ("method=nufilt", *(f"method.{setting}" for setting in settings))
-        specs.append(RunSpec(f"{panel['symbol']} {options[key]}", overrides, "nufilt", settings))
+        label = ":".join([f"{panel['symbol']} {options[key]}", *settings[:-1]])
+        specs.append(RunSpec(label, overrides, "nufilt", settings))
     return list(dict.fromkeys(specs))  # several ranks may be one in a narrow model
 
 

@@ -345,7 +345,8 @@ def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
         spec.label: spec
         for spec in preset_specs("sensitivity", "nufilt_demo", ["method.max_steps=1"])
     }
-    assert specs[f"r_p {width}"].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
+    label = f"r_p {width}:lora_rank=0:task_rank=0"
+    assert specs[label].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
 
 
 def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(tmp_path):

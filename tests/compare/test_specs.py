@@ -153,12 +153,42 @@ def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_that_fit_the_wid
     configs = [compose_run(spec.overrides).method for spec in specs]
     parts = [(config.null_space, config.null_rank, config.lora_rank) for config in configs]
     assert parts == [(False, null, 0), (True, null, 0), (False, null, lora), (True, null, lora)]
-    assert [spec.label for spec in specs] == [
-        "nufilt/naive",
-        "nufilt/filter_only",
-        "nufilt/adapter_only",
-        "nufilt",
-    ]
+    names = ["nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt"]
+    assert [spec.method for spec in specs] == names
+    assert [spec.label.partition(":")[0] for spec in specs] == names
+
+
+@pytest.mark.parametrize("width", [96, 128, 768])
+def test_what_a_preset_derives_stands_in_the_label_as_it_would_be_typed(width):
+    """Rows of one name never differ: the same words in --methods give the same row."""
+    models = SimpleNamespace(width=width)
+    for spec in preset_specs("ablation", "nufilt_demo", []):
+        fitted = with_fitting_ranks(spec, models, [])
+        (typed,) = parse_methods(fitted.label)
+        assert typed.settings == fitted.settings
+        config = compose_run(fitted.overrides).method
+        assert compose_run(typed.overrides).method == config
+        if width == 96 and spec.method == "nufilt":
+            assert fitted.label == "nufilt:null_rank=16:lora_rank=8"
+        if width == 768:
+            assert fitted == spec
+
+
+def test_the_settings_of_the_paper_for_many_tasks_stand_in_the_labels():
+    specs = {spec.label: spec for spec in preset_specs("paper", "clip-vit-base-patch32_TALL20", [])}
+    for name in ("task_arithmetic", "ties_merging", "knots_ties"):
+        (typed,) = parse_methods(f"{name}:scaling_factor=0.1")
+        assert specs[typed.label].overrides == typed.overrides
+        assert name not in specs
+
+
+@pytest.mark.parametrize("width", [96, 768])
+def test_a_row_of_the_sensitivity_names_all_that_it_sets(width):
+    for panel in SENSITIVITY:
+        for spec in panel_specs(panel, width):
+            for setting in spec.settings[:-1]:
+                assert setting in spec.label
+            assert spec.label.startswith(f"{panel['symbol']} {spec.settings[-1].partition('=')[2]}")
 
 
 def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scaled():
@@ -169,6 +199,7 @@ def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scale
         for spec in preset_specs("paper", "nufilt_demo", given)
     }
     assert specs["nufilt"].settings == ("lora_rank=10",)
+    assert specs["nufilt"].label == "nufilt:lora_rank=10"
     (named,) = parse_methods("nufilt")
     assert with_fitting_ranks(named, models, []) == named
 
@@ -206,7 +237,7 @@ def test_its_ranks_are_in_proportion_to_the_width_below_the_papers(width, ranks)
 def test_the_paper_scales_by_the_number_of_tasks_and_has_both_forms_where_there_are_two(
     pool, scale
 ):
-    specs = {spec.label: spec for spec in preset_specs("paper", pool, [])}
+    specs = {spec.label.partition(":")[0]: spec for spec in preset_specs("paper", pool, [])}
     for name in ("ties_merging", "task_arithmetic", "knots_ties"):
         assert compose_run(specs[name].overrides).method.base_method.scaling_factor == scale
     released = specs["ties_merging (released)"]
