@@ -34,6 +34,7 @@ from fusion_bench_nufilt.utils.options import advice
 
 from .content import describe_config, describe_items
 from .data_sets import check_test_sets, refuse_other_spelling
+from .models import IN_REPORTS
 from .precision import widened
 from .run_folder import RunFolder
 
@@ -203,11 +204,7 @@ class Evaluator:
         # score.
         for task, result in results.items():
             report[task] = {metric: or_none(value) for metric, value in result.items()}
-        report["average"] = {}
-        for metric in ("accuracy", "loss"):
-            values = [result[metric] for result in results.values() if metric in result]
-            if values:
-                report["average"][metric] = or_none(sum(values) / len(values))
+        report["average"] = average(report, list(results))
         return report
 
     def has(self, task: str) -> bool:
@@ -232,6 +229,18 @@ class Evaluator:
             if not any(alias in tasks for alias in task_aliases(name)):
                 further.append(name)
         return [*tasks, *further]
+
+
+def average(report: Report, tasks: Sequence[str]) -> dict[str, float | None]:
+    """Return FusionBench's average of tasks in a report; a metric that one of them lacks a value of
+    has none.
+    """
+    means = {}
+    for metric in ("accuracy", "loss"):
+        values = [report[task][metric] for task in tasks if metric in report[task]]
+        if values:
+            means[metric] = None if None in values else sum(values) / len(values)
+    return means
 
 
 def score(result: dict[str, float | None]) -> float:
@@ -536,7 +545,7 @@ class RunScores:
         if self.earlier == 0 or self.evaluate == "last":
             return
         tasks = self.matrix.tasks[: self.earlier]
-        report = self.evaluator.report(merged_before, tasks)
+        report = self._report(merged_before, tasks, self.earlier)
         if self.folder is not None:
             self.folder.save_report(self.first_step - 1, report)
         scores = {task: score(report[task]) for task in tasks if task in report}
@@ -553,10 +562,25 @@ class RunScores:
         tasks = self.tasks(step)
         if not tasks:
             return
-        report = self.evaluator.report(merged, tasks, others=self.is_last(step))
+        report = self._report(merged, tasks, self.row(step), others=self.is_last(step))
         if self.folder is not None:
             self.folder.save_report(step, report)
         self.record(step, report)
+
+    def _report(
+        self, model: nn.Module, tasks: Sequence[str], row: int, *, others: bool = False
+    ) -> Report:
+        """Return FusionBench's report of a step, whose ``average`` is that of all tasks merged so
+        far; where one of them has no score, the average has another name.
+        """
+        report = self.evaluator.report(model, tasks, others=others)
+        of_scored = report.pop("average")
+        merged_tasks = self.matrix.tasks[:row]
+        if all(task in report for task in merged_tasks):
+            report["average"] = average(report, merged_tasks)
+        else:
+            report["average_of_scored"] = of_scored
+        return report
 
     def record(self, step: int, report: Report) -> None:
         """Enter the scores of a report into the matrix."""
@@ -599,7 +623,11 @@ class RunScores:
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
             metrics["page"] = str(self.folder.path / PAGE)
-        return {**self.last_report, "continual": metrics}
+        # FusionBench's report of a merged model is on all tasks of the pool.
+        tasks = [name for name in self.last_report if name not in IN_REPORTS]
+        report = {**self.last_report, "average": average(self.last_report, tasks)}
+        report.pop("average_of_scored", None)
+        return {**report, "continual": metrics}
 
 
 def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[str]:

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, veri
 PRETRAINED = "_pretrained_"
 MERGED = "_merged_"
 #: What a report of FusionBench, or of a run, holds beside the scores of the tasks.
-_IN_REPORTS = ("average", "continual", "model_info")
+IN_REPORTS = ("average", "average_of_scored", "continual", "model_info")
 _CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
 
 
@@ -49,7 +49,7 @@ def check_pool(modelpool: BaseModelPool) -> None:
         )
     if not modelpool.model_names:
         raise ValueError("the model pool is empty: there is no fine-tuned model to merge")
-    for name in _IN_REPORTS:
+    for name in IN_REPORTS:
         if name in modelpool.model_names:
             raise ValueError(
                 f"model '{name}': a report has something else of this name beside the scores of "

@@ -279,3 +279,44 @@ def test_an_earlier_task_that_the_task_pool_lacks_is_not_missed(tmp_path, caplog
     assert algorithm.matrix.tasks == ["b", "c", "d"]
     assert algorithm.matrix.missing == []
     assert "the task pool has no task" not in caplog.text
+
+
+def reports(folder, evaluate, taskpool, names=TASKS):
+    algorithm = Counting(shuffle_order=False, evaluate=evaluate)
+    models = {"_pretrained_": Counter()} | {name: Counter() for name in names}
+    logging_to(folder, algorithm).run(models, taskpool)
+    files = sorted(folder.glob("report_*.json"))
+    assert len(files) == len(names)
+    return [json.loads(file.read_text()) for file in files], algorithm.scores.final_report()
+
+
+class ByTask(V01Pool):
+    """Each task has a score of its own."""
+
+    def score(self, model, name):
+        return {"accuracy": "abcdefg".index(name) / 10, "loss": 1.0}
+
+
+@pytest.mark.parametrize("evaluate", ["diagonal", "every_step", "every_step_all"])
+def test_the_average_of_a_steps_report_is_that_of_all_tasks_merged_so_far_or_has_another_name(
+    tmp_path, evaluate
+):
+    steps, final = reports(tmp_path, evaluate, ByTask([*TASKS, "g"]))
+    for number, report in enumerate(steps):
+        mean = sum(range(number + 1)) / (number + 1) / 10
+        whole = {"accuracy": pytest.approx(mean), "loss": 1.0}
+        if evaluate == "diagonal" and 0 < number < 3:
+            assert "average" not in report
+            assert report["average_of_scored"] == {"accuracy": number / 10, "loss": 1.0}
+        else:
+            assert report["average"] == whole
+            assert "average_of_scored" not in report
+    # FusionBench's final report is that of the whole pool.
+    assert steps[-1]["g"]["accuracy"] == 0.6
+    assert final["average"]["accuracy"] == pytest.approx((0 + 1 + 2 + 3 + 6) / 50)
+
+
+def test_the_average_over_fewer_tasks_than_were_merged_has_another_name(tmp_path):
+    steps, _ = reports(tmp_path, "every_step", ByTask(["a", "c", "d"]))
+    assert ["average" in report for report in steps] == [True, False, False, False]
+    assert steps[1]["average_of_scored"]["accuracy"] == 0
