@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.classifiers import train
 from tests.conftest import REPO
@@ -87,8 +88,8 @@ def save_clips_and_images(folder, demo):
 
 
 def save_models(folder):
-    """Llamas `base`, `math`, `code` and `chat`; classifiers `birds`, `cars` and `insects` of `vit`;
-    and sentences for a task of lm-eval.
+    """Llamas `base`, `math`, `code` and `chat`; adapters `sql`, `latin` and `poems`; classifiers
+    `birds`, `cars` and `insects` of `vit`; and sentences for a task of lm-eval.
     """
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
@@ -99,6 +100,8 @@ def save_models(folder):
     for seed, name in enumerate(("math", "code", "chat"), start=1):
         finetuned(base, seed, scale=0.002).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    for seed, name in enumerate(("sql", "latin", "poems"), start=1):
+        save_adapter(folder / name, folder / "base", seed)
     (folder / "llama-7b").symlink_to("base")
     (folder / "llama-7b-math").symlink_to("math")
     vit, classifiers = train("vit")
@@ -108,6 +111,18 @@ def save_models(folder):
     lines = [json.dumps({"text": f"w{i}", "label": i % 2}) for i in range(4)]
     (folder / "tasks").mkdir()
     (folder / "tasks" / "yes_no.json").write_text("\n".join(lines))
+
+
+def save_adapter(folder, base, seed):
+    """A random LoRA adapter of a Llama."""
+    model = LlamaForCausalLM.from_pretrained(base)
+    adapter = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    adapter.save_pretrained(folder)
 
 
 def save_commands(folder):

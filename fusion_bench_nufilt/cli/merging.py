@@ -24,7 +24,7 @@ from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.planned import disk_bytes, peak_memory
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG, AdapterConfig, Checkpoint
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.files import (
     Count,
@@ -81,7 +81,16 @@ def run(
     elif finished:
         _end(console, plan, folder, "finished by an earlier run, nothing to do")
     elif not dry_run:
-        _end(console, plan, folder, f"{len(plan.layers)} layers merged")
+        _end(console, plan, folder, _result(plan, folder))
+
+
+def _result(plan: Plan, folder: Path) -> str:
+    merged = f"{len(plan.layers)} layers merged"
+    if not plan.is_adapter:
+        return merged
+    share = (read_manifest(folder) or Manifest())["energy_kept"]["all"]
+    rank = parse_json(plan.small_files[ADAPTER_CONFIG], AdapterConfig)["r"]
+    return f"{merged} into an adapter of rank {rank}, {share:.2%} of the update's energy"
 
 
 def _end(console: Console, plan: Plan, folder: Path, result: str) -> None:
@@ -105,7 +114,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
         if name not in MODELS:
             raise ValueError(f"'{name}' is not an option of method={method}")
     plan = plan_merge(
-        models["base"], models["tasks"], models.get("merged"), *options, method=method
+        models.get("base"), models["tasks"], models.get("merged"), *options, method=method
     )
     plan = replace(plan, promised=models.get("inputs", {}))
     plan = replace(plan, warnings=[*plan.warnings, *check_contents(plan)])
@@ -144,13 +153,13 @@ def _carry_out(console: Console, plan: Plan, out: Path) -> bool:
 
 def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table that shows a plan: a heading, and what it says."""
-    yield "base", plan.base.name
+    yield "base", plan.base.name + (", not read" if plan.base.is_absent else "")
     if plan.merged is not None:
         beside = ", with the state beside it" if plan.state else ""
         yield "merged so far", f"{plan.merged.source.name}{beside}"
     if taken_over:
         # Of the settings, those that would be others without the earlier merge.
-        defaults: dict[str, Any] = {"base": taken_over.get("base")}
+        defaults: dict[str, Any] = {"base": taken_over.get("base"), "adapter": plan.is_adapter}
         for option in chain(*map(fields, (plan.method.Options, TargetConfig, Settings))):
             defaults[option.name] = option.default
         defaults |= plan.method.defaults
@@ -174,7 +183,8 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     if plan.heads:
         heads = [f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items()]
         yield "heads", f"kept for each task: {', '.join(heads)}"
-    yield "copied", f"{len(plan.others) - num_averaged} tensors, bit by bit"
+    if not plan.is_adapter:
+        yield "copied", f"{len(plan.others) - num_averaged} tensors, bit by bit"
     unchanged = kept_from_base(plan)
     if unchanged:
         loss = f"whatever a task changed in {len(unchanged)} tensors is left out"
@@ -262,7 +272,8 @@ def gather(
     if "tasks" in recipe:
         recipe["tasks"] = _as_list(recipe["tasks"])
     needed = ["tasks", "out"]
-    if not recipe.get("merged"):  # whose manifest names the base
+    # The manifest of a merged model names the base, and of an adapter nothing of it is read.
+    if not recipe.get("merged") and not recipe.get("adapter"):
         needed.insert(0, "base")
     missing = [name for name in needed if not recipe.get(name)]
     if missing:
@@ -309,10 +320,12 @@ def _recipe_of(result: _Result, folder: Path) -> dict[str, Any]:
         match = _TASK.fullmatch(role)
         if match:
             tasks[int(match[1])] = names[role]
-    if "base" not in names:
-        raise ValueError("field 'inputs.base': field required")
     settings = given_settings(result)
-    recipe: dict[str, Any] = {"base": names["base"]}
+    recipe: dict[str, Any] = {}
+    if "base" in names:
+        recipe["base"] = names["base"]
+    elif not settings.get("adapter"):
+        raise ValueError("field 'inputs.base': field required")
     if "merged" in names:
         recipe["merged"] = names["merged"]
     # By number: among sorted names, task 10 comes ahead of task 2.
@@ -349,7 +362,8 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
         if settings.get("tokenizer") not in ("base", "union"):  # it names a task
             settings.pop("tokenizer", None)
         settings = {name: value for name, value in settings.items() if name not in recipe}
-    if not recipe.get("base"):
+    makes_adapter = recipe.get("adapter", settings.get("adapter"))
+    if not recipe.get("base") and not makes_adapter:
         settings["base"] = _base(merged, folder, manifest)
     return settings
 

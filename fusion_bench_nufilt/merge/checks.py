@@ -16,7 +16,12 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.merge.plan import Plan, Selection, is_rounded
-from fusion_bench_nufilt.merge.planned import mean_key, means_to_keep, state_tensors
+from fusion_bench_nufilt.merge.planned import (
+    check_state_in_basis,
+    mean_key,
+    means_to_keep,
+    state_tensors,
+)
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
@@ -64,7 +69,8 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     if plan.settings.step is None and "step" not in plan.before:
         advice = "say with --step which number the new one has"
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
-    check_made_from(plan.pretrained, merged, plan.computed)
+    if not plan.is_adapter:
+        check_made_from(plan.pretrained, merged, plan.computed)
     warnings: list[str] = []
     other_options = _other_options(plan)
     if other_options:
@@ -217,6 +223,8 @@ def check_state(plan: Plan, name: str) -> list[str]:
             f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
             f"{remedy}"
         )
+    if plan.is_adapter:
+        return check_state_in_basis(plan, name)
     stored: dict[str, str] = {}
     if plan.state is not None:
         stored = plan.state.keys

@@ -20,6 +20,7 @@ from huggingface_hub.repocard import metadata_load
 from torch import Tensor
 
 from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
 from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
 from fusion_bench_nufilt.utils.files import CARD, disk_full_errors
 from fusion_bench_nufilt.utils.manifest import (
@@ -43,7 +44,7 @@ from .inputs import (
     refuse_edited,
     unchanged_records,
 )
-from .other_params import NOT_FINITE, head_files, write_other
+from .other_params import NOT_FINITE, head_files, write_other, write_update
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .planned import (
@@ -96,7 +97,10 @@ def merge_folders(
         digests = digests_of_inputs(record["read"] for record in output.done.values())
         refuse_edited(plan, digests)
         manifest = _manifest(plan, output.done, digests, warnings)
-        card = model_card(plan, manifest["warnings"])
+        energy_kept = manifest.get("energy_kept")
+        card = model_card(plan, manifest["warnings"], energy_kept)
+        if energy_kept is not None and plan.settings.rank is not None:
+            log.info("%s", _sentence_about_energy(plan, energy_kept))
         write_files(output.model, {**files, CARD: card.encode()})
         # The last of the files, since it has the digests of all others.
         write_manifest(output.model, manifest)
@@ -215,6 +219,9 @@ def _merge(
         output.add(merged.record, serialize_layer(plan, state_places, merged, merged_weight))
 
     def write_other_param(param: str) -> None:
+        if plan.is_adapter:
+            write_update(plan, param, output)
+            return
         write_other(plan, param, state_places, output)
 
     if plan.settings.engine == "ray":
@@ -258,9 +265,13 @@ def _manifest(
     for role, digest in digests.items():
         description["inputs"][role]["read"] = digest
     own_tasks = [description["inputs"][f"task {number}"] for number in range(len(plan.tasks))]
+    about_adapter = {}
+    if plan.is_adapter:
+        about_adapter = {"base_model": plan.base.label, "energy_kept": _energy_kept(plan, done)}
     return {
         "method": plan.method.label,
         **description,
+        **about_adapter,
         "task_inputs": [*tasks_of(plan.before), *own_tasks],
         "without_effect": plan.without_effect,
         "coverage": plan.coverage.as_dict(),
@@ -271,21 +282,60 @@ def _manifest(
     }
 
 
-def model_card(plan: Plan, warnings: Sequence[str]) -> str:
-    """Return the model card for the result of a plan, with the warnings in its manifest, as
-    Markdown for the hub.
+def _energy_kept(plan: Plan, done: Mapping[str, Record]) -> dict[str, Any]:
+    """Return what share of the squared norm of the update an adapter has, in all and of each
+    tensor.
+    """
+    names = {layer.param: layer.name for layer in plan.layers}
+    shares = {}
+    kept_of_all = 0.0
+    whole_of_all = 0.0
+    for param in plan.adapter_keys:
+        kept, whole = done[param]["energy"]
+        shares[names.get(param, param)] = kept / whole if whole else 1.0
+        kept_of_all += kept
+        whole_of_all += whole
+    share_of_all = kept_of_all / whole_of_all if whole_of_all else 1.0
+    return {"all": share_of_all, "tensors": shares}
+
+
+def model_card(
+    plan: Plan, warnings: Sequence[str], energy_kept: Mapping[str, Any] | None = None
+) -> str:
+    """Return the model card for the result of a plan, with the warnings in its manifest and, of an
+    adapter, the energy that is kept, as Markdown for the hub.
     """
     front_matter = f"---\n{_yaml(_metadata(plan))}---"
-    return "\n\n".join([front_matter, *_paragraphs(plan, warnings)]) + "\n"
+    paragraphs = list(_paragraphs(plan, warnings))
+    if energy_kept is not None and plan.settings.rank is not None:
+        paragraphs.insert(-4, _sentence_about_energy(plan, energy_kept))
+    return "\n\n".join([front_matter, *paragraphs]) + "\n"
+
+
+def _sentence_about_energy(plan: Plan, energy_kept: Mapping[str, Any]) -> str:
+    shares = energy_kept["tensors"]
+    least = min(shares, key=shares.__getitem__)
+    return (
+        f"Cut to rank {plan.settings.rank}: {energy_kept['all']:.2%} of the energy of the update "
+        f"stays, and in `{least}`, where it is least, {shares[least]:.2%}."
+    )
 
 
 # A name without a slash is a folder's, which the hub refuses; a revision follows an @.
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(@.*)?")
+_TAGS = ["merge", "model-merging", "nufilt"]
 #: Metadata that a merged model takes over from its base.
 _OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
 
 def _metadata(plan: Plan) -> dict[str, Any]:
+    if plan.is_adapter:
+        metadata_of_adapter: dict[str, Any] = {}
+        if _HUB_NAME.fullmatch(plan.base.label):
+            metadata_of_adapter["base_model"] = plan.base.label
+            metadata_of_adapter["base_model_relation"] = "adapter"
+        metadata_of_adapter["library_name"] = "peft"
+        return {**metadata_of_adapter, "tags": [*_TAGS, "lora"]}
     # A dict has models in merging order, and once though one may come at two revisions.
     hub_names: dict[str, None] = {}
     for label in (plan.base.label, *plan.names):
@@ -301,7 +351,7 @@ def _metadata(plan: Plan) -> dict[str, Any]:
     for key in _OF_THE_BASE:
         if isinstance(of_base.get(key), str):
             metadata[key] = of_base[key]
-    metadata["tags"] = ["merge", "model-merging", "nufilt"]
+    metadata["tags"] = _TAGS
     return metadata
 
 
@@ -315,11 +365,13 @@ def _metadata_of(card: Path) -> dict[str, Any]:
 
 def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
     base = plan.base.label
-    number_of_models = "1 model" if len(plan.names) == 1 else f"{len(plan.names)} models"
+    noun = "adapter" if plan.is_adapter else "model"
+    number_of_models = f"1 {noun}" if len(plan.names) == 1 else f"{len(plan.names)} {noun}s"
+    made_from = f"Made for {base}" if plan.is_adapter else f"Made from {base}"
     yield f"# {number_of_models} merged with {plan.method.label}"
     yield (
-        f"Made from {base} by {plan.method.citation},\nwithout data and without training, of these "
-        "models in this order:"
+        f"{made_from} by {plan.method.citation},\nwithout data and without training, of these "
+        f"{noun}s in this order:"
     )
     yield "\n".join(f"{number}. {name}" for number, name in enumerate(plan.names, 1))
     snippet = "\n".join(_loading(plan))
@@ -340,14 +392,20 @@ def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
         "merge, which was this:"
     )
     yield f"```yaml\n# nufilt merge recipe.yaml\n{_yaml(_recipe(plan))}```"
-    yield "To merge one more model into this one:"
-    yield f"    nufilt merge --base {base} --merged THIS_FOLDER --task NEW --out OUT"
+    yield f"To merge one more {noun} into this one:"
+    if plan.is_adapter:
+        yield "    nufilt merge --merged THIS_FOLDER --task NEW --out OUT"
+    else:
+        yield f"    nufilt merge --base {base} --merged THIS_FOLDER --task NEW --out OUT"
 
 
 def _loading(plan: Plan) -> Iterator[str]:
     """Yield the lines that load the model and its tokenizer or processor; none if transformers
     lacks the class.
     """
+    if plan.is_adapter:
+        yield from _loading_adapter(plan)
+        return
     config = json.loads(plan.small_files.get("config.json", b"{}"))
     kinds = {"model": (config.get("architectures") or ["AutoModel"])[0]}
     # A class of the model's own code can't be imported by its name.
@@ -364,11 +422,36 @@ def _loading(plan: Plan) -> Iterator[str]:
         yield f'{name} = {kind}.from_pretrained("THIS_FOLDER")'
 
 
+#: The classes to which adapters for a type of task are added.
+_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+
+
+def _loading_adapter(plan: Plan) -> Iterator[str]:
+    """Yield the lines that load the base and an adapter on it."""
+    config = json.loads(plan.small_files[ADAPTER_CONFIG])
+    mapped = (config.get("auto_mapping") or {}).get("base_model_class")
+    kind = _CLASSES.get(config["task_type"], mapped or "AutoModel")
+    if not hasattr(transformers, kind):
+        return
+    yield "from peft import PeftModel"
+    yield f"from transformers import {kind}\n"
+    yield f'base = {kind}.from_pretrained({json.dumps(plan.base.label)}, dtype="auto")'
+    yield 'model = PeftModel.from_pretrained(base, "THIS_FOLDER")'
+
+
 def _recipe(plan: Plan) -> dict[str, Any]:
     """Return the recipe of the last merge, which names local folders without their directories."""
     options = plan.options()
     method = options.pop("method")
-    recipe: dict[str, Any] = {"base": plan.base.label}
+    recipe: dict[str, Any] = {}
+    if not plan.base.is_absent:
+        recipe["base"] = plan.base.label
     if plan.merged is not None:
         recipe["merged"] = plan.merged.source.label
         options["step"] = plan.first_step

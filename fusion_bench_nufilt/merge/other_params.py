@@ -13,13 +13,14 @@ from torch import Tensor
 
 from fusion_bench_nufilt.merge.output import Output, Record
 from fusion_bench_nufilt.merge.plan import Plan
-from fusion_bench_nufilt.merge.planned import mean_key, means_to_keep
+from fusion_bench_nufilt.merge.planned import factors_by_key, mean_key, means_to_keep
 from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
+from fusion_bench_nufilt.nufilt.step import LowRank
 from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import add_head, read_heads
 from fusion_bench_nufilt.utils.tensors import (
@@ -160,7 +161,10 @@ def digests_of_other(plan: Plan, param: str) -> dict[str, str]:
     model's role in the merge.
     """
     output = _NoOutput()
-    write_other(plan, param, {}, output)
+    if plan.is_adapter:
+        write_update(plan, param, output)
+    else:
+        write_other(plan, param, {}, output)
     return output.recorded["read"]
 
 
@@ -204,6 +208,37 @@ def write_other(
         record["written"].append(rows_writer.entry())
     record["read"] = {source: "".join(of_source) for source, of_source in read.items()}
     # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
+    output.record(record)
+
+
+def write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
+    """Write to an adapter what adapters change of a tensor outside the merged layers: the factors
+    of the update that the rule ``other_params`` makes of theirs.
+    """
+    record: Record = {"param": param, "written": [], "read": {}, "reports": []}
+    nothing = torch.empty(0, device="cpu")
+    joining = plan.joining(param)
+    count = plan.models_in_mean(param)
+    if not joining:
+        count = 1  # it stays as it was
+    updates: list[tuple[LowRank, float]] = []  # with their parts in the mean
+    models = {**joining}
+    if plan.merged is not None and plan.merged.rank_of(param):
+        models["merged"] = plan.merged
+    total = count + len(joining)
+    for role, model in models.items():
+        if not model.rank_of(param):
+            continue  # it has the base's, of which the update is zero
+        update, record["read"][role] = model.weight(param, nothing)
+        update = model.at_strength(update, nothing)
+        assert isinstance(update, LowRank)
+        updates.append((update, count / total if role == "merged" else 1 / total))
+    left = torch.cat([update.left * part for update, part in updates], dim=1)
+    right = torch.cat([update.right for update, _ in updates])
+    for key, value in factors_by_key(plan, param, LowRank(left, right), record).items():
+        writer = _Writer(output, plan.places[key])
+        writer.write(_rounded(value, key, FLOATS[writer.place.dtype]))
+        record["written"].append(writer.entry())
     output.record(record)
 
 

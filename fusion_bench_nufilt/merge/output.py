@@ -37,6 +37,8 @@ class Record(TypedDict, total=False):
     read: Required[dict[str, str]]
     reports: Required[list[dict[str, Any]]]
     not_finite: str
+    #: Of an update in an adapter: the energies of what is kept and of the whole.
+    energy: tuple[float, float]
 
 
 class _Head(TypedDict):

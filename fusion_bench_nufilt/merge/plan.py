@@ -34,8 +34,8 @@ from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, r
 Files = dict[str, dict[str, TensorInfo]]
 """The tensors in each file, by key; their places in it are in the file's header alone."""
 
-# As safetensors names the dtypes of the option ``dtype``.
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+#: As safetensors names the dtypes of the option ``dtype``.
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CONFIG = "config.json"
 
 
@@ -111,11 +111,18 @@ class Plan(Selection):
     small_files: dict[str, bytes] = field(default_factory=dict)
     files: Files = field(default_factory=dict)  # the tensors in each file of the result
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    #: Of an adapter, the keys of A and B of each tensor that it changes, by param.
+    adapter_keys: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: The options that were given and are not those of :meth:`options`, by name.
     without_effect: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)  # of the checks
     #: What the models are known by in the manifest that is the recipe, by their roles.
     promised: dict[str, Input] = field(default_factory=dict)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the result is an adapter, for which no weight of the base is read."""
+        return self.settings.adapter
 
     @cached_property
     def averaged(self) -> set[str]:
@@ -171,7 +178,10 @@ class Plan(Selection):
     @property
     def models(self) -> dict[str, ModelWeights]:
         """All models by their role in the merge (base, merged, state, task 0, ...)."""
-        return models_by_role(self.pretrained, self.merged, self.state, self.tasks)
+        models = models_by_role(self.pretrained, self.merged, self.state, self.tasks)
+        if self.base.is_absent:
+            del models["base"]
+        return models
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -394,7 +404,7 @@ def _retyped(config: Any, dtype: str) -> Any:
             retyped[key] = _retyped(value, dtype)
     # transformers 4 writes the one, transformers 5 the other.
     for key in ("torch_dtype", "dtype"):
-        if isinstance(retyped.get(key), str) and dtype in _DTYPES:
+        if isinstance(retyped.get(key), str) and dtype in DTYPES:
             retyped[key] = dtype
     return retyped
 
@@ -455,8 +465,8 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
         return info
     # No merge can quantise again: scales may come from data, which only a quantiser has.
     if isinstance(info, Encoded):
-        return info.with_dtype(_DTYPES.get(dtype, "BF16"))
-    name = _DTYPES.get(dtype, info.dtype)
+        return info.with_dtype(DTYPES.get(dtype, "BF16"))
+    name = DTYPES.get(dtype, info.dtype)
     if name == info.dtype:
         return info
     return info.with_dtype(name)

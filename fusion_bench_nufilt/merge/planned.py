@@ -17,8 +17,15 @@ from threading import Lock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from fusion_bench_nufilt.merge.basis import Basis, LayerInBasis
+from fusion_bench_nufilt.merge.basis import (
+    Basis,
+    LayerInBasis,
+    along_axes,
+    best_factors,
+    resize_lists,
+)
 from fusion_bench_nufilt.merge.engine import LayerSource, MergedLayer, batch_size
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
@@ -29,6 +36,7 @@ from fusion_bench_nufilt.methods.task_vector import (
     spectrum,
     task_strength,
 )
+from fusion_bench_nufilt.models.adapters import EMBEDDING_A
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import relative_spacing
@@ -131,6 +139,9 @@ class PlannedLayers(LayerSource[Layer]):
             wide_itemsize = max(4, base_itemsize)
             factors = 4 * wide_itemsize * in_basis[0] * sum(layer.view.shape)
             last_product = (base_itemsize + 2 * wide_itemsize) * numel
+            if plan.is_adapter:
+                # Decomposed in float64, with all that this takes.
+                last_product = 5 * 8 * in_basis[0] * sum(layer.view.shape)
             kept = 0
             if plan.keeps_state:
                 kept = sum(like.nbytes for _, _, like in state_tensors(plan, layer).values())
@@ -195,24 +206,71 @@ class PlannedLayers(LayerSource[Layer]):
                 update = task.at_strength(update, no_values)
                 assert isinstance(update, LowRank)
                 factors[number] = update.to(compute_dtype(no_values))
+        updates = list(factors.values())
+        earlier, kept = self._read_earlier(layer, device, digests)
+        if earlier is not None:
+            updates.append(earlier.to(compute_dtype(no_values)))
         basis, lefts, rights = Basis.of(
-            [update.left for update in factors.values()],
-            [update.right for update in factors.values()],
+            [update.left for update in updates],
+            [update.right for update in updates],
             self.method.sides_in_basis,
         )
         zeros = no_values.new_zeros(self._shape_merged(layer), dtype=compute_dtype(no_values))
         stack = self.method.init_state([layer.name], zeros[None])
-        return LayerInBasis(
-            layer,
-            zeros,
-            {name: value[0] for name, value in stack.items()},
-            {"param": layer.param, "written": [], "read": digests, "reports": []},
-            basis,
-            {
-                number: LowRank(left.contiguous(), right.contiguous())
-                for number, left, right in zip(factors, lefts, rights, strict=True)
-            },
-        )
+        state = {name: value[0] for name, value in stack.items()}
+        if earlier is not None and self.method.is_stateless:
+            state = {"weight": lefts[-1] @ rights[-1]}
+        elif earlier is not None:
+            state = self._turned_state(layer, kept, state, lefts[-1], rights[-1])
+        in_basis = {}
+        for number, left, right in zip(factors, lefts, rights, strict=False):
+            in_basis[number] = LowRank(left.contiguous(), right.contiguous())
+        record: Record = {"param": layer.param, "written": [], "read": digests, "reports": []}
+        return LayerInBasis(layer, zeros, state, record, basis, in_basis)
+
+    def _read_earlier(
+        self, layer: Layer, device: torch.device, digests: dict[str, str]
+    ) -> tuple[LowRank | None, State]:
+        """Read the directions of the tasks that a merged adapter holds, as two factors, and the
+        state in them; note their digests.
+
+        For NUFILT, they are the factors of the cumulative update. For methods with a state, they
+        are the bases in which it was kept, filled with zeros to one number of directions.
+        """
+        plan = self.plan
+        if not any(earlier_directions(plan, layer)):
+            return None, {}
+        no_values = torch.empty(0, device=device)
+        if plan.state is None or OUTPUTS % layer.name not in plan.state.keys:
+            assert plan.merged is not None
+            update, digests["merged"] = plan.merged.weight(layer.param, no_values)
+            assert isinstance(update, LowRank)
+            return update, {}
+        kept: State = {}
+        digest_of_state = ""
+        for name, (key, _, _) in state_tensors(plan, layer).items():
+            kept[name], digest_of_value = plan.state.source.read(plan.state.keys[key], device)
+            digest_of_state += digest_of_value
+        digests["state"] = digest_of_state
+        right = kept["weight"] if self.method.is_stateless else kept["inputs"].mT
+        return _of_one_rank(kept["outputs"], right), kept
+
+    def _turned_state(
+        self, layer: Layer, kept: State, likes: State, outputs: Tensor, inputs: Tensor
+    ) -> State:
+        """Return the state that was kept, in bases that have its own ``outputs`` ``(m, r)`` and
+        ``inputs`` ``(r, n)``.
+        """
+        turns = {
+            "o": outputs[:, : kept["outputs"].shape[1]],
+            "i": inputs[: kept["inputs"].shape[1]].mT,
+        }
+        state = {}
+        for name, like in likes.items():
+            axes = self.method.state_axes.get(name, "")
+            value = resize_lists(kept[name], axes, min(layer.view.shape))
+            state[name] = along_axes(value, axes, turns).to(like.dtype)
+        return state
 
     def _read_state(self, layer: Layer, device: torch.device, digests: dict[str, str]) -> State:
         """Read the state of a layer that an earlier merge kept, which is empty if it kept none, and
@@ -280,6 +338,8 @@ class PlannedLayers(LayerSource[Layer]):
 
     def as_stored(self, merged: MergedLayer[Layer], weight: Tensor) -> Tensor:
         layer = merged.layer
+        if self.plan.is_adapter:
+            return weight
         if isinstance(merged, LayerInBasis):
             weight = self._on_base(merged, weight)
         return layer.view.part(weight)
@@ -299,6 +359,8 @@ class PlannedLayers(LayerSource[Layer]):
         before = self.read(layer, torch.device("cpu"))
         digests: dict[str, str] = before.record["read"]
         if isinstance(before, LayerInBasis):
+            if self.plan.is_adapter:
+                return digests
             # Its tasks are read before the base.
             theta_0, digests["base"] = self.plan.base.read(layer.keys[0])
         else:
@@ -316,7 +378,8 @@ def shape_in_basis(plan: Plan, layer: Layer) -> tuple[int, int] | None:
     None for one that is merged as it is.
     """
     sides = plan.method.sides_in_basis
-    if "o" not in sides or plan.merged is not None or plan.state is not None:
+    is_begun = plan.merged is not None or plan.state is not None
+    if "o" not in sides or (is_begun and not plan.is_adapter):
         return None
     num_directions = 0
     for task in plan.tasks:
@@ -325,10 +388,42 @@ def shape_in_basis(plan: Plan, layer: Layer) -> tuple[int, int] | None:
             return None
         num_directions += rank
     d_o, d_i = layer.view.shape
+    if plan.is_adapter:
+        outputs, inputs = earlier_directions(plan, layer)
+        d_o = min(d_o, num_directions + outputs)
+        if "i" in sides:
+            d_i = min(d_i, num_directions + inputs)
+        return d_o, d_i
     # With as many directions as the layer, a basis saves nothing.
     if not 0 < num_directions < min(d_o, d_i):
         return None
     return num_directions, num_directions if "i" in sides else d_i
+
+
+#: The keys of the bases in which the state of a layer is kept beside an adapter.
+OUTPUTS = "%s.outputs"
+INPUTS = "%s.inputs"
+
+
+def earlier_directions(plan: Plan, layer: Layer) -> tuple[int, int]:
+    """Return the numbers of the directions of outputs and inputs that the tasks of a merged adapter
+    have in a layer.
+    """
+    if plan.state is not None and OUTPUTS % layer.name in plan.state.params:
+        outputs = plan.state.params[OUTPUTS % layer.name][1]
+        inputs = plan.state.params.get(INPUTS % layer.name, (0, outputs))[1]
+        return outputs, inputs
+    rank = plan.merged.rank_of(layer.param) if plan.merged is not None else 0
+    return rank or 0, rank or 0
+
+
+def _of_one_rank(left: Tensor, right: Tensor) -> LowRank:
+    """Return two matrices ``(d_o, m)`` and ``(n, d_i)`` as factors, with zeros where one of them
+    has fewer directions.
+    """
+    rank = max(left.shape[1], len(right))
+    left = pad(left, (0, rank - left.shape[1]))
+    return LowRank(left, pad(right, (0, 0, 0, rank - len(right))))
 
 
 def measure_strengths(plan: Plan) -> list[float]:
@@ -393,6 +488,8 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     """Return for each tensor of a layer's state, by name, its key and param in the file, and a meta
     tensor like it.
     """
+    if plan.is_adapter:
+        return _state_tensors_in_basis(plan, layer)
     if plan.method.is_stateless:
         key = layer.keys[0]
         return {"weight": (key, layer.param, _wide_like(plan, key))}
@@ -406,8 +503,57 @@ def state_tensors(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]
     return tensors
 
 
+def _state_tensors_in_basis(plan: Plan, layer: Layer) -> dict[str, tuple[str, str, Tensor]]:
+    """Return the same for a layer of an adapter, whose state has the bases in which it is given
+    and is kept under the layer's name.
+    """
+    shape = shape_in_basis(plan, layer)
+    assert shape is not None
+    d_o, d_i = layer.view.shape
+    base = torch.empty((1, *shape), dtype=torch.float32, device="meta")
+    # A list of directions has as many as all tasks can have filled.
+    length = min(d_o, d_i, plan.last_step * min(shape))
+    tensors = {}
+    for name, value in plan.method.init_state([layer.name], base).items():
+        key = f"{layer.name}.{name}"
+        like = resize_lists(value[0], plan.method.state_axes.get(name, ""), length)
+        tensors[name] = (key, key, like)
+    outputs = torch.empty((d_o, shape[0]), dtype=torch.float32, device="meta")
+    tensors["outputs"] = (OUTPUTS % layer.name, OUTPUTS % layer.name, outputs)
+    if "i" in plan.method.sides_in_basis:
+        inputs = torch.empty((d_i, shape[1]), dtype=torch.float32, device="meta")
+        tensors["inputs"] = (INPUTS % layer.name, INPUTS % layer.name, inputs)
+    return tensors
+
+
+def check_state_in_basis(plan: Plan, name: str) -> list[str]:
+    """Check that the method can go on from the state beside the merged adapter of this name."""
+    assert plan.merged is not None
+    method = plan.method
+    missing = []
+    for layer in plan.layers:
+        if plan.merged.rank_of(layer.param):
+            for key, _, _ in state_tensors(plan, layer).values():
+                if plan.state is None or key not in plan.state.keys:
+                    missing.append(key)
+    if not missing:
+        return []
+    if not method.is_stateless:
+        raise ValueError(
+            f"the merged adapter '{name}' has no '{missing[0]}' in {STATE_FILE}: {method.label} "
+            "goes on from its own merges of the same layers only; merge its tasks again, or all at "
+            "once with the new ones"
+        )
+    before = plan.before.get("settings", {})
+    if before.get("rank") is not None or before.get("dtype", "auto") not in ("auto", "float32"):
+        return [f"'{name}' was cut or rounded, and {method.label} goes on from what is left"]
+    return []
+
+
 def has_state(plan: Plan, layer: Layer) -> bool:
     """Tell whether a layer has a state that the result's weight does not tell by itself."""
+    if plan.is_adapter and plan.method.is_stateless:
+        return plan.settings.rank is not None or plan.settings.dtype in ("bfloat16", "float16")
     return not plan.method.is_stateless or plan.rounds(layer.keys[0])
 
 
@@ -418,7 +564,7 @@ def mean_key(param: str) -> str:
 
 def means_to_keep(plan: Plan) -> dict[str, Tensor]:
     """Return a meta tensor for each running mean that the model alone would round, by param."""
-    if plan.targets.other_params != "mean":
+    if plan.targets.other_params != "mean" or plan.is_adapter:
         return {}
     kept = {}
     for param, keys in plan.others.items():
@@ -504,9 +650,14 @@ def serialize_layer(
     rows_place = state_places.get(new_rows_key(layer.param))
     if rows_place is not None:
         stored.append((rows_place, plan.vocabulary.new_rows(layer.param)))
-    for key in layer.keys:
+    if plan.is_adapter:
+        assert isinstance(merged, LayerInBasis)
+        weights = factors_by_key(plan, layer.param, merged.basis.product(weight), record)
+    else:
+        weights = dict.fromkeys(layer.keys, weight)
+    for key, wide in weights.items():
         place = plan.places[key]
-        value = weight.to(FLOATS[place.dtype])
+        value = wide.to(FLOATS[place.dtype])
         # A weight that is finite in float32 may be infinite in float16, which the engine can't see.
         if not is_finite(value):
             raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
@@ -521,15 +672,36 @@ def serialize_layer(
     return pieces
 
 
+def factors_by_key(plan: Plan, param: str, update: LowRank, record: Record) -> dict[str, Tensor]:
+    """Return A and B of an update in an adapter, by their keys in it, in the rank that it has
+    there; note the energies of what stays and of the whole.
+    """
+    key_a, key_b = plan.adapter_keys[param]
+    factors, record["energy"] = best_factors(update, plan.places[key_a].shape[0])
+    # Of an embedding, they are those of the transpose.
+    if key_a.endswith(EMBEDDING_A):
+        return {key_a: factors.left.mT, key_b: factors.right.mT}
+    return {key_a: factors.right, key_b: factors.left}
+
+
 def _expanded_state(plan: Plan, merged: LayerInBasis[Layer], weight: Tensor) -> State:
     """Return the state of a layer in a basis as that of the layer itself, whose merged weight is
     given as it is stored.
     """
     layer = merged.layer
-    if plan.method.is_stateless:
-        return {"weight": layer.view.matrix(weight)}
     axes = plan.method.state_axes
     state = {}
+    if plan.is_adapter:
+        bases = {"outputs": merged.basis.outputs, "inputs": merged.basis.inputs}
+        for name, (_, _, like) in state_tensors(plan, layer).items():
+            value = bases[name] if name in bases else merged.state[name]
+            assert value is not None
+            if "k" in axes.get(name, ""):
+                value = resize_lists(value, axes[name], like.shape[axes[name].index("k")])
+            state[name] = value
+        return state
+    if plan.method.is_stateless:
+        return {"weight": layer.view.matrix(weight)}
     for name, (_, _, like) in state_tensors(plan, layer).items():
         value = merged.basis.expand(merged.state[name], axes.get(name, ""))
         state[name] = value.to(like.dtype)
@@ -543,7 +715,7 @@ def state_to_keep(plan: Plan, layer: Layer, state: State) -> dict[str, Tensor]:
     tensors = {}
     for name, (key, _, like) in state_tensors(plan, layer).items():
         value = state[name]
-        if plan.method.is_stateless:
+        if plan.method.is_stateless and not plan.is_adapter:
             value = layer.view.part(value).to(like.dtype)
         # The header of the file is made from the state that a method starts with: no other fits.
         if value.shape != like.shape or value.dtype != like.dtype:

@@ -43,7 +43,7 @@ from .planned import PlannedLayers, mean_key, state_layout
 
 
 def plan_merge(
-    base: str,
+    base: str | None,
     tasks: Sequence[str],
     merged: str | None = None,
     options: Any = None,
@@ -55,7 +55,8 @@ def plan_merge(
     """Plan a merge: check all that headers tell, and samples of the weights that are on this disk.
 
     Args:
-        base: folder or hub name of the pretrained model.
+        base: folder or hub name of the pretrained model; None for an adapter, of whose base nothing
+            is read but a config.json where it is at hand.
         tasks: folders or hub names of fine-tuned models or peft LoRA adapters, in merging order.
         merged: folder or hub name of the model to merge into; by default, the base.
         options: the method's options; by default its own defaults.
@@ -86,6 +87,15 @@ def plan_merge(
             f"step {settings.step} needs the merged model that holds the tasks before it: name it"
         )
 
+    if settings.adapter:
+        from .adapter_plan import plan_adapter
+
+        plan, architecture = plan_adapter(
+            base, tasks, merged, options, targets, settings, method_class
+        )
+        return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan, architecture)])
+    if base is None:
+        raise ValueError("the base must be named, unless adapters are merged into an adapter")
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
     pretrained = ModelWeights(checkpoint, architecture)
@@ -241,7 +251,9 @@ def _open_merged(
     """Open the model to merge into, its manifest, and the state beside it, as far as they exist."""
     if name is None:
         return None, Manifest(), None
-    merged = _open("merged model", name, "give it as a --task")
+    merged = _open(
+        "merged model", name, "give it as a --task, or add --adapter for one more adapter"
+    )
     before = read_manifest(merged.folder, "merge or fetch it again") or Manifest()
     merged_model = ModelWeights(merged, architecture)
     if method_class.is_stateless and _has_sums(before):
@@ -321,7 +333,8 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
     warnings = list(plan.vocabulary.warnings)
     if plan.merged is not None:
         warnings += check_merged(plan, plan.merged)
-    if plan.coverage.warning:
+    # What adapters leave alone is not left out by the merge.
+    if plan.coverage.warning and not plan.is_adapter:
         warnings.append(plan.coverage.warning)
     shapes = [layer.view.shape for layer in plan.layers]
     warning = plan.method.warning(shapes, "nufilt merge")

@@ -273,8 +273,20 @@ class Settings:
         "By default, methods with sums do.",
         scope="merge",
     )
+    adapter: bool = _file_option(
+        False,
+        "Merge adapters into an adapter, for which no weight of the base is read.",
+        scope="merge",
+    )
+    rank: int | None = _file_option(
+        None,
+        "The highest rank of an adapter's layers: each is cut to its best approximation, and what "
+        "share of the update's energy stays is said. By default, nothing is cut.",
+        scope="merge",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _file_option(
-        "auto", "Type of the result: auto is the base's, with FP8 as bfloat16."
+        "auto",
+        "Type of the result: auto is the base's, with FP8 as bfloat16, and float32 for an adapter.",
     )
     max_shard_size: int | None = _file_option(
         None, "The largest size of a weight file, such as 5GB; by default, the base's files."
@@ -315,6 +327,7 @@ class Settings:
                 raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
         if self.step is not None:
             check_whole(self, "step", least=1, most=10**6)
+        self._check_adapter()
         if self.state is not None and not isinstance(self.state, bool):
             raise ValueError(f"state must be true or false, got {self.state!r}")
         for size in ("max_memory", "max_shard_size"):
@@ -331,6 +344,18 @@ class Settings:
                 f"device '{self.device}': engine=ray gives every worker a GPU by itself; say cuda, "
                 "or cpu"
             )
+
+    def _check_adapter(self) -> None:
+        if not isinstance(self.adapter, bool):
+            raise ValueError(f"adapter must be true or false, got {self.adapter!r}")
+        if self.rank is not None:
+            check_whole(self, "rank", least=1)
+        if self.adapter:
+            for name in ("tokenizer", "max_shard_size"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for a model, and the result is an adapter")
+        elif self.rank is not None:
+            raise ValueError(f"rank {self.rank} is for an adapter: add adapter=true (--adapter)")
 
     @property
     def devices(self) -> list["torch.device"]:

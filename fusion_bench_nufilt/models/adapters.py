@@ -30,7 +30,7 @@ from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 PREFIX = "base_model.model."
 
 # Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
-_EMBEDDING_A = ".lora_embedding_A"
+EMBEDDING_A = ".lora_embedding_A"
 # peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
 _SAVED = ".modules_to_save."
 _ORIGINAL = ".original_module."
@@ -62,7 +62,7 @@ class _LoraUpdate:
 
     @property
     def of_embedding(self) -> bool:
-        return self.key_a.endswith(_EMBEDDING_A)
+        return self.key_a.endswith(EMBEDDING_A)
 
 
 class LoraAdapter(ModelWeights):
@@ -103,7 +103,7 @@ class LoraAdapter(ModelWeights):
             if _ORIGINAL in key or is_second_copy:  # the former is of the base
                 continue
             name = self.name_of(key)
-            suffix_of_a = _EMBEDDING_A if name.endswith(_EMBEDDING_A) else ".lora_A.weight"
+            suffix_of_a = EMBEDDING_A if name.endswith(EMBEDDING_A) else ".lora_A.weight"
             module, is_a, _ = name.partition(suffix_of_a)
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
             # A convolution's A has four sides, and ends among the unknown: of no linear layer.
@@ -703,6 +703,41 @@ def _with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
             if any(f".{module}." in f".{key}" for key in adapter.tensors):
                 return f"{COPY_HEAD}, merge it into that {WITH_PEFT}"
     return f"merge it into its base {WITH_PEFT}"
+
+
+def adapter_config(
+    configs: Sequence[Mapping[str, Any]], base_name: str | None, ranks: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the adapter_config.json of an adapter of scaling 1, given those that it was merged
+    from and the rank of each module.
+
+    The highest rank is the one that every server looks at; it also is lora_alpha, so that one which
+    does not know patterns scales by 1, too.
+    """
+    highest = max(ranks.values())
+    lower = {module: rank for module, rank in ranks.items() if rank < highest}
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": configs[0].get("task_type"),
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": highest,
+        "lora_alpha": highest,
+        "rank_pattern": lower,
+        "alpha_pattern": lower,
+        "target_modules": list(ranks),
+        "fan_in_fan_out": any(config.get("fan_in_fan_out") for config in configs),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }
+    for field in ("auto_mapping", "revision"):
+        values = [each.get(field) for each in configs]
+        if all(value == values[0] for value in values):
+            config[field] = values[0]
+    return config
 
 
 def base_name_key(model: str) -> str:

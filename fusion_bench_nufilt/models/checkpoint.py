@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 _PICKLED_ADAPTER = "adapter_model.bin"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 
@@ -145,7 +145,7 @@ class Checkpoint(Source):
             return cls.from_folder(name, folder)
         _refuse_mistyped(name)
         try:
-            folder = _download(name, name.partition("@")[2] or None, [_ADAPTER_WEIGHTS])
+            folder = _download(name, name.partition("@")[2] or None, [ADAPTER_WEIGHTS])
         except HFValidationError as error:
             raise ValueError(
                 f"'{name}' is neither a folder nor the name of a hub repository"
@@ -268,7 +268,7 @@ class Checkpoint(Source):
         one, scales an adapter's update.
         """
         files = {}
-        for name in ("config.json", _ADAPTER_CONFIG):
+        for name in ("config.json", ADAPTER_CONFIG):
             path = self.folder / name
             if path.is_file():
                 sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -308,7 +308,7 @@ class Checkpoint(Source):
         """The content of adapter_config.json, which scales an adapter's update; empty if there is
         none.
         """
-        return read_json(self.folder / _ADAPTER_CONFIG, AdapterConfig) or {}
+        return read_json(self.folder / ADAPTER_CONFIG, AdapterConfig) or {}
 
     def small_files(self, names: str = ".*") -> dict[str, bytes]:
         """Return the content of the files beside the weights whose names match an expression, by
@@ -475,7 +475,7 @@ def _refuse_mistyped(name: str) -> None:
 
 def is_adapter(folder: Path) -> bool:
     """Tell whether a folder holds an adapter that can be read."""
-    return (folder / _ADAPTER_CONFIG).is_file() and (folder / _ADAPTER_WEIGHTS).is_file()
+    return (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file()
 
 
 def _refuse_both(name: str, folder: Path) -> None:
@@ -483,7 +483,7 @@ def _refuse_both(name: str, folder: Path) -> None:
     for file in (_SINGLE, INDEX, _PICKLED_WEIGHTS, f"{_PICKLED_WEIGHTS}.index.json"):
         if (folder / file).is_file():
             raise ValueError(
-                f"'{name}' holds an adapter ('{_ADAPTER_WEIGHTS}') and a whole model ('{file}'): "
+                f"'{name}' holds an adapter ('{ADAPTER_WEIGHTS}') and a whole model ('{file}'): "
                 "give a folder with only the one that you mean"
             )
 
@@ -525,7 +525,7 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     """
     if is_adapter(folder):
         _refuse_both(name, folder)
-        return [_ADAPTER_WEIGHTS]
+        return [ADAPTER_WEIGHTS]
     # Before the index, in the order in which transformers looks for weights.
     if (folder / _SINGLE).is_file():
         return [_SINGLE]
@@ -582,7 +582,7 @@ def _conversion(folder: Path) -> str:
     """Return the command that saves the pickled weights of a folder as safetensors beside them."""
     if (folder / _PICKLED_ADAPTER).is_file():
         before = json.dumps(str(folder / _PICKLED_ADAPTER))
-        after = json.dumps(str(folder / _ADAPTER_WEIGHTS))
+        after = json.dumps(str(folder / ADAPTER_WEIGHTS))
         load = f"torch.load({before}, map_location='cpu', weights_only=True)"
         # safetensors takes no tensors that share memory or are not contiguous.
         copies = f"{{key: value.contiguous().clone() for key, value in {load}.items()}}"

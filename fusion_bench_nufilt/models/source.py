@@ -56,6 +56,7 @@ class Source(ABC):
     opened: Mapping[str, TensorFile] = {}  # the files that are read
     remote = False  # whether the weights are still on the hub
     in_memory = False
+    is_absent = False  # whether no weight can be read: it is the base of a merge of adapters
 
     @abstractmethod
     def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:

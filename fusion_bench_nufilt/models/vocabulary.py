@@ -189,7 +189,7 @@ def new_rows_key(param: str) -> str:
     return f"{param}.new_rows"
 
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     r"(.*token.*|special_tokens_map|vocab|chat_template)\.json"
     r"|(vocab|merges)\.txt|.*\.(model|tiktoken|jinja)"
 )
@@ -213,7 +213,7 @@ class _Tokens:
             else:
                 rows.append(base.rows)
         self.rows: int = min(rows)
-        self.files = model.checkpoint.small_files(_TOKENIZER_FILES)
+        self.files = model.checkpoint.small_files(TOKENIZER_FILES)
         self.words = _words(self.files)
         self.template = _template(self.files)
 

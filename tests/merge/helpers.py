@@ -61,9 +61,8 @@ def plan(
     if merged is not None:
         merged = str(folder / merged)
     settings = Settings(**(settings or {}))
-    return plan_merge(
-        str(folder / base), task_folders, merged, config, targets, settings, method=method
-    )
+    base_name = None if settings.adapter else str(folder / base)
+    return plan_merge(base_name, task_folders, merged, config, targets, settings, method=method)
 
 
 def interrupt(folder, after=8, out="out", **options):

@@ -1,10 +1,26 @@
 """Adapters are merged in a basis of their factors, whatever becomes of them."""
 
+import json
+import shutil
+from copy import deepcopy
+
 import pytest
 import torch
+from peft import PeftModel
 
+from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.methods import METHODS
-from tests.merge.helpers import merge, save_stream, tensors
+from fusion_bench_nufilt.methods.options import Settings
+from tests.cli.helpers import nufilt
+from tests.merge.helpers import (
+    change_json,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.models.test_adapters import random_adapter
 from tests.tiny_models import llama
 
@@ -46,3 +62,207 @@ def test_a_method_is_given_no_more_than_the_directions_of_the_adapters(tmp_path,
     monkeypatch.setattr(kind, "update", noted)
     merge(tmp_path, BOTH, target_modules="all-linear")
     assert shapes == {(5, 32), (5, 64)}
+
+
+ALL = ("math", "code", "chat")
+TURNING = [name for name, method in METHODS.items() if method.sides_in_basis]
+
+
+def adapter_of(folder, tasks=ALL, out="adapter", merged=None, rank=None, **options):
+    """Merge adapters into one, without their base."""
+    options = {"target_modules": "all-linear", **options}
+    settings = {"adapter": True, "rank": rank, **options.pop("settings", {})}
+    return merge(folder, tasks, out, merged, settings=settings, **options)
+
+
+def on_base(folder, adapter):
+    """What peft makes of an adapter, and its updates, by the names of the weights."""
+    base = type(llama()).from_pretrained(folder / "base", dtype=torch.float64)
+    model = PeftModel.from_pretrained(deepcopy(base), adapter).merge_and_unload()
+    before = base.state_dict()
+    return {key: value - before[key] for key, value in model.state_dict().items()}
+
+
+def updates(folder, out):
+    """The updates of a merged model."""
+    before = tensors(folder / "base")
+    return {key: value - before[key] for key, value in tensors(folder / out).items()}
+
+
+def assert_close(found, expected, tolerance=2e-5):
+    """Equal to the digits of float32, of each tensor's update."""
+    assert found.keys() == expected.keys()
+    for key, update in expected.items():
+        assert (found[key] - update).norm() <= tolerance * update.norm(), key
+
+
+def whole_models(tasks):
+    return [f"{task}_whole" for task in tasks]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """A base in float64, which rounds nothing, and three adapters of different ranks."""
+    folder = tmp_path_factory.mktemp("adapters")
+    save_adapters(folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", TURNING)
+def test_an_adapter_of_adapters_is_the_model_that_their_models_give(adapters, tmp_path, method):
+    """In one go, and one by one; the models are merged as any others, on the base."""
+    options = {"method": method, "target_modules": "all-linear"}
+    merge(adapters, whole_models(ALL), tmp_path / "model", **options)
+    expected = updates(adapters, tmp_path / "model")
+    at_once = adapter_of(adapters, out=tmp_path / "at_once", method=method)
+    assert_close(on_base(adapters, at_once), expected)
+    merged = None
+    for task in ALL:
+        merged = adapter_of(adapters, [task], tmp_path / task, merged, method=method)
+    assert_close(on_base(adapters, merged), expected)
+
+
+@pytest.mark.parametrize("method", ["nufilt", "sum", "best", "tsv_stream"])
+def test_a_single_adapter_is_what_peft_makes_of_it(adapters, tmp_path, method):
+    options = {"scale": 1.0} if method == "sum" else {}
+    if method == "tsv_stream":
+        options = {"scale": 1.0}
+    out = adapter_of(adapters, ["code"], tmp_path / "one", method=method, **options)
+    assert_close(on_base(adapters, out), updates(adapters, "code_whole"))
+
+
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+def test_a_cut_leaves_the_best_approximation_and_says_what_share_of_the_energy_stays(
+    adapters, tmp_path, method
+):
+    whole = on_base(adapters, adapter_of(adapters, out=tmp_path / "whole", method=method))
+    out = adapter_of(adapters, out=tmp_path / "cut", rank=4, method=method)
+    cut = on_base(adapters, out)
+    best = {}
+    for key, update in whole.items():
+        U, s, Vh = torch.linalg.svd(update.view(len(update), -1), full_matrices=False)
+        best[key] = ((U[:, :4] * s[:4]) @ Vh[:4]).view_as(update)
+    assert_close(cut, best, tolerance=1e-4)
+    energy = manifest(out)["energy_kept"]
+    kept = sum(update.square().sum().item() for update in cut.values())
+    total = sum(update.square().sum().item() for update in whole.values())
+    assert 0.2 < kept / total < 0.98
+    assert energy["all"] == pytest.approx(kept / total, rel=1e-4)
+    name = "model.layers.1.mlp.up_proj"
+    share = cut[f"{name}.weight"].norm() ** 2 / whole[f"{name}.weight"].norm() ** 2
+    assert energy["tensors"][name] == pytest.approx(share.item(), rel=1e-4)
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
+    assert f"{energy['all']:.2%} of the energy" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+def test_a_merge_goes_on_from_a_cut_adapter_without_the_cut(adapters, tmp_path, method):
+    expected = on_base(adapters, adapter_of(adapters, out=tmp_path / "whole", method=method))
+    settings = {"state": True} if method == "nufilt" else {}
+    options = {"method": method, "settings": settings}
+    adapter_of(adapters, ["math", "code"], tmp_path / "cut", rank=2, **options)
+    result = adapter_of(adapters, ["chat"], tmp_path / "out", tmp_path / "cut", **options)
+    assert_close(on_base(adapters, result), expected)
+
+
+def without_weights(folder, target, *, with_config=True):
+    """A folder with adapters of a base that has no weights, or not even a configuration."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*_whole", "base"))
+    base = target / "base"
+    base.mkdir()
+    if with_config:
+        shutil.copy(folder / "base" / "config.json", base)
+    for name in ALL:
+        change_json(target / name / "adapter_config.json", base_model_name_or_path=str(base))
+    return target
+
+
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_no_weight_of_the_base_is_needed(adapters, tmp_path, method, with_config):
+    folder = without_weights(adapters, tmp_path / "without", with_config=with_config)
+    out = adapter_of(folder, method=method)
+    expected = adapter_of(adapters, out=tmp_path / "expected", method=method)
+    assert_close(on_base(adapters, out), on_base(adapters, expected), tolerance=1e-6)
+    messages = manifest(out)["warnings"]
+    is_guessed = any("last block" in message for message in messages)
+    assert is_guessed == (method == "best" and not with_config)
+
+
+def test_layers_of_other_ranks_and_embeddings_are_what_peft_reads(tmp_path):
+    """The mean of what adapters change outside the merged layers is in the adapter, too."""
+    patterns = {"rank_pattern": {"q_proj": 3, "layers.0.mlp.up_proj": 1}, "lora_alpha": 5}
+    targets = ["q_proj", "up_proj", "embed_tokens"]
+    save_adapters(tmp_path, tasks=2, target_modules=targets, **patterns)
+    options = {"target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
+    merge(tmp_path, whole_models(BOTH), "model", **options)
+    expected = updates(tmp_path, "model")
+    assert expected["model.embed_tokens.weight"].norm() > 0
+    at_once = adapter_of(tmp_path, BOTH, **options)
+    assert_close(on_base(tmp_path, at_once), expected)
+    config = json.loads((at_once / "adapter_config.json").read_text())
+    assert config["r"] == config["lora_alpha"] == 6
+    assert config["rank_pattern"]["model.layers.0.mlp.up_proj"] == 2
+    one_by_one = None
+    for task in BOTH:
+        one_by_one = adapter_of(tmp_path, [task], f"after_{task}", one_by_one, **options)
+    assert_close(on_base(tmp_path, one_by_one), expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"use_dora": True}, "is a DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "holds 'lm_head.weight' in full"),
+        ({"trainable_token_indices": [1, 2]}, "in full"),
+    ],
+)
+def test_what_is_no_factor_is_refused_and_merged_into_a_full_model(tmp_path, config, part):
+    targets = ["q_proj", "up_proj"]
+    save_adapters(tmp_path, tasks=1, target_modules=targets, **config)
+    with pytest.raises(ValueError, match=f"adapter '.*math' .*{part}.*leave --adapter out"):
+        adapter_of(tmp_path, ["math"], target_modules=targets)
+    merge(tmp_path, ["math"], target_modules=targets)
+
+
+def test_whole_models_and_adapters_of_other_bases_are_refused(adapters, tmp_path):
+    with pytest.raises(ValueError, match=r"'.*math_whole' is a whole model"):
+        adapter_of(adapters, ["math_whole", "code"], tmp_path / "out")
+    folder = without_weights(adapters, tmp_path / "without")
+    change_json(folder / "code" / "adapter_config.json", base_model_name_or_path="someone/else")
+    with pytest.raises(ValueError, match=r"was trained on .*base' and '.*code' on 'someone/else'"):
+        adapter_of(folder)
+    with pytest.raises(ValueError, match=r"rank 4 is for an adapter"):
+        Settings(rank=4)
+
+
+def test_an_adapter_that_was_interrupted_goes_on_and_is_the_same(adapters, tmp_path):
+    expected = adapter_of(adapters, out=tmp_path / "expected", method="best")
+
+    def stop(done, total):
+        if done >= 5:
+            raise InterruptedError
+
+    options = {"method": "best", "target_modules": "all-linear", "settings": {"adapter": True}}
+    planned = plan(adapters, ALL, **options)
+    with pytest.raises(InterruptedError):
+        merge_folders(planned, tmp_path / "out", stop)
+    done = []
+    merge_folders(planned, tmp_path / "out", lambda number, total: done.append(number))
+    assert done[0] > 5
+    assert same(tensors(tmp_path / "out"), tensors(expected))
+    assert same(tensors(tmp_path / "out" / "nufilt_state"), tensors(expected / "nufilt_state"))
+
+
+def test_the_command_line_goes_on_from_an_adapter_and_makes_it_again(adapters, tmp_path):
+    tasks = ["--task", str(adapters / "math"), "--task", str(adapters / "code")]
+    first, second, again = (str(tmp_path / name) for name in ("first", "second", "again"))
+    words = [*tasks, "--out", first, "--adapter", "--target-modules", "all-linear"]
+    code, text = nufilt("merge", *words)
+    assert code == 0, text
+    assert "14 layers merged into an adapter of rank 5, 100.00% of the update's energy" in text
+    nufilt("merge", "--merged", first, "--task", str(adapters / "chat"), "--out", second)
+    assert manifest(tmp_path / "second")["tasks"] == list(ALL)
+    words = ["--task", str(adapters / "chat"), "--merged", first, "--out", again]
+    nufilt("merge", f"{second}/nufilt.json", *words)
+    assert same(tensors(tmp_path / "again"), tensors(tmp_path / "second"))

@@ -1,0 +1,145 @@
+"""The base of adapters, of which no weight is read: what its config.json and the adapters tell."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+from torch import nn
+
+from fusion_bench_nufilt.models.adapters import PREFIX, base_name_key
+from fusion_bench_nufilt.models.architecture import on_meta
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.utils.files import Input, printable
+from fusion_bench_nufilt.utils.tensors import TensorInfo
+
+_CONFIG = "config.json"
+
+
+class AbsentBase(Checkpoint):
+    """A base of which names and shapes alone are known, and no weight is read.
+
+    They are those of the model that its config.json builds, where that is in the folder that the
+    adapters name, in the hub's cache or beside an adapter; else those of the layers that the
+    adapters change.
+
+    Args:
+        adapters: what was trained on the base.
+        name: the base's folder or hub name, by default the one that the adapters name.
+
+    Raises:
+        ValueError: the adapters name different bases, or the base that is named has no config.json.
+    """
+
+    is_absent = True
+
+    def __init__(self, adapters: Sequence[Checkpoint], name: str | None = None) -> None:
+        self.trained_on = name or _base_of(adapters)
+        folder = _folder_with_config(self.trained_on, adapters)
+        if name is not None and not (folder / _CONFIG).is_file():
+            raise ValueError(
+                f"the base '{name}' has no {_CONFIG} on this disk, which is all that is read of "
+                "it: leave --base out, or name a folder that has one"
+            )
+        super().__init__(self.trained_on or "the base", folder, {}, {})
+        self.revision = None  # of no file is known which commit it is of
+        self.tensors = _adapted(adapters)
+        self.has_config = (self.folder / _CONFIG).is_file()
+        if self.has_config:
+            built, origin = on_meta(self)
+            if origin == type(built).__name__:
+                self.tensors = _parameters(built)
+        self.whole = self.tensors
+
+    @property
+    def label(self) -> str:
+        # A folder's path is the user's own.
+        if self.name.count("/") > 1 or Path(self.name).expanduser().is_dir():
+            return printable(Path(self.name).absolute().name)
+        return printable(self.name)
+
+    def identity(self) -> Input:
+        return Input(name=self.label)
+
+    def small_files(self, names: str = ".*") -> dict[str, bytes]:
+        return {}
+
+    def module_files(self) -> dict[str, bytes]:
+        return {}
+
+
+def _base_of(adapters: Sequence[Checkpoint]) -> str | None:
+    """Return the name of the base of all adapters, or None if none of them tells."""
+    adapters_by_base: dict[str, Checkpoint] = {}
+    for adapter in adapters:
+        name = adapter.adapter_config.get("base_model_name_or_path")
+        if name:
+            adapters_by_base.setdefault(base_name_key(name), adapter)
+    if not adapters_by_base:
+        return None
+    first, *others = adapters_by_base.values()
+    name = first.adapter_config["base_model_name_or_path"]
+    if others:
+        other_name = others[0].adapter_config["base_model_name_or_path"]
+        raise ValueError(
+            f"adapter '{first.name}' was trained on '{printable(str(name))}' and "
+            f"'{others[0].name}' on '{printable(str(other_name))}': only adapters of one base can "
+            "be merged; where the two are the same model, say so with --base"
+        )
+    return name
+
+
+def _folder_with_config(name: str | None, adapters: Sequence[Checkpoint]) -> Path:
+    """Return the folder that has the base's config.json; without one, that of the first adapter."""
+    folders = [adapter.folder for adapter in adapters]
+    if name is not None:
+        folders.insert(0, Path(name).expanduser())
+        if not folders[0].is_dir():
+            # Without network: what is not in the cache is not looked for.
+            cached = _cached_config(name)
+            if cached is not None:
+                folders.insert(0, cached.parent)
+    for folder in folders:
+        if (folder / _CONFIG).is_file():
+            return folder
+    return adapters[0].folder
+
+
+def _cached_config(name: str) -> Path | None:
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(name, _CONFIG)
+    except ValueError:  # no name of a repository
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _adapted(adapters: Sequence[Checkpoint]) -> dict[str, TensorInfo]:
+    """Return the weights that adapters change, by their names in the model."""
+    tensors: dict[str, TensorInfo] = {}
+    for adapter in adapters:
+        is_transposed = bool(adapter.adapter_config.get("fan_in_fan_out"))
+        for key, info in adapter.tensors.items():
+            name = key.removeprefix(PREFIX)
+            for suffix in (".lora_A.weight", ".lora_embedding_A"):
+                module = name.removesuffix(suffix)
+                partner = key.removesuffix(suffix) + suffix.replace("_A", "_B")
+                if module == name or partner not in adapter.tensors or len(info.shape) != 2:
+                    continue
+                d_i = info.shape[1]
+                d_o = adapter.tensors[partner].shape[0]
+                shape = (d_o, d_i)
+                if is_transposed or suffix != ".lora_A.weight":
+                    shape = (d_i, d_o)
+                tensors.setdefault(f"{module}.weight", _described(shape))
+    return tensors
+
+
+def _parameters(model: nn.Module) -> dict[str, TensorInfo]:
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = _described(tuple(parameter.shape))
+    return tensors
+
+
+def _described(shape: tuple[int, ...]) -> TensorInfo:
+    """Return a tensor of this shape without a place in a file; of what dtype it is matters not."""
+    return TensorInfo("", "F32", shape, 0, 0).with_dtype("F32")
