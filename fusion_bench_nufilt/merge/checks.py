@@ -404,6 +404,10 @@ def check_task(
         warnings.append(
             f"'{name}': kept from the base because of their shape: {format_names(task.ignored)}"
         )
+    # A folder in it may be the state or the heads of a result, or the weights in another form.
+    unread = [file for file in task.source.unread_weights if "/" not in file]
+    if unread:
+        warnings.append(f"'{name}' has {format_names(unread)} beside its weights: not read")
     warnings += task.check_base(selection.base)
     task.check_layers(selection.layers, pretrained, can_exclude=can_exclude)
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)

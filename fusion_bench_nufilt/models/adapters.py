@@ -87,6 +87,7 @@ class LoraAdapter(ModelWeights):
         self._transposed = {param for param, view in architecture.views.items() if view.transposed}
         self._last_factors = _LastFactors()
         _check_config(checkpoint, architecture)
+        _check_alone(checkpoint)
         super().__init__(checkpoint, architecture)
 
     # Which tensors there are
@@ -490,9 +491,6 @@ class LoraAdapter(ModelWeights):
         candidates = not_square or matrices or shapes
         return candidates[-1][0]
 
-    def module_files(self) -> dict[str, bytes]:
-        return {}  # an adapter's folder has none
-
     # What is checked before a merge
 
     def check_layers(
@@ -548,9 +546,16 @@ class LoraAdapter(ModelWeights):
             return []
         ignored = [name for name in self.params if name in base.params and name not in layers]
         ignored += [name for name in self.left_out if name not in ignored]
-        if not ignored:
-            return []
-        return [f"adapter '{self.source.name}' also changes {format_names(ignored)}: ignored"]
+        with_rows = [name for name in ignored if name in self.gives_rows_of]
+        ignored = [name for name in ignored if name not in with_rows]
+        warnings = []
+        for names, extent in ((ignored, ""), (with_rows, " but for the rows of its new tokens")):
+            if names:
+                listing = format_names(names)
+                warnings.append(
+                    f"adapter '{self.source.name}' also changes {listing}: ignored{extent}"
+                )
+        return warnings
 
     def check_effect(self, changed: Collection[str], layers: Collection[str]) -> list[str]:
         if not layers or self.magnitudes or not self.keys.keys().isdisjoint(changed):
@@ -677,6 +682,19 @@ def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
         raise ValueError(
             f"{adapter} was initialised with {initialisation}, which changes the base as well: "
             "save it with peft's path_initial_model_for_weight_conversion"
+        )
+
+
+def _check_alone(checkpoint: Checkpoint) -> None:
+    """Refuse an adapter beside which there are other weights, such as a projector that was trained
+    with it: they would be left out.
+    """
+    files = checkpoint.unread_weights
+    if files:
+        raise ValueError(
+            f"adapter '{checkpoint.name}' has {format_names(files)} beside it, which is no part of "
+            "the adapter: merge both into the base with the program that trained them, and give "
+            "that folder; weights that do not belong to it must lie elsewhere"
         )
 
 

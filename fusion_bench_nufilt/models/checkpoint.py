@@ -331,6 +331,38 @@ class Checkpoint(Source):
                 wanted.append(path)
         return _read_files(self.folder, wanted)
 
+    @cached_property
+    def unread_weights(self) -> Sequence[str]:
+        """The files of weights beside those that are read, by path in the folder; of folders in it,
+        those of the ones that are no model by themselves.
+        """
+        paths = [PurePosixPath(path) for path in self._paths()]
+        models = {path.parent for path in paths if path.name.endswith("config.json")}
+        unread = []
+        for path in paths:
+            inside = path.parent
+            is_own = inside == PurePosixPath() or inside not in models
+            is_of_trainer = any(_STEP.fullmatch(part) for part in inside.parts)
+            is_read = str(path) in self.files
+            if is_own and not (is_of_trainer or is_read) and _has_weights(path.name):
+                unread.append(str(path))
+        return sorted(unread)
+
+    def _paths(self) -> list[str]:
+        """Return the paths of the files in the folder and the folders in it, of an adapter on the
+        hub also those that are there; without a network, of those on this disk.
+        """
+        if self.revision is not None and is_adapter(self.folder):
+            try:
+                repository = huggingface_hub.model_info(
+                    _repository(self.name), revision=self.revision, timeout=10
+                )
+                return [file.rfilename for file in repository.siblings or ()]
+            except Exception as error:  # no network, or no access any more
+                log.info("'%s': the hub can't list its files: %s", self.name, error)
+        paths = [*self.folder.glob("*"), *self.folder.glob("*/*")]
+        return [path.relative_to(self.folder).as_posix() for path in paths if path.is_file()]
+
     def module_files(self) -> dict[str, bytes]:
         """Return the files of the modules that sentence-transformers puts behind the model, by path
         in the folder.
@@ -515,8 +547,14 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return files
 
 
-# What a Trainer saves beside weights.
-_OF_A_TRAINER = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state\w*)\.\w+")
+# What a Trainer or accelerate saves beside weights.
+_OF_A_TRAINER = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|sampler|rng_state|random_states)(_\d+)*\.\w+"
+)
+# The folder of a step of training, whose weights are others.
+_STEP = re.compile(r"(checkpoint|global_step|pytorch_model_fsdp_|optimizer_)-?\d+")
+# The same weights as transformers and peft saved them before: they read safetensors alone.
+_COPY = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin|adapter_model\.bin")
 
 
 def _weight_files(name: str, folder: Path) -> list[str]:
@@ -560,6 +598,13 @@ def _weight_files(name: str, folder: Path) -> list[str]:
             f"and are refused. Where you trust them, convert them with: {_conversion(folder)}"
         )
     raise ValueError(f"'{name}' holds no safetensors file")
+
+
+def _has_weights(name: str) -> bool:
+    """Tell whether a file of this name holds weights of a model that are nowhere else."""
+    if not name.endswith((".safetensors", *_PICKLE_SUFFIXES)):
+        return False
+    return not (_OF_A_TRAINER.fullmatch(name) or _COPY.fullmatch(name))
 
 
 def _models_inside(folder: Path) -> list[Path]:

@@ -58,6 +58,11 @@ class Source(ABC):
     in_memory = False
     is_absent = False  # whether no weight can be read: it is the base of a merge of adapters
 
+    @property
+    def unread_weights(self) -> Sequence[str]:
+        """The files of weights beside those that are read."""
+        return ()
+
     @abstractmethod
     def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
         """Read a tensor, whose values must be finite, to a device; return it and the digest of its

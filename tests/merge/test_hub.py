@@ -27,6 +27,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.merge.helpers import RANKS, STATE, manifest, merge, never, same, save_stream, tensors
 from tests.merge.test_heads import save as save_classifiers
+from tests.models.test_adapters import save_adapter
 from tests.models.test_quantised import quantise
 from tests.models.test_small_files import encoder
 from tests.tiny_models import llama
@@ -353,3 +354,21 @@ def test_a_head_is_loaded_without_the_state(tmp_path, hub):
     assert same(model.state_dict(), expected.state_dict())
     assert "owner/one/heads/few.safetensors" in hub
     assert f"owner/one/{STATE}" not in hub
+
+
+def test_weights_beside_an_adapter_on_the_hub_are_refused_without_a_download(
+    tmp_path, hub, monkeypatch
+):
+    save_adapter(tmp_path / "remote", llama())
+    (tmp_path / "remote" / "adapter").rename(tmp_path / "remote" / "lora")
+    names = ["adapter_config.json", "adapter_model.safetensors", "non_lora_trainables.bin"]
+
+    def model_info(name, revision, timeout):
+        assert (name, revision) == ("owner/lora", COMMIT)
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in names])
+
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+    with pytest.raises(ValueError, match=r"owner/lora' has 'non_lora_trainables\.bin' beside it"):
+        plan("lora")
+    names.pop()
+    plan("lora")

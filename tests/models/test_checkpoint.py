@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.merge.helpers import merge, plan, same, save_stream, tensors
 from tests.models.test_adapters import save_adapter
@@ -68,3 +68,55 @@ def test_what_a_trainer_saves_beside_weights_is_not_taken_for_weights(adapter):
     for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.pt"):
         (folder / "trained" / name).write_bytes(b"pickled")
     assert refused(folder, "trained").endswith("trained' holds no safetensors file")
+
+
+#: Where weights that were trained with an adapter may lie beside it.
+BESIDE = [
+    "non_lora_trainables.bin",
+    "non_lora_state_dict.bin",
+    "mm_projector.bin",
+    "value_head.safetensors",
+    "vit.safetensors",
+    "embeddings.pt",
+    "vision_tower/weights.safetensors",
+]
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_weights_beside_an_adapter_are_refused_by_name_and_merged_without_them(adapter, name):
+    expected = tensors(merge(adapter.parent, ["adapter"], "expected"))
+    path = adapter / name
+    path.parent.mkdir(exist_ok=True)
+    save_file({"a": torch.ones(1)}, path)
+    text = refused(adapter.parent, "adapter")
+    assert f"adapter' has '{name}' beside it, which is no part of the adapter" in text
+    assert "weights that do not belong to it must lie elsewhere" in text
+    path.rename(adapter.parent / path.name)
+    assert same(tensors(merge(adapter.parent, ["adapter"])), expected)
+
+
+@pytest.mark.parametrize("name", ["vit.safetensors", "consolidated.safetensors", "extra.pt"])
+def test_weights_beside_a_model_that_are_not_read_are_named(adapter, name):
+    save_file({"a": torch.ones(1)}, adapter.parent / "task1" / name)
+    (text,) = plan(adapter.parent, ["task1"]).warnings
+    assert text.endswith(f"task1' has '{name}' beside its weights: not read")
+
+
+#: What training and transformers leave beside weights, which is none of the model's.
+LEFT = ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "training_args.bin"]
+LEFT += ["scaler.pt", "optimizer.bin", "random_states_0.pkl", "sampler_1.bin"]
+LEFT += ["checkpoint-10/adapter_model.safetensors", "global_step10/mp_rank_00_model_states.pt"]
+
+
+COPIES = {"adapter": "adapter_model.bin", "task1": "pytorch_model.bin"}
+
+
+@pytest.mark.parametrize("task", COPIES)
+def test_what_training_leaves_beside_weights_and_older_copies_are_not_said(adapter, task):
+    for name in [*LEFT, COPIES[task]]:
+        path = adapter.parent / task / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"left")
+    other = adapter / "other"  # as peft saves a second adapter of a model
+    shutil.copytree(adapter, other, ignore=shutil.ignore_patterns("other", "checkpoint*"))
+    assert plan(adapter.parent, [task]).warnings == []
