@@ -188,6 +188,8 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     unchanged = kept_from_base(plan)
     if unchanged:
         loss = f"whatever a task changed in {len(unchanged)} tensors is left out"
+        if not set(unchanged).isdisjoint(plan.vocabulary.params):
+            loss += ", but for rows of new tokens"
         remedy = "" if other_params == "mean" else "; other_params=mean averages them"
         yield "", f"{loss}: {format_names(unchanged)}{remedy}"
     if plan.vocabulary.params:

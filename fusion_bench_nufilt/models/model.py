@@ -49,6 +49,7 @@ class ModelWeights:
         self.ignored: list[str] = []
         self.left_out: list[str] = []  # names of tied weights that are more than one here alone
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
+        self.gives_rows_of: set[str] = set()  # params from which the result has rows of new tokens
         self.strength = 1.0  # of its update in a merge
         architecture.split(source)
         self._find_tensors(architecture)
@@ -209,15 +210,25 @@ class ModelWeights:
             return theta_0
         return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
 
+    def holds(self, param: str) -> bool:
+        """Return whether the model has a tensor of its own, in its head or outside."""
+        return param in self.keys or param in self.head
+
+    def rows(self, param: str) -> int:
+        """Return the number of rows of a tensor that the model holds."""
+        if param in self.params:
+            return self.params[param][0]
+        return self.source.tensors[self.head[param]].shape[0]
+
     def row(self, param: str, row: int, base: "ModelWeights") -> Tensor:
         """Read a row of a tensor, flattened, by its number here; one that is missing is the
         base's.
         """
         width = math.prod(base.params[param][1:])
-        if param in self.keys:
+        key = self.keys.get(param, self.head.get(param))
+        if key is not None:
             stored = self._stored_row(param, row)
             if stored >= 0:
-                key = self.keys[param]
                 return self.source.elements(key, stored * width, (stored + 1) * width)
         return base.source.elements(base.keys[param], row * width, (row + 1) * width)
 

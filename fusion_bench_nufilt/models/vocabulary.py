@@ -21,7 +21,7 @@ from torch import Tensor
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import ReadDigests, check_belongs, format_names
 from fusion_bench_nufilt.utils.files import parse_json
-from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
+from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, compute_dtype, is_finite
 
 Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
@@ -50,6 +50,7 @@ class Vocabulary:
     files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
     warnings: list[str] = field(default_factory=list)
     identity: str = ""  # a digest of how rows are matched
+    _means: dict[str, Tensor] = field(default_factory=dict)  # of the base's rows, by param
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest's entry."""
@@ -88,7 +89,8 @@ class Vocabulary:
             if len(local) < 2:
                 continue
             for param in self.params:
-                values = [self._row(param, holder).double() for holder in local]
+                holders_of_param = [each for each in self._holders(param, row) if each in local]
+                values = [self._row(param, holder).double() for holder in holders_of_param]
                 if not all(torch.equal(values[0], value) for value in values[1:]):
                     labels = [self.models[holder.source].source.label for holder in holders]
                     raise ValueError(
@@ -119,7 +121,10 @@ class Vocabulary:
         """
         mean = None
         weight = 0.0
-        for holder in self.holders[row]:
+        holders = self._holders(param, row)
+        if not holders:
+            return self._mean_of_base(param)
+        for holder in holders:
             value = self._row(param, holder)
             if digests is not None:
                 digests.add(holder.source, value)
@@ -139,6 +144,39 @@ class Vocabulary:
                 mean = torch.lerp(mean.to(wide), value.to(wide), holder.weight / weight)
         assert mean is not None
         return mean
+
+    def _holders(self, param: str, row: int) -> list[Holder]:
+        """Return the models with a new token that have a row for it, if only the base's."""
+        rows_of_base = self.models["base"].rows(param)
+        holders = []
+        for holder in self.holders[row]:
+            if holder.row < rows_of_base or self.models[holder.source].holds(param):
+                holders.append(holder)
+        return holders
+
+    def _mean_of_base(self, param: str) -> Tensor:
+        """Return the mean of the base's rows, around which transformers draws new ones."""
+        if param not in self._means:
+            base = self.models["base"]
+            shape = base.params[param]
+            width = math.prod(shape[1:])
+            length = max(1, CHUNK_BYTES // (8 * width)) * width
+            total = torch.zeros(width, dtype=torch.float64, device="cpu")
+            for start in range(0, shape[0] * width, length):
+                stop = min(start + length, shape[0] * width)
+                rows = base.source.elements(base.keys[param], start, stop)
+                total += rows.double().view(-1, width).sum(0)
+            self._means[param] = (total / shape[0]).float()
+        return self._means[param]
+
+    def without_rows(self) -> dict[str, list[str]]:
+        """Return by param the new tokens for which no model has a row."""
+        tokens: dict[str, list[str]] = {}
+        for param in self.params:
+            without = [row for row in sorted(self.tokens) if not self._holders(param, row)]
+            if without:
+                tokens[param] = [self.tokens[row] for row in without]
+        return tokens
 
     def new_rows(self, param: str) -> Tensor:
         """Return the rows of all new tokens, in the order of their numbers in the result."""
@@ -206,12 +244,10 @@ class _Tokens:
         self.model = model
         self.label = model.source.label
         self._base = base
-        rows = []
-        for param in params:
-            if base is None or param in model.keys:
-                rows.append(model.params[param][0])
-            else:
-                rows.append(base.rows)
+        # What a model lacks, as a classifier does the head of a language model, tells no rows.
+        rows = [model.rows(param) for param in params if model.holds(param)]
+        if base is not None and not rows:
+            rows.append(base.rows)
         self.rows: int = min(rows)
         self.files = model.checkpoint.small_files(TOKENIZER_FILES)
         self.words = _words(self.files)
@@ -375,6 +411,15 @@ def join_vocabularies(
             for param in model.keys.keys() & set(params):
                 model.match_rows(param, rows)
             matched[tokens.label] = rows
+    for param, without in result.without_rows().items():
+        result.warnings.append(
+            f"no model has rows of '{param}' for {format_names(without)}: these get the mean of "
+            "the base's"
+        )
+    for holders in result.holders.values():
+        for holder in holders:
+            model = models[holder.source]
+            model.gives_rows_of.update(model.params.keys() & set(params))
     result.check()
     matching = repr([result.rows, result.holders, matched])
     result.identity = hashlib.sha256(matching.encode()).hexdigest()

@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from fusion_bench_nufilt import load_task
 from tests.cli.helpers import nufilt
 from tests.families import FAMILIES
 from tests.merge.helpers import (
@@ -26,7 +28,7 @@ from tests.merge.helpers import (
     same,
     tensors,
 )
-from tests.tiny_models import finetuned, llama
+from tests.tiny_models import SMALL, build, finetuned, llama
 
 WORDS = 48  # of the tokenizers; the embeddings of the models have 50 rows
 EMBEDDING = "model.embed_tokens.weight"
@@ -285,6 +287,51 @@ def test_going_on_keeps_the_earlier_tokens(grown, options, dtype):
         assert torch.equal(row(out, token, HEAD), tensors(grown / name)[HEAD][i])
 
 
+def masked(kind):
+    """A BERT without rows beside those of its tokens."""
+    return build(kind, hf.BertConfig(**SMALL, vocab_size=WORDS), 0)
+
+
+NEW_TOKENS = ("<fim>", "indent", "<eot>")
+
+
+@pytest.mark.parametrize("options", [{}, MEAN, {"other_params": "first"}])
+@pytest.mark.parametrize("order", [["code", "sentiment"], ["sentiment", "code"]])
+def test_new_tokens_keep_their_rows_beside_a_classifier_without_a_head_for_them(
+    tmp_path, order, options
+):
+    base = masked(hf.BertForMaskedLM)
+    save(tmp_path / "base", base)
+    save(tmp_path / "code", finetuned(base, seed=1), *NEW_TOKENS, seed=1)
+    classifier = masked(hf.BertForSequenceClassification)
+    classifier.bert.load_state_dict(base.bert.state_dict(), strict=False)
+    save(tmp_path / "sentiment", finetuned(classifier, seed=2))
+    result = tensors(merge(tmp_path, order, **options))
+    code = tensors(tmp_path / "code")
+    for key in ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"):
+        assert torch.equal(result[key][WORDS:], code[key][WORDS:])
+    head = load_task(tmp_path / "out", "code").cls.predictions.bias
+    assert torch.equal(head, code["cls.predictions.bias"])
+
+
+@pytest.mark.parametrize("options", [{}, MEAN])
+def test_tokens_that_only_a_classifier_has_get_the_mean_row_of_the_head_that_it_lacks(
+    tmp_path, options
+):
+    base = llama(tie_word_embeddings=False)
+    base.resize_token_embeddings(WORDS)
+    save(tmp_path / "base", base)
+    config = hf.LlamaConfig(**{**base.config.to_dict(), "pad_token_id": 0})
+    classifier = hf.LlamaForSequenceClassification(config)
+    classifier.model.load_state_dict(base.model.state_dict())
+    save(tmp_path / "sentiment", finetuned(classifier, seed=2), *NEW_TOKENS, seed=2)
+    out = merge(tmp_path, ["sentiment"], **options)
+    assert any("no model has rows of 'lm_head" in text for text in manifest(out)["warnings"])
+    assert torch.equal(row(out, "<fim>"), row(tmp_path / "sentiment", "<fim>"))
+    expected = tensors(tmp_path / "base")[HEAD].mean(0)
+    torch.testing.assert_close(row(out, "<fim>", HEAD), expected)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "t5"])
 def test_tied_heads_stay_tied(tmp_path, family):
     base = FAMILIES.get(family, llama)()
@@ -364,6 +411,15 @@ def test_an_adapter_brings_its_tokens(grown):
     out = tensors(merge(grown, ["adapter"], method="sum", scale=1.0, **MEAN))
     assert torch.equal(out[EMBEDDING], whole.get_input_embeddings().weight)
     assert torch.equal(out[HEAD], whole.get_output_embeddings().weight)
+    kept = merge(grown, ["adapter"], "kept")
+    assert torch.equal(tensors(kept)[HEAD][WORDS:], out[HEAD][WORDS:])
+    (text,) = [text for text in manifest(kept)["warnings"] if "also changes" in text]
+    assert text.endswith(f"'{HEAD}', '{EMBEDDING}': ignored but for the rows of its new tokens")
+    _, text = nufilt(
+        *("merge", "--base", grown / "base", "--task", grown / "adapter"),
+        *("--out", grown / "none", "--dry-run"),
+    )
+    assert "left out, but for rows of new tokens: " in " ".join(text.split())
 
 
 def save_dora(folder, module):
