@@ -4,6 +4,7 @@
 # make test-slow  the tests that take minutes: kills, clusters, notebooks, a browser
 # make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
 # make docs       the documentation in outputs/site; a broken link or reference fails
+# make figures    the demo's numbers and pictures in README and pages, from this machine
 # make release    a source distribution and a wheel in dist/, checked, of a tagged version
 # make constraints  the versions in .venv, in constraints.txt
 # Each sets up what it needs in .venv first, torch and otherwise what pip settles for on the day: the demo what a user
@@ -34,7 +35,11 @@ DEMO_METHODS := TSV-M with spectral voting = best, spectral voting = spectral, N
 	NUFILT (ranks 21/10/8) = nufilt:null_rank=21:lora_rank=10, OPCM = opcm, task arithmetic = task_arithmetic, \
 	TSV-M = tsvm, weight averaging = weight_average
 
-.PHONY: demo test test-oldest test-slow adversary lint docs release constraints clean
+FIGURES := outputs/figures
+RANKS := null_rank=21:lora_rank=10
+COMPARE := $(BIN)/nufilt compare --seeds 42 fabric.accelerator=cpu --overwrite
+
+.PHONY: figures demo test test-oldest test-slow adversary lint docs release constraints clean
 
 demo: $(INSTALLED)
 	$(BIN)/nufilt compare fabric.accelerator=cpu --methods "$(DEMO_METHODS)" --out outputs/demo --overwrite
@@ -60,6 +65,20 @@ lint: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+figures: $(READY) demo
+	$(COMPARE) --evaluate diagonal --out $(FIGURES)/more \
+		--methods "nufilt, dop, nufilt/all_linear:$(RANKS), nufilt/all_linear:null_rank=128"
+	$(COMPARE) --evaluate diagonal --out $(FIGURES)/order_free --methods order_free
+	$(COMPARE) --evaluate diagonal --out $(FIGURES)/data --methods "sequential_finetuning, adamerging, \
+		adamerging:form=released, lora_wemoe, lora_wemoe:form=released, nufilt:$(RANKS)"
+	rm -rf $(FIGURES)/run $(FIGURES)/analysis
+	$(BIN)/fusion_bench method=nufilt modelpool=nufilt_demo method.null_rank=21 method.lora_rank=10 \
+		fabric.accelerator=cpu path.log_dir=$(FIGURES)/run > $(FIGURES)/terminal.txt
+	mv $(FIGURES)/terminal.txt $(FIGURES)/run
+	$(BIN)/nufilt analyze fabric.accelerator=cpu --out $(FIGURES)/analysis
+	$(BIN)/python tools/figures.py outputs/demo $(FIGURES)/more $(FIGURES)/order_free $(FIGURES)/data \
+		$(FIGURES)/run $(FIGURES)/analysis
 
 release: $(READY)
 	$(BIN)/python tools/release.py

@@ -1,0 +1,177 @@
+#!/usr/bin/env python
+"""Write the demo's numbers and pictures into README and pages: ``make figures``.
+
+    python tools/figures.py DEMO MORE SUMS DATA RUN ANALYSIS
+
+DEMO, MORE, SUMS and DATA are folders of `nufilt compare`, RUN is one of `fusion_bench` with its
+output in terminal.txt, ANALYSIS one of `nufilt analyze`: made on this machine by the commands in
+the Makefile. A page has a number where it says ``<!-- figures: NAME -->``, up to ``<!-- end of
+figures -->``; pictures of the pages are taken by Chromium.
+"""
+
+import argparse
+import re
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pandas as pd
+
+REPO = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/index.md", "docs/results/accuracy.md")
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+WIDTH = 1100
+#: Rows of README: the labels of DEMO (the Makefile's), and what stands for them there.
+README_ROWS = {
+    "individual": "individual models",
+    "TSV-M with spectral voting": "`best`: TSV-M with spectral voting",
+    "NUFILT all-linear": "NUFILT on all linear layers",
+    "NUFILT (ranks 21/10/8)": "NUFILT on the paper's layers, ranks 21/10",
+    "OPCM": "OPCM",
+    "weight averaging": "weight averaging",
+}
+COMMAND = "fusion_bench method=nufilt modelpool=nufilt_demo method.null_rank=21 method.lora_rank=10"
+ORDER_FREE = ("sum", "isotropic", "wudi_sums", "tsv_stream", "spectral", "best")
+
+
+def read_table(folder: Path) -> pd.DataFrame:
+    """Return the rows of a comparison by their labels."""
+    return pd.read_csv(folder / "table.csv").set_index("method")
+
+
+def per_cent(value: float, sign: str = "") -> str:
+    """Return a share in per cent with one digit; nothing for none."""
+    if pd.isna(value):
+        return ""
+    return f"{100 * value:{sign}.1f}"
+
+
+def machine() -> str:
+    """Return what a figure depends on besides its command."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    flags = " ".join(line for line in lines if line.startswith("flags")).split()
+    instructions = "AVX2"
+    for flag, name in (("avx512f", "AVX-512"), ("amx_bf16", "AMX")):
+        if flag in flags:
+            instructions = name
+    versions = [f"{package} {version(package)}" for package in ("torch", "transformers")]
+    cores = len(names)
+    return f"{cores} cores of an {names[0]} with {instructions}, {', '.join(versions)}"
+
+
+def result_table(rows: list[tuple[str, pd.Series]]) -> str:
+    """Return rows of labels and results as a table of ACC and BWT."""
+    lines = ["| method | ACC % | BWT % |", "| --- | ---: | ---: |"]
+    for label, row in rows:
+        lines.append(f"| {label} | {per_cent(row.ACC_mean)} | {per_cent(row.BWT_mean, '+')} |")
+    return "\n".join(lines)
+
+
+def blocks(demo: Path, more: Path, sums: Path, data: Path) -> dict[str, str]:
+    """Return the text of each block."""
+    rows = read_table(demo)
+    others = read_table(more).drop(["pretrained", "individual"])
+    order_free = read_table(sums)
+    with_data = read_table(data)
+    of_readme = [(label, rows.loc[name]) for name, label in README_ROWS.items()]
+    single = rows.loc["individual"]
+    ranked = [(f"{name} *", row) for name, row in rows.drop("individual").iterrows()]
+    ranked = [(name.replace("pretrained *", "pretrained (zero-shot)"), row) for name, row in ranked]
+    ranked += [(name, row) for name, row in others.iterrows()]
+    ranked.sort(key=lambda pair: -pair[1].ACC_mean)
+    results = [order_free.loc[name] for name in ORDER_FREE]
+    scores = [f"{per_cent(row.ACC_mean)} / {per_cent(row.BWT_mean, '+')}" for row in results]
+    data_rows = with_data[with_data["data"].notna() & (with_data["data"] != "none")]
+    best = per_cent(rows.loc["TSV-M with spectral voting"].ACC_mean)
+    return {
+        "machine": f"All on one machine: {machine()}, fusion-bench {version('fusion-bench')}.",
+        "readme": result_table(of_readme),
+        "where": f"`make demo`: eight image tasks, seed 42, {machine()}.",
+        "index": (
+            f"Single models have {per_cent(single.ACC_mean)} on average, and the last merge by "
+            f"[`best`](methods.md#order-free-methods) {best}, by NUFILT on all linear layers "
+            f"{per_cent(rows.loc['NUFILT all-linear'].ACC_mean)}, by OPCM "
+            f"{per_cent(rows.loc['OPCM'].ACC_mean)} (`make demo`, {machine()})."
+        ),
+        "demo": result_table([("individual models", single), *ranked]),
+        "order_free": "\n".join(
+            [
+                "| " + " | ".join(f"`{name}`" for name in ORDER_FREE) + " |",
+                "| " + " | ".join("---:" for _ in ORDER_FREE) + " |",
+                "| " + " | ".join(scores) + " |",
+            ]
+        ),
+        "data": result_table(list(data_rows.iterrows())),
+    }
+
+
+def console(run: Path) -> str:
+    """Return the command of README and the ends of what it printed, as a block."""
+    lines = (run / "terminal.txt").read_text(encoding="utf-8").splitlines()
+    kept = []
+    for start in ("│ 1 ", "│ 8 ", "ACC ", "BWT ", "model ", "page "):
+        kept += [line for line in lines if line.startswith(start)][:1]
+    # By default a run is in a folder with the time of its start.
+    log_dir = "outputs/fabric_model_fusion/2026-11-26_09-00-00"
+    shown = [line.replace(str(run), log_dir) for line in kept]
+    return "\n".join(["```console", f"$ {COMMAND}", "…", shown[0], "…", *shown[1:], "```"])
+
+
+def fill(text: str, values: dict[str, str]) -> str:
+    """Return a page with the text of its blocks; a KeyError names one that is not known."""
+    return BLOCK.sub(lambda match: f"{match[1]}\n{values[match[2]]}\n\n{match[3]}", text)
+
+
+def take_pictures(pages: dict[str, Path], folder: Path) -> None:
+    """Write a picture of each page, from its top to its end, without scroll bars."""
+    from PIL import Image
+    from selenium import webdriver
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    options = webdriver.ChromeOptions()
+    flags = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars"
+    with tempfile.TemporaryDirectory() as profile:
+        for flag in (*flags.split(), f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        service = webdriver.ChromeService(shutil.which("chromedriver"))
+        browser = webdriver.Chrome(options=options, service=service)
+        try:
+            for name, page in pages.items():
+                browser.set_window_size(WIDTH, 900)
+                browser.get(page.resolve().as_uri())
+                charts = browser.find_elements("css selector", ".chart")
+                drawn = [chart.get_attribute for chart in charts]
+                WebDriverWait(browser, 60).until(
+                    lambda _, drawn=drawn: all(get("data-drawn") for get in drawn)
+                )
+                height = browser.execute_script("return document.documentElement.scrollHeight")
+                browser.set_window_size(WIDTH, min(height, 2000))
+                file = folder / f"{name}.png"
+                browser.save_screenshot(str(file))
+                with Image.open(file) as picture:
+                    picture.convert("P", palette=Image.Palette.ADAPTIVE).save(file, optimize=True)
+        finally:
+            browser.quit()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("demo", "more", "sums", "data", "run", "analysis"):
+        parser.add_argument(name, type=Path)
+    arguments = parser.parse_args()
+    values = blocks(arguments.demo, arguments.more, arguments.sums, arguments.data)
+    values["run"] = console(arguments.run)
+    for name in PAGES:
+        page = REPO / name
+        page.write_text(fill(page.read_text(encoding="utf-8"), values), encoding="utf-8")
+    images = REPO / "docs" / "images"
+    shutil.copy(arguments.demo / "accuracy_per_step.png", images / "demo_accuracy_per_step.png")
+    shutil.copy(arguments.run / "accuracy_matrix.png", images)
+    pages = {"comparison": arguments.demo, "run": arguments.run, "analysis": arguments.analysis}
+    take_pictures({f"page_{kind}": folder / "index.html" for kind, folder in pages.items()}, images)
+
+
+if __name__ == "__main__":
+    main()
