@@ -34,6 +34,7 @@ from fusion_bench_nufilt.merge.other_params import (
 from fusion_bench_nufilt.merge.plan import Plan, Selection, select
 from fusion_bench_nufilt.merge.planned import (
     PlannedLayers,
+    affords_state,
     has_state,
     mean_key,
     state_tensors,
@@ -97,7 +98,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     _heads: Heads
     _selection: Selection  # the layers to merge
     _states: dict[str, Tensor]  # what is kept to go on from, as in the file beside a merged model
-    _has_float32_layers: bool  # whether that has layers in more digits than the model
+    _holds_float32: bool  # whether that has all in float32 that the model rounds
     _mean_counts: dict[str, int]  # models in the mean of a tensor, where not one for each step
     _ignored_keys: dict[str, set[str]]  # by model: weights that it lacks, or in another shape
     _first_params: dict[str, str]  # of tied weights, in a merge that is gone on from
@@ -137,7 +138,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.task_heads = {}
         self.head_tensors = {}
         self._states = {}
-        self._has_float32_layers = False
+        self._holds_float32 = False
         self._mean_counts = {}
         self._reports = []
         self._ignored_keys = {}
@@ -257,7 +258,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         # Of a method that keeps nothing but the weight, a state is the weight in float32.
         if self.method.is_stateless:
             layers = [layer for layer in plan.layers if has_state(plan, layer)]
-            self._has_float32_layers = any(layer.keys[0] in self._states for layer in layers)
+            self._holds_float32 = any(layer.keys[0] in self._states for layer in layers)
 
     def check_model(
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str] = ()
@@ -319,7 +320,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             seed=self.seed,
             step=step,
             device=",".join(map(str, devices)),
-            state=True if self._has_float32_layers else None,
+            state=True if self._holds_float32 else None,
         )
         before = Manifest(step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads)
         return Plan(
@@ -343,6 +344,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         merged_source = merged_weights.source
         assert isinstance(merged_source, MemorySource)
         plan = self._plan([model], step, merged_weights)
+        if not self.merge_seconds and not plan.keeps_state:
+            self._holds_float32 = affords_state(plan, next(merged.parameters()).device)
+            plan = self._plan([model], step, merged_weights)
         self._keep_heads(plan)
         reports: dict[str, Report] = {}
 

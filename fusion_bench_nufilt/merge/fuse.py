@@ -171,7 +171,7 @@ def fuse_layers(
 
     def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
         name = layer.layer
-        fused[name] = merged_weight().to(merged[name].device)
+        fused[name] = merged_weight().to(merged[name])
         (report,) = layer.record["reports"]
         reports[name] = LayerReport(**{key: report[key] for key in report if key != "step"})
         # This is a worker's thread: the loop below tells the caller in the caller's own.
@@ -192,7 +192,7 @@ def merge_matrices(source: MatrixLayers) -> dict[str, Tensor]:
     merged: dict[str, Tensor] = {}
 
     def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
-        merged[layer.layer] = merged_weight().to(source.pretrained[layer.layer].device)
+        merged[layer.layer] = merged_weight().to(source.pretrained[layer.layer])
 
     with closing(merge_layers(source, list(source.pretrained), on_layer)) as merged_layers:
         for _ in merged_layers:

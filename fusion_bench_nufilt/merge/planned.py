@@ -9,6 +9,8 @@ base and the task alone, so that it is the same in memory, from folders, in merg
 in a run that goes on, and for tasks that are merged one at a time.
 """
 
+import dataclasses
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +45,7 @@ from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.step import LowRank
-from fusion_bench_nufilt.utils.devices import map_layers, process_memory
+from fusion_bench_nufilt.utils.devices import free_memory, map_layers, process_memory
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
@@ -57,6 +59,8 @@ from fusion_bench_nufilt.utils.tensors import (
     read_header,
     to_compute_dtype,
 )
+
+log = logging.getLogger(__name__)
 
 #: On an accelerator, layers of equal shape are solved together within about this much memory.
 BATCH_BYTES = 4 * 2**30
@@ -153,9 +157,6 @@ class PlannedLayers(LayerSource[Layer]):
                 info = task.source.tensors[task.keys[layer.param]]
                 task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
         weights = (base_itemsize + task_itemsize) * numel
-        # Nothing is kept in float32, so that the weight so far has the base's digits.
-        if plan.method.is_stateless and plan.state is None and not plan.keeps_state:
-            return weights + base_itemsize * numel
         return weights + sum(value.nbytes for _, _, value in state_tensors(plan, layer).values())
 
     def budget(self, workers: int) -> int:
@@ -293,12 +294,11 @@ class PlannedLayers(LayerSource[Layer]):
     def _weight_so_far(
         self, layer: Layer, theta_0: Tensor, kept: State, digests: dict[str, str]
     ) -> Tensor:
-        """Return the merged weight before the first task, in the dtype in which it is kept, and
-        note the digest of what is read.
+        """Return the merged weight before the first task, in float32 at least, and note the digest
+        of what is read.
         """
         plan = self.plan
         so_far = theta_0
-        dtype = theta_0.dtype
         if plan.merged is not None:
             like = layer.view.part(theta_0)
             if not kept:
@@ -315,9 +315,8 @@ class PlannedLayers(LayerSource[Layer]):
                     check_belongs(weight, stored, layer.name, plan.state.source)
             assert isinstance(weight, Tensor)
             so_far = layer.view.matrix(weight)
-        if kept or plan.keeps_state:
-            dtype = torch.promote_types(dtype, torch.float32)
-        return so_far.to(dtype)
+        # A task would be rounded with it: the result is rounded once, when it is written.
+        return so_far.to(compute_dtype(theta_0))
 
     def task_name(self, number: int) -> str:
         return self.plan.tasks[number].source.name
@@ -469,6 +468,32 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
     """
     workers = workers or plan.settings.workers
     return process_memory(workers) + PlannedLayers(plan).budget(workers)
+
+
+def affords_state(plan: Plan, device: torch.device) -> bool:
+    """Tell whether a device has room for what a merge of models in its memory would round to their
+    dtype after each task, in float32, and say so if it has not.
+    """
+    settings = dataclasses.replace(plan.settings, state=True)
+    keeping = dataclasses.replace(plan, settings=settings)
+    state_bytes = 0
+    for layer in keeping.layers:
+        if has_state(keeping, layer):
+            state_bytes += sum(like.nbytes for _, _, like in state_tensors(keeping, layer).values())
+    state_bytes += sum(like.nbytes for like in means_to_keep(keeping).values())
+    if not state_bytes:
+        return False
+    needed = state_bytes
+    if device.type == "cpu":
+        needed += peak_memory(keeping) - process_memory(workers=0)
+    if needed <= free_memory(device):
+        return True
+    log.warning(
+        "the merged model is rounded to the pretrained one's dtype after every task: memory has no "
+        "room for it in float32 (%.1f GB). A merge of folders rounds once",
+        state_bytes / 1e9,
+    )
+    return False
 
 
 def disk_bytes(plan: Plan) -> int:

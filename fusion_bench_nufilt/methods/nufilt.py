@@ -18,7 +18,13 @@ from fusion_bench_nufilt.nufilt.step import (
 )
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
-from fusion_bench_nufilt.utils.tensors import compute_dtype, replace_rows, select_rows, stack
+from fusion_bench_nufilt.utils.tensors import (
+    compute_dtype,
+    replace_rows,
+    select_rows,
+    stack,
+    to_compute_dtype,
+)
 
 from .base import LayerMethod, Measures, State
 
@@ -52,12 +58,13 @@ class Nufilt(LayerMethod):
         self.lora_A = lora_A  # the initial A of each layer, instead of drawn ones
 
     def init_state(self, names: Sequence[str], base: Tensor) -> State:
-        return {"weight": base}
+        # Rounded once, when it is written, and not after every task.
+        return {"weight": to_compute_dtype(base)}
 
     def merged_weight(
         self, names: Sequence[str], state: State, base: Tensor, *, float64: bool
     ) -> Tensor:
-        return state["weight"]
+        return state["weight"].to(base.dtype)
 
     def update(
         self,
@@ -105,6 +112,10 @@ class Nufilt(LayerMethod):
                 task = base.to(wide) + task.to(wide).product()
             # A whole model's own bits, which the base plus a rounded difference need not have.
             return {"weight": task.to(wide).to(theta.dtype)}, measures_of_first(tau)
+        # A result in float32 of models in bfloat16 has their rounding, too.
+        digits = base.dtype
+        if isinstance(task, Tensor) and torch.finfo(task.dtype).eps > torch.finfo(digits).eps:
+            digits = task.dtype
         del task  # as large as anything that follows
         A = None
         if self.options.has_adapter:
@@ -118,6 +129,8 @@ class Nufilt(LayerMethod):
             is_first_task=is_first_task[0],
             float64=float64 or fast_in_float64(theta.device),
             height=self.shape_of(names[0], base)[0],  # the same in all layers of a stack
+            step=step,
+            digits=digits,
         )
         return {"weight": weight.to(theta.dtype)}, measures
 

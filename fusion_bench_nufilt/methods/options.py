@@ -269,7 +269,8 @@ class Settings:
     state: bool | None = _file_option(
         None,
         "Keep what the next merge needs beside the model: the sums of order-free methods, and in "
-        "float32 what the model rounds, which are NUFILT's layers and the means of other_params. "
+        "float32 what a model in 16 bits rounds, which are NUFILT's layers and the means of "
+        "other_params. "
         "By default, methods with sums do.",
         scope="merge",
     )

@@ -13,6 +13,7 @@ from .config import FusionConfig
 from .subspace import (
     first_coordinates,
     null_space_filter,
+    rounding_energy,
     subspace_affinity,
     top_right_singular_vectors,
 )
@@ -83,7 +84,8 @@ class LayerReport:
     solving_seconds: float = 0.0  # the part of it that the solver took
     task_norm: float = 0.0  # Frobenius norm of the new task vector
     merged_norm: float = 0.0  # Frobenius norm of the cumulative update before this step
-    #: number of directions in the filter: r_p clipped to the numerical rank
+    #: number of directions in the filter: r_p clipped to the numerical rank, which in 16 bits is
+    #: the number of those that are stronger than rounding
     protected_rank: float = 0.0
     #: share of the squared norm of tau that the filter took, in [0, 1]
     filtered_share: float = 0.0
@@ -109,6 +111,8 @@ def fuse_stack(
     is_first_task: bool,
     float64: bool,
     height: int | None = None,
+    step: int = 1,
+    digits: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
@@ -116,6 +120,10 @@ def fuse_stack(
     merged into the layers so far; a first task that is taken whole needs no step, see
     :func:`measures_of_first`. With ``float64``, matrices are decomposed in float64. ``height`` is
     the number of the layers' outputs, where all is given in a basis of fewer.
+
+    ``digits`` is the dtype of the models, by default that of ``theta_0``, and ``step`` the number
+    of the task. Directions of models in 16 bits that are no stronger than their rounding are no
+    directions of the tasks, and the filter does not protect them.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -130,7 +138,20 @@ def fuse_stack(
     measures["task_norm"] = tau_norm2.sqrt()
     gram = loop_gram(tau)
     ranks = config.ranks(tau.shape[-1])
-    V_t = top_right_singular_vectors(tau, ranks.task, gram, float64=float64)
+    rounding_t = rounding_p = None
+    spacing = torch.finfo(digits or theta_0.dtype).eps
+    if spacing > torch.finfo(torch.float32).eps:
+        rounding_t = rounding_energy(theta_0, spacing)
+        # Of the first task alone; each later one and the model that it made may have been rounded.
+        rounding_p = (2 * step - 3) * rounding_t
+    V_t = top_right_singular_vectors(
+        tau,
+        ranks.task,
+        gram,
+        float64=float64,
+        height=height,
+        rounding=rounding_t if Q is None else None,  # factors have no rounding
+    )
     # The cumulative update is computed twice, so that it is not held while its singular vectors
     # are found.
     if is_first_task:
@@ -144,6 +165,7 @@ def fuse_stack(
             ranks.null,
             float64=float64,
             height=height,
+            rounding=rounding_p,
         )
     tau_merged = difference(theta, theta_0, tau.dtype)
     measures["merged_norm"] = _norm2(tau_merged).sqrt()

@@ -235,6 +235,13 @@ def process_memory(workers: int) -> int:
     return int(psutil.Process().memory_info().rss) + workers * _WORKER_BYTES
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
+
+
 # The number by which glibc's malloc.h knows this parameter.
 _M_MMAP_THRESHOLD = -3
 

@@ -18,9 +18,10 @@ from fusion_bench_nufilt import (
 )
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import task_order
+from fusion_bench_nufilt.merge import planned
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.utils.files import LOCK
-from tests.continual.helpers import logging_to, pool
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.nufilt.test_parity import load_case
 from tests.tiny_models import TOWER, Shared, clip, llama, t5, tower
 
@@ -122,6 +123,29 @@ def test_bfloat16_models_stay_bfloat16():
     models = {name: model.bfloat16() for name, model in pool(3, llama()).items()}
     merged = NufiltContinualMergingAlgorithm(**SMALL).run(models)
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
+
+
+def test_an_interrupted_run_in_bfloat16_goes_on_with_the_same_bits(tmp_path):
+    models = {name: model.bfloat16() for name, model in pool(3, llama()).items()}
+    whole = NufiltContinualMergingAlgorithm(**SMALL).run(deepcopy(models))
+    interrupted = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL))
+    with pytest.raises(InterruptedRunError):
+        interrupted.run(deepcopy(models), on_step=interrupt_after(2))
+    resumed = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL, resume=True))
+    assert same(resumed.run(models).state_dict(), whole.state_dict())
+
+
+def test_a_run_without_room_for_its_layers_in_float32_rounds_them_and_says_so(monkeypatch, caplog):
+    models = {name: model.bfloat16() for name, model in pool(3, llama()).items()}
+    whole = NufiltContinualMergingAlgorithm(**SMALL).run(deepcopy(models))
+    monkeypatch.setattr(planned, "free_memory", lambda device: 0)
+    rounded = NufiltContinualMergingAlgorithm(**SMALL).run(models)
+    (message,) = [record.getMessage() for record in caplog.records if "room" in record.message]
+    assert "rounded to the pretrained one's dtype after every task" in message
+    assert not same(rounded.state_dict(), whole.state_dict())
+    for key, value in rounded.state_dict().items():
+        expected = whole.state_dict()[key].double()
+        assert (value.double() - expected).norm() < 0.05 * expected.norm()
 
 
 def test_what_the_dtype_can_not_hold_is_refused_as_in_folders():

@@ -12,6 +12,7 @@ from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.options import Settings
 from tests.merge.helpers import (
     STATE,
+    algorithm,
     change,
     change_json,
     manifest,
@@ -128,6 +129,25 @@ def test_nufilt_goes_on_from_layers_in_float32_and_keeps_none_in_the_last_merge(
     whole = merge(tmp_path, settings=with_state)
     assert same(tensors(last), tensors(whole))
     assert not (last / STATE).exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"other_params": "mean"}], ids=str)
+def test_a_merge_at_once_rounds_to_bfloat16_once_with_and_without_a_state(tmp_path, options):
+    """One merge has the bits of several with a state, and is the same to rounding without one."""
+    models = save_stream(tmp_path, llama(), dtype=torch.bfloat16)
+    whole = tensors(merge(tmp_path, **options))
+    with_state = {"state": True}
+    merge(tmp_path, ["task1"], "one", settings=with_state, **options)
+    merge(tmp_path, ["task2"], "two", merged="one", settings=with_state, **options)
+    by_one = merge(tmp_path, ["task3"], "three", merged="two", settings=with_state, **options)
+    assert same(tensors(by_one), whole)
+    algorithm(models, **options).save_pretrained(tmp_path / "in_memory")
+    assert same(tensors(tmp_path / "in_memory"), whole)
+    merge(tmp_path, ["task1", "task2"], "rounded", **options)
+    rounded = tensors(merge(tmp_path, ["task3"], "last", merged="rounded", **options))
+    for key, value in rounded.items():
+        error = (value.double() - whole[key].double()).norm()
+        assert error < 0.05 * whole[key].double().norm(), key
 
 
 def test_a_state_that_is_neither_on_nor_off_is_refused():

@@ -61,7 +61,11 @@ def fuse_layer(
             stack = (theta_0.to(device), theta.to(device), tau.to(device), A)
             try:
                 weight, measures = fuse_stack(
-                    *stack, config, is_first_task=is_first_task, float64=float64
+                    *stack,
+                    config,
+                    is_first_task=is_first_task,
+                    float64=float64,
+                    step=step,
                 )
                 break
             except torch.linalg.LinAlgError as error:

@@ -1,0 +1,99 @@
+"""NUFILT and the rounding of models in 16 bits."""
+
+import pytest
+import torch
+
+from fusion_bench_nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.nufilt.subspace import (
+    above_rounding,
+    rounding_energy,
+    top_right_singular_vectors,
+)
+
+WIDTH = 192
+CONFIG = FusionConfig(null_rank=64, lora_rank=8, task_rank=4)
+
+
+def drawn(*shape, seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(*shape, generator=generator)
+
+
+def adapter(seed, rank=8):
+    return LowRank(
+        drawn(WIDTH, rank, seed=seed, scale=0.02), drawn(rank, WIDTH, seed=seed + 50, scale=0.05)
+    )
+
+
+THETA_0 = drawn(WIDTH, WIDTH, seed=0, scale=0.04).bfloat16()
+
+
+def merged_in(dtype, seed):
+    """The weight of a model with an adapter merged into its base."""
+    return (THETA_0.float() + adapter(seed).product()).to(dtype)
+
+
+def second_report(dtype):
+    base = {"layer": THETA_0.to(dtype)}
+    first = {"layer": merged_in(dtype, 1)}
+    _, reports = fuse_layers(base, first, {"layer": merged_in(dtype, 2)}, CONFIG, step=2)
+    return reports["layer"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_filter_protects_no_rounding_of_models_in_16_bits(dtype):
+    """Of an unrelated adapter it took a third, by 56 directions of rounding."""
+    rounded = second_report(dtype)
+    assert rounded.protected_rank == 8
+    assert rounded.filtered_share == pytest.approx(
+        second_report(torch.float32).filtered_share, rel=0.15
+    )
+
+
+def test_what_earlier_tasks_rounded_is_not_protected_after_many_tasks():
+    base = {"layer": THETA_0}
+    merged = base
+    for step in range(1, 6):
+        merged, reports = fuse_layers(
+            base, merged, {"layer": merged_in(torch.bfloat16, step)}, CONFIG, step=step
+        )
+    assert 24 <= reports["layer"].protected_rank <= 33  # four tasks of rank 8
+
+
+def test_a_full_model_in_bfloat16_fills_the_filter_as_in_float32():
+    base = {"layer": THETA_0}
+    models = [THETA_0.float() + drawn(WIDTH, WIDTH, seed=seed, scale=0.004) for seed in (1, 2)]
+    first, second = [{"layer": model.bfloat16()} for model in models]
+    _, reports = fuse_layers(base, first, second, CONFIG, step=2)
+    assert reports["layer"].protected_rank == CONFIG.null_rank
+
+
+def test_directions_of_exactly_low_rank_stand_above_any_rounding():
+    """Such as those of factors that were never rounded, however weak the last of them is."""
+    squares = torch.tensor([[1.0, 1e-2, 1e-9]])
+    rounding = torch.tensor([0.5])
+    assert above_rounding(squares, squares.sum(dim=-1), rounding, 100, 100).all()
+    rest = squares.sum(dim=-1) + 0.02
+    assert above_rounding(squares, rest, rounding, 100, 100).tolist() == [[True, True, False]]
+
+
+def test_in_float32_no_direction_is_taken_for_rounding():
+    tau = merged_in(torch.float32, 1) - THETA_0.float()
+    V = top_right_singular_vectors(tau, 16)
+    rounding = rounding_energy(THETA_0, torch.finfo(torch.float32).eps)
+    assert torch.equal(top_right_singular_vectors(tau, 16, rounding=rounding)[:, :8], V[:, :8])
+
+
+def test_the_layers_of_one_merge_are_rounded_once():
+    """They were rounded after each task: 7 % of an update after two."""
+    base = {"layer": THETA_0}
+    tasks = [{"layer": merged_in(torch.bfloat16, seed)} for seed in (1, 2, 3)]
+    at_once = merge_matrices(MatrixLayers(Nufilt(CONFIG, ["layer"]), base, tasks))["layer"]
+    merged = {"layer": THETA_0.float()}
+    for step, task in enumerate(tasks, 1):
+        merged, _ = fuse_layers(base, merged, task, CONFIG, step=step)
+    assert at_once.dtype == torch.bfloat16
+    assert torch.equal(at_once, merged["layer"].bfloat16())
