@@ -62,6 +62,13 @@ def analyze(
         list[str] | None, without_data(help="A fine-tuned model or LoRA adapter; repeat it.")
     ] = None,
     merged: Annotated[str | None, without_data(help="The model merged so far.")] = None,
+    verify: Annotated[
+        bool,
+        without_data(
+            help="Refuse another base than that of --merged, a --merged that was changed, and a "
+            "task that is in it or comes twice."
+        ),
+    ] = True,
     target_modules: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,7 +98,9 @@ def analyze(
         typed = [name for name in context.params if was_typed(context, name)]
         _refuse_ignored(typed, list(overrides or ()))
         words = with_config_dir(config_dir, overrides or ())
-        plan = None if base is None else _plan(console, base, task or [], merged, targets)
+        plan = None
+        if base is not None:
+            plan = _plan(console, base, task or [], merged, targets, verify)
         if plan is not None:
             refuse_inside(plan, out)
         # Another program's file of that name would be overwritten, with what lies beside it.
@@ -119,8 +128,9 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
         raise ValueError(
             "--base and --task go together: name the pretrained model and at least one task"
         )
-    if "merged" in typed and "base" not in typed:
-        raise ValueError("--merged goes with --base and --task")
+    for name in ("merged", "verify"):
+        if name in typed and "base" not in typed:
+            raise ValueError(f"--{name} goes with --base and --task")
     ignored = [f"--{name.replace('_', '-')}" for name in NEED_DATA if name in typed]
     ignored += overrides
     if "base" in typed and ignored:
@@ -131,12 +141,18 @@ def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
 
 
 def _plan(
-    console: Console, base: str, tasks: list[str], merged: str | None, targets: str | list[str]
+    console: Console,
+    base: str,
+    tasks: list[str],
+    merged: str | None,
+    targets: str | list[str],
+    verify: bool,
 ) -> Plan:
     from fusion_bench_nufilt.merge import plan_merge
     from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 
-    settings = Settings(step=2 if merged else None)  # the number matters only in a merge
+    # The number matters only in a merge.
+    settings = Settings(step=2 if merged else None, verify=verify)
     target_config = TargetConfig(target_modules=targets)
     plan = plan_merge(base, tasks, merged, targets=target_config, settings=settings)
     warn(console, plan.warnings)

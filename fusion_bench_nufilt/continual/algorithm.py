@@ -28,7 +28,7 @@ from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import try_write_report
 from fusion_bench_nufilt.utils.files import Input, Manifest, write_text
-from fusion_bench_nufilt.utils.manifest import package_versions
+from fusion_bench_nufilt.utils.manifest import package_versions, tasks_of
 from fusion_bench_nufilt.utils.options import (
     EntryPoint,
     split_options,
@@ -44,6 +44,7 @@ from .models import (
     MERGED,
     PRETRAINED,
     digest_of_stored,
+    fingerprint_of_stored,
     load_model,
     merged_before,
     merged_checkpoint,
@@ -411,6 +412,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             manifest = self._description()
             manifest["step"] = step
             manifest["tasks"] = [*self.before.get("tasks", []), *merged_names]
+            own_tasks = [{**self._inputs[name], "name": name} for name in merged_names]
+            manifest["task_inputs"] = [*tasks_of(self.before), *own_tasks]
             manifest["merge_seconds"] = self.merge_seconds
             manifest.update(self.describe())
             # Saved first: a run that ends while it is scored goes on from here.
@@ -429,6 +432,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             # Results of other models are told from this run's by the digest.
             if self.folder is not None and "sha256" not in self._inputs[name]:
                 self._inputs[name]["sha256"] = digest_of_stored(model, missing_keys)
+                # By which `nufilt merge` knows them, where files and loaded models agree.
+                self._inputs[name]["fingerprint"] = fingerprint_of_stored(model, missing_keys)
                 if self._has_begun:
                     self.folder.refuse_other_run(self._description())
         return model, missing_keys

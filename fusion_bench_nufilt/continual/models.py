@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.models.layers import exclude_hint
 from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
 from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
 
 PRETRAINED = "_pretrained_"
@@ -86,8 +87,16 @@ def digest_of_stored(model: nn.Module, missing_keys: Collection[str]) -> str:
     """Return the digest of a model's weights except those drawn at random, which differ from run to
     run.
     """
-    stored = {key: value for key, value in model.state_dict().items() if key not in missing_keys}
-    return model_digest(stored)
+    return model_digest(_stored(model, missing_keys))
+
+
+def fingerprint_of_stored(model: nn.Module, missing_keys: Collection[str]) -> str:
+    """Return the fingerprint of a model's weights except those drawn at random."""
+    return fingerprint_tensors(_stored(model, missing_keys))
+
+
+def _stored(model: nn.Module, missing_keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in model.state_dict().items() if key not in missing_keys}
 
 
 def reason(error: Exception) -> str:

@@ -215,7 +215,7 @@ def test_a_node_that_lacks_the_files_says_so_by_name(cluster, tmp_path, monkeypa
         (tmp_path / name).mkdir()
         link = tmp_path / name / "model.safetensors"
         link.symlink_to(f"/proc/self/cwd/real_{name}/model.safetensors")
-    message = r"node .*: .*No such file or directory: '.*base/model.safetensors'"
+    message = r"node .*: '.*base/model.safetensors' can't be read: No such file or directory"
     with pytest.raises(ValueError, match=message):
         on_cluster(tmp_path, "out")
     assert not (tmp_path / "out").exists()

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.merge.distributed import _make_merger
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.cli.helpers import nufilt
+from tests.continual.helpers import logging_to
 from tests.merge.helpers import (
     RANKS,
     change,
@@ -29,6 +32,7 @@ from tests.merge.helpers import (
     tensors,
 )
 from tests.merge.test_heads import save as save_classifiers
+from tests.merge.test_other_params import pool
 from tests.merge.test_resume import count_layers
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import finetuned, llama
@@ -290,6 +294,20 @@ def test_an_input_that_is_touched_during_the_run_is_the_same(wide, monkeypatch, 
     assert hashes(merge(wide, TWO)) == expected
 
 
+def test_a_node_may_have_copies_at_other_times_and_no_other_content(stream):
+    planned = plan(stream, ["task1", "task2"])
+    for name in ("base", "task1"):
+        copy(stream, name, "copy")
+        shutil.rmtree(stream / name)
+        (stream / "copy").rename(stream / name)
+    layer = planned.layers[0].param
+    ((record, _),) = _make_merger(planned, [1.0, 1.0])([layer])
+    assert record["param"] == layer
+    replace_content(stream / "task2", seed=7)
+    with pytest.raises(ValueError, match=r"it has other files of '.*task2' than the driver: put"):
+        _make_merger(planned, [1.0, 1.0])
+
+
 # --- to the last bit ---
 
 
@@ -472,6 +490,23 @@ def test_a_task_that_is_in_the_merged_model_is_refused_by_whatever_name_with_its
         plan(stream, ["task3"], "three")
 
 
+def test_the_steps_of_a_run_are_gone_on_from_by_content_and_keep_that_of_earlier_tasks(stream):
+    merge(stream, ["task1"], "one")
+    algorithm = NufiltContinualMergingAlgorithm(**RANKS, shuffle_order=False)
+    models = {"_pretrained_": "base", "_merged_": "one", "second": "task2"}
+    logging_to(stream / "run", algorithm).run(pool(stream, "float32", **models))
+    step = "run/checkpoints/merged_model_1"
+    copy(stream, "base", "copy")
+    assert plan(stream, ["task3"], step, base="copy").warnings == []
+    for task, number, name in (("task1", 1, "task1"), ("task2", 2, "second")):
+        message = rf"{task}' is in '.*{step}' already, as step {number} \('{name}'\)"
+        with pytest.raises(ValueError, match=message):
+            plan(stream, [task], step)
+    merge(stream, ["task3"], "three", merged=step)
+    with pytest.raises(ValueError, match=r"as step 2 \('second'\)"):
+        plan(stream, ["task2"], "three")
+
+
 def test_a_task_that_comes_twice_is_refused_by_its_content(stream):
     copy(stream, "task1", "copy")
     with pytest.raises(
@@ -495,6 +530,18 @@ def test_an_adapter_scaled_otherwise_is_another_task(stream):
         plan(stream, ["adapter", "copy"])
     change_json(stream / "copy" / "adapter_config.json", lora_alpha=64)
     plan(stream, ["adapter", "copy"])
+
+
+def test_an_analysis_refuses_by_content_and_goes_on_where_it_is_told_to(stream):
+    merge(stream, ["task1"], "one")
+    models = ["--base", stream / "base", "--task", stream / "task1", "--merged", stream / "one"]
+    code, text = nufilt("analyze", *models, "--out", stream / "analysis")
+    assert code == 1
+    text = " ".join(text.split())
+    assert "task1' is in" in text
+    assert "already, as step 1 ('task1'): leave it out, or add --no-verify" in text
+    code, text = nufilt("analyze", *models, "--out", stream / "analysis", "--no-verify")
+    assert code == 0, text
 
 
 # --- a recipe ---
