@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.utils.files import validate
+from fusion_bench_nufilt.utils.files import read_yaml, validate
 from fusion_bench_nufilt.utils.options import unknown
 
 from .terminal import Quiet, terminal
@@ -46,7 +46,7 @@ def mergekit(
             raise ValueError(f"{error}: pip install 'fusion-bench-nufilt[mergekit]'") from None
         register_methods()
         try:
-            content = validate(yaml.safe_load(config.read_text()), dict[str, Any])
+            content = validate(read_yaml(config), dict[str, Any])
         except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
             raise ValueError(f"'{config}' can't be read: {' '.join(str(error).split())}") from None
         _check_parameters(content)

@@ -32,6 +32,7 @@ from fusion_bench_nufilt.utils.files import (
     Manifest,
     escape_markup,
     parse_json,
+    printable,
     read_yaml,
     validate,
 )
@@ -400,8 +401,16 @@ def _base(merged: str, folder: Path, manifest: Manifest) -> str:
 def find_model(model: Input, beside: Path) -> str:
     """Return the name of a model that a manifest names: on the hub at the same revision, or a
     folder here or beside the result.
+
+    A ValueError refuses the path of a folder elsewhere, which none of our manifests has.
     """
     name = model["name"]
+    parts = name.partition("@")[0].split("/")
+    if len(parts) > 2 or name.startswith("~") or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(
+            f"a manifest names a model '{printable(name)}', which is neither the name of a folder "
+            "nor of a model on the hub: name your models by --base and --task"
+        )
     if "revision" in model:
         # A branch in the name moves; the revision stays what it is.
         return f"{name.partition('@')[0]}@{model['revision']}"

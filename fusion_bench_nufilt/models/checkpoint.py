@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, cast
 
 import huggingface_hub
@@ -34,7 +35,15 @@ from fusion_bench_nufilt.models.quantised import (
     other_quantisation,
 )
 from fusion_bench_nufilt.models.source import Source, format_names
-from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, InputFile, printable, read_json
+from fusion_bench_nufilt.utils.files import (
+    CARD,
+    MANIFEST,
+    Input,
+    InputFile,
+    is_inside,
+    printable,
+    read_json,
+)
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_files
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
 
@@ -60,10 +69,18 @@ _NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json
 
 # The fields of a config.json with which the time and the memory to build a model grow.
 _COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
+# Those that list all labels or say how many there are.
+_OF_LABELS = ("num_labels", "num_classes", "id2label", "label2id")
+# More layers and labels than these need as many tensors, and a tensor with as many rows.
+_MOST_LAYERS = 1000
+_MOST_LABELS = 10**5
 
 
 class _ModelConfig(TypedDict, total=False):
     architectures: list[str] | None
+    num_labels: NonNegativeInt | None
+    num_classes: NonNegativeInt | None
+    id2label: dict[str, Any] | None
     quantization_config: Quantisation | None
     compression_config: Quantisation | None
 
@@ -295,7 +312,7 @@ class Checkpoint(Source):
         """The content of config.json, empty if there is none; one with far too many layers is
         refused.
         """
-        return _read_config(self.folder, self.name, len(self.tensors))
+        return _read_config(self.folder, self.name, self.tensors)
 
     @property
     def quantisation(self) -> Quantisation:
@@ -434,27 +451,50 @@ class Checkpoint(Source):
         return f"Take it out in place with: {first}python -c {shlex.quote(code)}"
 
 
-def _read_config(folder: Path, name: str, num_tensors: int) -> dict[str, Any]:
-    """Return the content of a folder's config.json, empty if there is none; refuse one with far
-    more layers than tensors.
+def _read_config(
+    folder: Path, name: str, tensors: Mapping[str, TensorInfo] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the content of a folder's config.json, empty if there is none; refuse one of a far
+    larger model than these tensors make.
     """
     path = folder / "config.json"
     config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
-    most = max(1000, num_tensors)
+    check_sizes(config, str(path), name, tensors)
+    return config
+
+
+def check_sizes(
+    config: Mapping[str, Any], path: str, name: str, tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Refuse a configuration with far more layers or labels than a model with these tensors can
+    have: to build one takes time and memory for each.
+
+    The message has the ``path`` of the file and the model's name.
+    """
+    most_rows = 0
+    for info in tensors.values():
+        if info.shape:
+            most_rows = max(most_rows, info.shape[0])
+    most_layers = max(_MOST_LAYERS, len(tensors))
+    most_labels = max(_MOST_LABELS, most_rows)
     entries = list(config.items())
     for key, value in entries:  # and those of parts of it, which are appended
+        number = value
         if isinstance(value, dict):
             entries += value.items()
-        if not _COUNTS.fullmatch(key):
-            continue
-        numbers = value if isinstance(value, list) else [value]
-        for number in numbers:
-            if isinstance(number, int) and number > most:
-                raise ValueError(
-                    f"'{path}', field '{key}': {value} are more than '{name}' with its "
-                    f"{num_tensors} tensors can have; fetch it again"
-                )
-    return config
+            number = len(value)
+        elif isinstance(value, list) and all(isinstance(part, int) for part in value):
+            number = sum(value)  # such as the layers of each stage
+        most = None
+        if _COUNTS.fullmatch(key):
+            most = most_layers
+        elif key in _OF_LABELS:
+            most = most_labels
+        if most is not None and isinstance(number, int) and number > most:
+            raise ValueError(
+                f"'{path}', field '{key}': {number} are more than '{name}' with its "
+                f"{len(tensors)} tensors can have; fetch it again"
+            )
 
 
 def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
@@ -472,7 +512,7 @@ def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
             if not isinstance(cached, str):
                 return {}
             folder = Path(cached).parent
-        return _read_config(folder, name, num_tensors=0)
+        return _read_config(folder, name)
     # Names from elsewhere may be of no repository, or too long for a path.
     except (OSError, ValueError):
         return {}
@@ -751,16 +791,12 @@ def _read_files(folder: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     Raises:
         ValueError: a file can't be read, is too large, or is a link out of the folder.
     """
-    homes = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":  # beside these, the hub's cache has the files
-        homes.append(folder.resolve().parents[1] / "blobs")
     contents = {}
     for path in paths:
-        target = path.resolve()
         # What a result holds may be published, and a link may lead to any file of the user's.
-        if not any(target.is_relative_to(home) for home in homes):
+        if not is_inside(path, folder):
             raise ValueError(
-                f"'{path}' is a link to '{target}', out of the folder: copy the file there"
+                f"'{path}' is a link to '{path.resolve()}', out of the folder: copy the file there"
             )
         size = path.stat().st_size
         if size > _MOST_BYTES:

@@ -7,6 +7,7 @@ A schema names what is read back; the files hold more, for people.
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from typing import Annotated, Any, TypeVar, cast
 import psutil
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
-from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
 from rich.markup import escape
 from safetensors import SafetensorError
 from typing_extensions import TypedDict
@@ -239,6 +240,15 @@ def file_name(name: str) -> str:
     return f"{safe[:40]}-{digest[:16]}"
 
 
+def is_inside(path: Path, folder: Path) -> bool:
+    """Tell whether a file of a folder lies in it, and is no link to one that is elsewhere."""
+    homes = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":  # beside these, the hub's cache has the files
+        homes.append(folder.resolve().parents[1] / "blobs")
+    target = path.resolve()
+    return any(target.is_relative_to(home) for home in homes)
+
+
 class _YamlLoader(yaml.SafeLoader):
     """Reads ``1e-3`` as a number, as Hydra does; YAML 1.1 wants a dot in it."""
 
@@ -255,7 +265,27 @@ def read_yaml(file: Path) -> Any:
     content = yaml.load(file.read_text(encoding="utf-8"), Loader=_YamlLoader)
     if content is None:
         return {}
+    if _count_values(content, {}) > _MOST_VALUES:
+        raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
     return content
+
+
+_MOST_VALUES = 10**6
+
+
+def _count_values(content: Any, counts: dict[int, float]) -> float:
+    """Return the number of values in nested lists and mappings, as if none was there twice:
+    aliases of aliases make few lines that many. One that holds itself has no end.
+    """
+    if not isinstance(content, dict | list):
+        return 1
+    if id(content) not in counts:
+        counts[id(content)] = math.inf  # until it is known
+        values = content
+        if isinstance(content, dict):
+            values = list(content.values())
+        counts[id(content)] = 1 + sum(_count_values(value, counts) for value in values)
+    return counts[id(content)]
 
 
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
@@ -363,8 +393,16 @@ class Input(TypedDict, total=False):
     read: str  # a digest of all that a merge read of it
 
 
+def _head_file(name: str) -> str:
+    # A manifest from elsewhere must name no other file of a result, and none outside of it.
+    if re.fullmatch(r"heads/[\w.=,+-]+\.safetensors", name) is None:
+        raise ValueError(f"must be heads/NAME.safetensors, got {name!r}")
+    return name
+
+
 class Head(TypedDict):
-    file: str  # with its tensors, relative to the folder of the merged model
+    #: With its tensors, relative to the folder of the merged model.
+    file: Annotated[str, AfterValidator(_head_file)]
     modules: list[str]  # their modules' names, as the base would have them
     config: dict[str, Any]  # of the task's model, with its id2label, label2id and problem_type
 

@@ -29,6 +29,8 @@ from fusion_bench_nufilt.utils.files import (
     Input,
     Manifest,
     atomic_folder,
+    file_name,
+    is_inside,
     read_json,
     write_json,
     write_text,
@@ -206,7 +208,7 @@ def add_head(
     """
     name = _unused(task, heads)
     stems = {PurePosixPath(head["file"]).stem for head in heads.values()}
-    stem = _unused(re.sub(r"[^\w.-]+", "_", name), stems)
+    stem = _unused(file_name(re.sub(r"[^\w.-]+", "_", name)), stems)
     kept = {key: value for key, value in config.items() if key not in _NOT_KEPT}
     heads[name] = Head(file=f"heads/{stem}.safetensors", modules=modules, config=kept)
     return name
@@ -226,9 +228,18 @@ def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dic
     """Return the files of all heads of a result, or of one task's, by path; refuse one that is not
     what was saved.
     """
+    advice = "fetch it again"
     heads = manifest.get("heads", {})
     files = [head["file"] for name, head in heads.items() if task in (None, name)]
-    verify_files(folder, manifest, "fetch it again", files)
+    verify_files(folder, manifest, advice, files)
+    for file in files:
+        if file not in manifest.get("files", {}):
+            raise ValueError(
+                f"'{folder}': {MANIFEST} does not list {file} among its files; {advice}"
+            )
+        # A result has them, too, and a link may lead to any file of the user's.
+        if not is_inside(folder / file, folder):
+            raise ValueError(f"'{folder}': {file} is a link out of the folder; {advice}")
     return {file: (folder / file).read_bytes() for file in files}
 
 

@@ -131,7 +131,12 @@ def json_fields() -> Iterator[Row]:
     for field in ("num_hidden_layers", "num_experts", "n_layer"):
         says = rf"config\.json', field '{field}': 1000000000 are more than"
         yield Row(f"a billion of {field}", in_json("base/config.json", **{field: 10**9}), says)
-    for field in ("hidden_size", "vocab_size", "num_attention_heads", "model_type"):
+    of_type_text = in_json("base/config.json", model_type="text")
+    yield Row("config: model_type is a text", of_type_text, "is of model_type 'llama'.*'text'")
+    for field in ("num_labels", "num_classes"):
+        says = rf"config\.json', field '{field}': 1000000000 are more than"
+        yield Row(f"a billion of {field}", in_json("base/config.json", **{field: 10**9}), says)
+    for field in ("hidden_size", "vocab_size", "num_attention_heads"):
         yield Row(
             f"config: {field} is a text", in_json("base/config.json", **{field: "text"}), None
         )
@@ -264,6 +269,8 @@ def weight_files() -> Iterator[Row]:
 
     def code(folder):
         in_json("base/config.json", **own)(folder)
+        for task in ("task1", "task2"):
+            in_json(f"{task}/config.json", model_type="x")(folder)
         (folder / "base/modeling_x.py").write_text("raise SystemExit")
 
     yield Row("code that the config names", code, None)
@@ -319,6 +326,7 @@ def weights() -> Iterator[Row]:
         def huge_in_three(folder: Path, huge: Callable[[Path], object] = huge) -> None:
             huge(folder)
             shutil.copytree(folder / "task1", folder / "task3")
+            change("task3", "model.norm.weight", lambda weight: 2 * weight)(folder)
 
         yield Row(
             f"squares that are not finite in {model}",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,40 @@ def test_a_manifest_with_another_option_makes_another_result(tmp_path, setting):
     assert code == 0, text
     expected = merge(tmp_path, ["task1", "task2"], "expected", settings=setting)
     assert same(tensors(again), tensors(expected))
+
+
+def aliases():
+    """Eleven lists, each of ten times the one before."""
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    for before, name in pairwise("abcdefghijk"):
+        lines.append(f"{name}: &{name} [{', '.join(10 * [f'*{before}'])}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("content", [aliases(), "base: &a [*a]", "settings: &s {null_rank: *s}"])
+def test_a_recipe_of_few_lines_that_stand_for_many_values_is_refused_at_once(tmp_path, content):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(content)
+    assert "stand for more than 1000000 values" in refused([str(recipe)])
+    mergekit_file = ("mergekit", recipe, tmp_path / "out")
+    code, text = nufilt(*mergekit_file)
+    assert code == 1
+    assert "stand for more than" in text or "pip install" in text
+
+
+def test_a_recipe_may_have_anchors(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("base: &name b\ntasks: [t, *name]\nout: o\n")
+    assert gather([str(recipe)], {}, SETTINGS)["tasks"] == ["t", "b"]
+
+
+@pytest.mark.parametrize("name", ["/etc/model", "../model", "a/../b", "~/model", "a/b/c", ".", ""])
+@pytest.mark.parametrize("role", ["base", "task 0", "merged"])
+def test_a_manifest_from_elsewhere_names_no_path_of_the_users(tmp_path, name, role):
+    inputs = {"base": {"name": "b"}, "task 0": {"name": "t"}, role: {"name": name}}
+    (tmp_path / "nufilt.json").write_text(json.dumps({"inputs": inputs, "step": 1}))
+    with pytest.raises(ValueError, match="neither the name of a folder nor of a model on the hub"):
+        read_recipe(tmp_path / "nufilt.json")
 
 
 def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):

@@ -1,5 +1,6 @@
 """Folders that do not hold what is looked for, and what is said about them."""
 
+import json
 import shlex
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from tests.merge.helpers import merge, plan, same, save_stream, tensors
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import llama
@@ -120,3 +122,35 @@ def test_what_training_leaves_beside_weights_and_older_copies_are_not_said(adapt
     other = adapter / "other"  # as peft saves a second adapter of a model
     shutil.copytree(adapter, other, ignore=shutil.ignore_patterns("other", "checkpoint*"))
     assert plan(adapter.parent, [task]).warnings == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_labels": 150_000},
+        {"id2label": {str(number): "x" for number in range(150_000)}},
+        {"text_config": {"num_labels": 150_000}},
+        {"architecture": "vit", "num_classes": 150_000},
+        {"num_hidden_layers": 10**9},
+        {"depths": 900 * [900]},
+    ],
+)
+def test_a_configuration_of_far_more_than_the_tensors_make_is_refused(tmp_path, fields):
+    save_file({"weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"config\.json', field '\w+': \d+ are more than"):
+        Checkpoint.open(str(tmp_path)).config  # noqa: B018
+
+
+def test_a_head_may_have_a_row_for_each_of_many_labels(tmp_path):
+    save_file({"weight": torch.zeros(150_000, 1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_labels": 150_000}))
+    assert Checkpoint.open(str(tmp_path)).config == {"num_labels": 150_000}
+
+
+@pytest.mark.parametrize("fields", [{"num_labels": 1e8}, {"num_labels": -1}, {"id2label": ["a"]}])
+def test_labels_that_are_none_are_named(tmp_path, fields):
+    save_file({"weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"is damaged, field '(num_labels|id2label)'"):
+        Checkpoint.open(str(tmp_path)).config  # noqa: B018

@@ -1,5 +1,6 @@
 """A file is whole or not there."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,12 +12,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
-from fusion_bench_nufilt.utils.files import atomic_file, atomic_folder, restore_folder, write_text
+from fusion_bench_nufilt.utils.files import (
+    atomic_file,
+    atomic_folder,
+    restore_folder,
+    write_json,
+    write_text,
+)
 from fusion_bench_nufilt.utils.manifest import (
+    add_head,
     load_checkpoint,
     read_heads,
+    read_manifest,
     read_whole_checkpoint,
     save_checkpoint,
+    write_manifest,
 )
 from tests.tiny_models import Shared, clip, llava, t5
 
@@ -211,3 +221,70 @@ def test_a_head_is_no_file_outside_the_folder_whatever_the_manifest_lists(tmp_pa
         manifest["files"] = {file: {"size": 6, "sha256": "0" * 64}}
     with pytest.raises(ValueError, match=r"merged' lacks .*secret; fetch it again"):
         read_heads(tmp_path / "merged", manifest)
+
+
+def with_head(folder, file, **manifest):
+    """A merged model with a head in a file."""
+    (folder / "heads").mkdir(parents=True)
+    head = {"file": file, "modules": ["classifier"], "config": {}}
+    write_json(folder / "nufilt.json", {"heads": {"task": head}, **manifest})
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("config.json", "model.safetensors", "README.md", "heads/modeling.py", "heads/.py"),
+        *("heads/../x.safetensors", "/x.safetensors", "heads/a/b.safetensors"),
+        "heads\\x.safetensors",
+    ],
+)
+def test_a_head_that_is_not_in_the_folder_of_heads_is_refused_as_the_manifest_is_read(
+    tmp_path, file
+):
+    with_head(tmp_path / "merged", file)
+    with pytest.raises(ValueError, match=r"'heads.task.file': must be heads/NAME.safetensors"):
+        read_manifest(tmp_path / "merged")
+
+
+def test_a_head_that_the_manifest_does_not_list_is_refused(tmp_path):
+    folder = tmp_path / "merged"
+    with_head(folder, "heads/task.safetensors")
+    (folder / "heads" / "task.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"does not list heads/task.safetensors among its files"):
+        read_heads(folder, read_manifest(folder))
+
+
+def test_a_head_that_is_a_link_out_of_the_folder_is_refused_though_its_digest_is_listed(tmp_path):
+    folder = tmp_path / "merged"
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    fingerprint = {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    with_head(folder, "heads/task.safetensors", files={"heads/task.safetensors": fingerprint})
+    head = folder / "heads" / "task.safetensors"
+    head.symlink_to(secret)
+    with pytest.raises(ValueError, match=r"heads/task.safetensors is a link out of the folder"):
+        read_heads(folder, read_manifest(folder))
+    # In the hub's cache, every file is a link to where its content is.
+    cached = tmp_path / "models--owner--merged" / "snapshots" / "commit"
+    cached.parent.mkdir(parents=True)
+    folder.rename(cached)
+    blob = tmp_path / "models--owner--merged" / "blobs" / "secret"
+    blob.parent.mkdir()
+    secret.rename(blob)
+    (cached / "heads" / "task.safetensors").unlink()
+    (cached / "heads" / "task.safetensors").symlink_to(blob)
+    assert read_heads(cached, read_manifest(cached)) == {"heads/task.safetensors": b"secret"}
+
+
+@pytest.mark.parametrize("task", ["a" * 255, "é" * 127, "x²", ".hidden", "a=b,c+d", "../up", " "])
+def test_the_head_of_a_task_of_any_name_has_a_file_that_is_read_again(tmp_path, task):
+    heads = {}
+    for _ in range(3):
+        add_head(heads, task, ["classifier"], {})
+    assert len({head["file"] for head in heads.values()}) == 3
+    for head in heads.values():
+        file = tmp_path / head["file"]
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"")
+    write_manifest(tmp_path, {"heads": heads})
+    assert len(read_heads(tmp_path, read_manifest(tmp_path))) == 3
