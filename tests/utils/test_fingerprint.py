@@ -58,7 +58,9 @@ def test_a_copy_of_a_folder_by_another_name_and_at_another_time_is_the_same(tmp_
 
 
 @pytest.mark.parametrize(
-    "make", [llama, partial(llama, tie_word_embeddings=False), t5, clip], ids=str
+    "make",
+    [llama, partial(llama, tie_word_embeddings=False), t5, clip],
+    ids=["llama", "untied llama", "t5", "clip"],
 )
 def test_a_module_has_the_fingerprint_of_its_saved_tensors(tmp_path, make):
     model = make()
