@@ -227,7 +227,7 @@ def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartT
             columns = ["panel", "name", "x", "y", "layer", "step", "task"]
             rows += of_method[columns].to_dict("records")
         if rows:
-            x = alt.X("x:Q", title=f"data-free {loss} loss", scale=scale, axis=axis)
-            y = alt.Y("y:Q", title=f"measured {loss} loss", scale=scale, axis=axis)
+            x = alt.X("x:Q", title=f"data-free {loss} loss, log scale", scale=scale, axis=axis)
+            y = alt.Y("y:Q", title=f"measured {loss} loss, log scale", scale=scale, axis=axis)
             charts.append(points(rows, x, y, size=(170, 120), across=5))
     return charts

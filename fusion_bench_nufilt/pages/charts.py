@@ -65,7 +65,7 @@ def heat_maps(
     colour = alt.Color(
         "value:Q",
         scale=alt.Scale(scheme="viridis", domain=[low, high]),
-        legend=alt.Legend(title=legend, values=marked),
+        legend=alt.Legend(title=legend, values=marked, orient="bottom"),
     )
     text = alt.Text("value:Q", format=".2f" if high < 2 else ".1f")
     text_colour = alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black"))
@@ -103,10 +103,9 @@ def lines(
     among: Sequence[str] = (),
     ranked: bool = False,
     dots: bool = True,
-    size: tuple[int, int] = (560, 320),
+    size: tuple[int, int] = (360, 300),
     across: int = 4,
     own_scales: Sequence[str] = (),
-    **legend: Any,
 ) -> ChartType:
     """Draw a curve for each ``name`` through its ``x`` and ``y``; a row without ``y`` is no point.
 
@@ -126,10 +125,12 @@ def lines(
     shown = list(last)
     if ranked:
         shown.sort(key=lambda name: -last[name])
-    looks = style(among or list(last), shown, **legend)
+    # Below a panel, which is then no wider than a phone.
+    columns = 2 if any(len(name) > 14 for name in shown) else 3
+    looks = style(among or list(last), shown, orient="bottom", columns=columns)
     letter, axis = _x_axis(list(dict.fromkeys(row["x"] for row in curve_points)), x_title, x_scale)
     upwards: Options = {
-        "title": y_title or None,
+        "title": _axis_title(y_title, y_scale) or None,
         "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18),
     }
 
@@ -156,6 +157,13 @@ def lines(
     return faceted(layers, finite_rows, size, across=across, own_scales=own_scales)
 
 
+def _axis_title(title: str, scale: alt.Scale | None) -> str:
+    """Return the title of an axis, which says where it is logarithmic."""
+    if scale is None or scale.to_dict().get("type") != "log":
+        return title
+    return f"{title}, log scale"
+
+
 def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
     """Return the type and the options of an axis of numbers, or of words at equal distances."""
     if x and isinstance(x[0], str):
@@ -167,6 +175,7 @@ def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tu
         # The labels of twenty steps would touch each other in a narrow panel.
         axis = alt.Axis(values=whole_numbers, format="d", labelOverlap=True, labelSeparation=4)
     default = alt.Scale(zero=False, nice=False, padding=8)
+    title = _axis_title(title, scale)
     return "Q", {"title": title, "scale": scale or default, "axis": axis}
 
 
@@ -222,7 +231,10 @@ def dots(rows: Rows) -> ChartType:
     """
     names = list(dict.fromkeys(row["name"] for row in rows))
     width = 200
-    value_axis: Options = {"title": None, "scale": alt.Scale(zero=False, padding=10)}
+    # The rules are seen in a picture as well, which has no text around it.
+    has_deviations = any(clean(row.get("low")) is not None for row in rows)
+    title = "mean ± one standard deviation" if has_deviations else None
+    value_axis: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
     base = alt.Chart().encode(
         y=alt.Y("name:N", **by_name(names, None)), tooltip=tooltip(name="", panel="metric", text="")
     )
@@ -232,7 +244,7 @@ def dots(rows: Rows) -> ChartType:
         means.encode(x=alt.X("value:Q", **value_axis)),
         words.encode(x=alt.XValue("width"), text="text:N"),  # on a phone, panels are narrower
     ]
-    if any(clean(row.get("low")) is not None for row in rows):
+    if has_deviations:
         several = base.transform_filter("isValid(datum.low)")
         deviations = several.mark_rule(size=1.5, color=COLOURS[-1])
         layers.insert(0, deviations.encode(x=alt.X("low:Q", **value_axis), x2="high:Q"))

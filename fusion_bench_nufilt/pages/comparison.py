@@ -77,6 +77,7 @@ def _page(results: ComparisonContent, charts: Mapping[str, ChartType]) -> str:
         main=main_table(results),
         tables=[task_table(results), *overhead_tables(results)],
         overrides=overrides,
+        forgetting=len(select(results.measured, metric="BWT")) > 0,
     )
 
 
@@ -87,16 +88,19 @@ def charts_of(results: ComparisonContent) -> dict[str, ChartType]:
         return charts
     measured = results.measured
     best = by_accuracy(results, list(results.done))
+    shown = ["ACC"]
+    # Of one task, or with the last step scored alone, nothing is known of what is forgotten.
     if len(select(measured, metric="BWT")):
-        rows = _metric_rows(results, best, ["ACC", "plasticity", "BWT"])
-        charts["stability_plasticity"] = dots(rows)
+        shown = ["ACC", "plasticity", "BWT"]
+    charts["stability_plasticity"] = dots(_metric_rows(results, best, shown))
     if len(select(measured, seed=results.seeds[0])):
         charts["accuracy_matrices"] = _accuracy_matrices(results, results.seeds[0])
     task_scores = _task_score_rows(results)
     if task_scores:
         charts["task_scores"] = bars(task_scores)
     # With other settings, the mean over the tasks seen so far is known at most for the ends.
-    if results.settings.get("evaluate", "").startswith("every_step"):
+    every_step = results.settings.get("evaluate", "").startswith("every_step")
+    if every_step and len(results.tasks) > 1:
         charts["accuracy_per_step"] = _accuracy_per_step(results, best[:MOST_CURVES])
     if results.preset == "ablation":
         rows = _metric_rows(results, list(results.methods), ["ACC", "BWT"])
@@ -121,25 +125,30 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
         for step, mean in zip(step_names, seen.loc[label], strict=True):
             row: Json = {"name": label, "x": step, "y": 100 * mean.mean}
             if len(labels) <= _MOST_BANDS and mean.count > 1:
-                row |= _band(mean)
+                row |= _band(mean, lowest=0)
             rows.append(row)
     individual = means(results.measured, "metric", ["individual"], ["ACC"]).loc["individual", "ACC"]
     rows.append({"level": 100 * individual.mean, "words": "individual models, all tasks"})
+    title = "mean score on the tasks seen so far (%)"
+    if any("low" in row for row in rows):
+        title += " ± one std"
     return lines(
         rows,
         "models merged",
-        "mean score on the tasks seen so far (%)",
+        title,
         among=list(results.methods),
         ranked=True,
-        size=(460, 320),  # with its legend below, it can be read on a phone
-        orient="bottom",
-        columns=3,
     )
 
 
-def _band(mean: Mean) -> Json:
-    """Return the ends of a band of one standard deviation around a mean, in per cent."""
-    return {"low": 100 * (mean.mean - mean.std), "high": 100 * (mean.mean + mean.std)}
+def _band(mean: Mean, lowest: float) -> Json:
+    """Return the ends of a band of one standard deviation around a mean, in per cent, within what
+    there can be: from ``lowest`` to 100.
+    """
+    low = 100 * (mean.mean - mean.std)
+    high = 100 * (mean.mean + mean.std)
+    # A score may be below zero, as a correlation is, and lies in its band all the same.
+    return {"low": max(low, min(lowest, 100 * mean.mean)), "high": min(high, 100)}
 
 
 def _accuracy_matrices(results: ComparisonContent, seed: int) -> ChartType:
@@ -186,7 +195,7 @@ def _metric_rows(results: ComparisonContent, labels: Sequence[str], names: Seque
             if label in results.failed:
                 row["text"] = "failed"
             row["value"] = 100 * mean.mean
-            row |= _band(mean)
+            row |= _band(mean, lowest=-100 if METRICS[name].signed else 0)
             if name == "ACC" and printed[label].count:
                 row["paper"] = 100 * printed[label].mean
             rows.append(row)
@@ -213,7 +222,7 @@ def _sensitivity(results: ComparisonContent) -> ChartType:
                 # Words stand at equal distances, which values such as 8, 16 and 128 would not.
                 row |= {"x": str(method.config[key]), "y": 100 * mean.mean}
                 if mean.count > 1:
-                    row |= _band(mean)
+                    row |= _band(mean, lowest=-100 if METRICS[name].signed else 0)
                 rows.append(row)
                 if method.config[key] == own_config.get(key):
                     marks.append({"panel": row["panel"], "x": row["x"], "mark": True, "words": ""})

@@ -8,7 +8,7 @@ import pandas as pd
 
 from .content import ComparisonContent
 from .metrics import COSTS, HEADLINE, METRICS, as_shown
-from .page import sentences
+from .page import counted, sentences
 from .results import long_table, means, printed_rows, select
 from .tables import Table
 
@@ -48,7 +48,7 @@ def main_table(results: ComparisonContent) -> Table:
     of_merged += ["extra params", "merging s"]
     texts.loc[list(results.references), of_merged] = ""
 
-    title = f"{len(results.tasks)} models merged one after another"
+    title = f"{counted(len(results.tasks), 'model')} merged one after another"
     metrics.columns = [METRICS[name].column for name in HEADLINE]
     return _ranked(results, title, texts.fillna(""), metrics, "metric", HEADLINE)
 
@@ -156,7 +156,7 @@ def overhead_tables(results: ComparisonContent) -> list[Table]:
     """
     if results.preset != "overhead":
         return []
-    title = f"Cost of merging {len(results.tasks)} models"
+    title = f"Cost of merging {counted(len(results.tasks), 'model')}"
     measured = _cost_words(results.measured, list(results.methods))
     measured.loc[results.failed, "ACC %"] = "failed"
     memory_note = "memory: most in use between scorings, with all that stays loaded"

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fusion_bench_nufilt.utils.files import printable
 
 from .metrics import METRICS
-from .theme import chart_definition
+from .theme import CONFIG, cell_widths, panels_of
 
 PAGE = "index.html"
 Tables = Mapping[str, pd.DataFrame]  # the content of CSV files, by name
@@ -34,6 +34,11 @@ def render_page(template: str, **content: Any) -> str:
     """Fill a template, with all scripts and styles inside; the browser runs no others."""
     scripts = [_vega(), templates().get_template("page.js").render()]
     return templates().get_template(template).render(content, scripts=scripts)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return words such as ``1 model`` and ``8 models``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def sentences(template: str, **content: Any) -> list[str]:
@@ -61,7 +66,11 @@ def templates() -> Environment:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals["escape"] = escape
     environment.globals["metrics"] = METRICS
-    environment.filters["definition"] = chart_definition
+    environment.globals["theme"] = CONFIG
+    environment.filters["panels"] = panels_of
+    environment.filters["count"] = counted
+    environment.filters["cell_widths"] = cell_widths
+    environment.filters["number_columns"] = _number_columns
     environment.filters["number"] = _number
     environment.filters["table"] = _table
     environment.filters["ranges"] = _ranges
@@ -104,6 +113,14 @@ def _number(value: float, digits: int) -> str:
     if 0 < abs(value) < 10**-digits:
         return f"{value:.2e}"
     return f"{value:.{digits}f}"
+
+
+def _number_columns(frame: pd.DataFrame) -> list[str]:
+    columns = []
+    for position, name in enumerate(frame.columns):
+        if not any(isinstance(value, str) for value in frame.iloc[:, position]):
+            columns.append(name)
+    return columns
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -1,8 +1,10 @@
 """What all charts share: colours and shapes, axes, and how a chart becomes a file."""
 
+import io
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from itertools import cycle, islice
@@ -13,6 +15,7 @@ import altair as alt
 import vl_convert
 from altair.typing import ChartType
 from altair.utils.schemapi import debug_mode
+from PIL import Image
 
 from fusion_bench_nufilt.utils.files import atomic_file
 
@@ -34,7 +37,13 @@ SHAPES = [
 ]
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
 GREY = "#7d838c"
-_CONFIG = json.loads(files(__package__).joinpath("theme.json").read_text())
+#: What all charts look like, as Vega-Lite has it.
+CONFIG = json.loads(files(__package__).joinpath("theme.json").read_text())
+
+#: The least width in pixels of a heat map's cell that has room for its number.
+_CELL_OF_A_NUMBER = 18
+#: The letters at the beginning of a shortened name.
+_HEAD = 18
 
 #: In JSON: control characters, which crash the renderer and with it the process, and escapes that
 #: may stand for one.
@@ -43,7 +52,7 @@ _UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
 
 def chart_definition(chart: ChartType) -> dict[str, Any]:
     """Return a chart as Vega-Lite JSON, with the common theme and without the schema's address."""
-    content = chart.to_dict(validate=False) | {"config": _CONFIG}
+    content = chart.to_dict(validate=False) | {"config": CONFIG}
     del content["$schema"]
     definition: dict[str, Any] = json.loads(_UNDRAWN.sub(r"\\ufffd", json.dumps(content)))
     return definition
@@ -57,9 +66,17 @@ def save_chart(chart: ChartType, *paths: Path) -> None:
         if path.suffix == ".pdf":
             content = vl_convert.svg_to_pdf(svg)
         else:
-            content = vl_convert.svg_to_png(svg, scale=2)
+            content = _with_palette(vl_convert.svg_to_png(svg, scale=2))
         with atomic_file(path) as temporary:
             temporary.write_bytes(content)
+
+
+def _with_palette(png: bytes) -> bytes:
+    """Return a picture with 256 colours, which is a fifth as large: charts have few of them."""
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    stream = io.BytesIO()
+    picture.quantize(256, dither=Image.Dither.NONE).save(stream, "PNG", optimize=True)
+    return stream.getvalue()
 
 
 def clean(value: float | None) -> float | None:
@@ -121,7 +138,8 @@ def style(
     how it looks.
     """
     # Without symbolLimit, Vega leaves out all entries beyond the thirtieth.
-    names = alt.Legend(values=list(shown), title=None, symbolLimit=0, symbolOpacity=1, **legend)
+    look: Options = {"title": None, "symbolLimit": 0, "symbolOpacity": 1, **legend}
+    names = alt.Legend(values=list(shown), labelExpr=label_of(shown), **look)
 
     def encoding(channel: Callable[..., Any], looks: Iterable[Any]) -> Any:
         of_names = list(islice(cycle(looks), len(among)))
@@ -140,7 +158,8 @@ def style(
 
 def by_name(labels: Sequence[str], title: str | None) -> Options:
     """Return the options of an axis of names in the given order."""
-    return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title}
+    axis = alt.Axis(labelExpr=label_of(labels))
+    return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title, "axis": axis}
 
 
 def by_block(deepest: int) -> alt.X:
@@ -180,16 +199,100 @@ def faceted(
     neighbours.
     """
     panels = list(dict.fromkeys(row["panel"] for row in rows if row.get("panel")))
-    panel = alt.LayerChart(layer=list(layers), width=size[0], height=size[1])
     if not panels:
-        return panel.properties(data=data(rows))
-    if len(panels) == 1:
-        return panel.properties(data=data(rows), title=panels[0])
-    header = alt.Header(labelLimit=size[0] + spacing)
-    facet = alt.Facet("panel:N", sort=panels, title=None, header=header)
-    across = min(across, len(panels))
-    gaps = {"row": 24, "column": spacing}
-    chart = panel.facet(facet, data=data(rows), columns=across, spacing=gaps)
-    scales: Options = dict.fromkeys(own_scales, "independent")
-    # The last row may have fewer panels than the others: each has an axis below it.
-    return chart.resolve_scale(**scales).resolve_axis(x="independent")
+        return alt.LayerChart(layer=list(layers), width=size[0], height=size[1], data=data(rows))
+    charts = []
+    for panel in panels:
+        chart = alt.LayerChart(
+            layer=list(layers),
+            width=size[0],
+            height=size[1],
+            data=data([row for row in rows if row.get("panel") == panel]),
+            title=wrapped(panel, size[0]),
+        )
+        charts.append(chart)
+    if len(charts) == 1:
+        return charts[0]
+    shared: Options = {channel: "shared" for channel in "xy" if channel not in own_scales}
+    chart = alt.concat(*charts, columns=min(across, len(panels)), spacing=spacing)
+    return chart.resolve_scale(**shared)
+
+
+def wrapped(title: str, width: int) -> list[str]:
+    """Return a title in lines that are no wider than a panel, by the width of most letters."""
+    return textwrap.wrap(title, 2 * width // 11) or [title]
+
+
+def label_of(names: Sequence[str]) -> str:
+    """Return Vega's expression of a name's label, which leaves out the middle of a long name; no
+    two names have the same label.
+    """
+    tail = _HEAD
+    # Names that differ where these labels have dots are told apart by more of their ends.
+    while len({_shortened(name, tail) for name in names}) < len(set(names)):
+        tail += 4
+    short = f"slice(datum.label, 0, {_HEAD}) + '…' + slice(datum.label, -{tail})"
+    return f"length(datum.label) > {_HEAD + tail + 1} ? {short} : datum.label"
+
+
+def _shortened(name: str, tail: int) -> str:
+    if len(name) > _HEAD + tail + 1:
+        return f"{name[:_HEAD]}…{name[-tail:]}"
+    return name
+
+
+def panels_of(chart: ChartType) -> list[dict[str, Any]]:
+    """Return the definitions of a chart's panels one by one, for a page that places them; scales
+    that they share have the same ends, and what the colours mean stands beside the last one.
+    """
+    definition = chart_definition(chart)
+    datasets = definition.pop("datasets", {})
+    panels = []
+    for group in definition.get("vconcat", [definition]):
+        members = group.get("concat", [group])
+        for member in members:
+            source = member["data"]
+            if "name" in source:
+                member["data"] = {"values": datasets[source["name"]]}
+        scales = group.get("resolve", {}).get("scale", {})
+        for channel, resolution in scales.items():
+            if resolution == "shared":
+                _share_ends(members, channel)
+        for member in members[:-1]:
+            for layer in member["layer"]:
+                for encoding in layer["encoding"].values():
+                    if isinstance(encoding, dict) and "legend" in encoding:
+                        encoding["legend"] = None
+        panels += members
+    return panels
+
+
+def _share_ends(panels: Sequence[dict[str, Any]], channel: str) -> None:
+    """Give a scale of numbers the same ends in all panels."""
+    values = []
+    scales = []
+    for panel in panels:
+        for layer in panel["layer"]:
+            encoding = layer["encoding"].get(channel, {})
+            if encoding.get("type") != "quantitative" or "domain" in encoding.get("scale", {}):
+                continue
+            scales.append(encoding.setdefault("scale", {}))
+            for row in panel["data"]["values"]:
+                if encoding["field"] in row:
+                    values.append(row[encoding["field"]])
+    for scale in scales:
+        scale["domain"] = [min(values), max(values)]
+
+
+def cell_widths(panel: dict[str, Any]) -> tuple[int, int] | None:
+    """Return how wide a heat map is, in pixels, and how wide where its cells have just room for
+    their numbers; None for another chart.
+    """
+    if "rect" not in [layer["mark"]["type"] for layer in panel["layer"]]:
+        return None
+    encoding = panel["layer"][0]["encoding"]
+    longest = max(map(len, encoding["y"]["scale"]["domain"]))
+    # Labels have at most about twice as many letters as the beginning of a shortened name.
+    width = round(panel["width"] + 30 + 5.5 * min(longest, 2 * _HEAD + 1))
+    cell = panel["width"] / len(encoding["x"]["scale"]["domain"])
+    return width, round(width * _CELL_OF_A_NUMBER / cell)

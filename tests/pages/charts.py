@@ -43,8 +43,15 @@ def parts(chart):
 
 
 def panels(chart):
-    """The names of the panels, in their order."""
-    return spec_of(chart)["facet"]["sort"]
+    """The names of the panels, in their order; each is the title of its own."""
+    spec = spec_of(chart)
+    names = []
+    for panel in spec.get("concat", [spec]):
+        rows = rows_of({**panel, "datasets": spec.get("datasets", {})})
+        (name,) = {row["panel"] for row in rows}
+        assert " ".join(panel["title"]).split() == name.split()
+        names.append(name)
+    return names
 
 
 def encodings(chart, channel):

@@ -8,9 +8,13 @@ import shutil
 
 import pytest
 
+from fusion_bench_nufilt.pages.comparison import comparison_outputs
+from fusion_bench_nufilt.pages.content import ComparisonContent
 from fusion_bench_nufilt.pages.write import write_results
+from fusion_bench_nufilt.utils.files import read_json, write_json, write_text
 from tests.compare.helpers import comparison, finished
 from tests.pages.helpers import FOLDERS, LAYERS, TASKS
+from tests.pages.sizes import comparison_of
 from tests.pages.test_charts import luminance
 
 pytestmark = pytest.mark.slow
@@ -135,11 +139,67 @@ def test_a_click_on_a_header_sorts_and_another_turns_it_round(browser, pages):
             for cell in table.find_elements("css selector", "tbody td:nth-child(2)")
         ]
 
-    header = table.find_elements("css selector", "th")[1]  # ACC
+    header = table.find_elements("css selector", "th button")[1]  # ACC
     header.click()
     assert column() == ["95.0", "50.0", "40.0", "25.0"]
     header.click()
     assert column() == ["25.0", "40.0", "50.0", "95.0"]
+
+
+def test_a_header_is_reached_and_pressed_by_the_keyboard(browser, pages):
+    show(browser, pages["comparison"])
+    header = browser.find_elements("css selector", "th button")[1]
+    header.send_keys(" ")
+    assert browser.switch_to.active_element == header
+    parent = header.find_element("xpath", "..")
+    assert parent.get_attribute("aria-sort") == "descending"
+
+
+#: The sizes in which a page is looked at: methods and tasks.
+SIZES = [(1, 1), (3, 8), (15, 20)]
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def sized(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sized")
+    methods, tasks = request.param
+    write_json(folder / "results.json", comparison_of(methods, tasks).as_json())
+    content = read_json(folder / "results.json", ComparisonContent, "")
+    write_text(folder / "index.html", comparison_outputs(content, {}).page)  # without pictures
+    return folder / "index.html"
+
+
+def test_on_a_phone_no_column_of_a_table_is_cut(browser, sized):
+    show(browser, sized, 390)
+    script = """
+        const cut = (cell) => cell.getBoundingClientRect().right > 390;
+        return [...document.querySelectorAll("th, td, button")].filter(cut).length;
+    """
+    assert browser.execute_script(script) == 0
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.parametrize("width", [390, 1200, 1280])
+def test_a_cell_of_a_heat_map_has_a_number_where_it_has_room_for_it(browser, sized, width):
+    show(browser, sized, width)
+    script = """
+        const shown = (word) => getComputedStyle(word.parentElement).display !== "none";
+        return [...document.querySelectorAll(".cells")].map((map) => {
+          const cell = map.querySelector(".mark-rect path").getBoundingClientRect();
+          const words = [...map.querySelectorAll(".mark-text.role-mark text")];
+          return [cell.width, words.filter(shown).length];
+        });
+    """
+    for cell, words in browser.execute_script(script):
+        assert (words > 0) == (cell >= 18), (cell, words)
+
+
+@pytest.mark.parametrize("width", [1200, 1280])
+def test_three_heat_maps_stand_side_by_side(browser, tmp_path, width):
+    comparison_of(3, 8).save(tmp_path)
+    show(browser, tmp_path / "index.html", width)
+    tops = "return [...document.querySelectorAll('.cells')].map((map) => map.offsetTop)"
+    assert len(set(browser.execute_script(tops))) == 1
 
 
 HOSTILE = '</ScRiPt ><svg onload="document.title=1"><script>document.title=1</script>'

@@ -4,6 +4,7 @@ import io
 import re
 
 import altair as alt
+import numpy as np
 import pytest
 import vl_convert
 from PIL import Image
@@ -192,8 +193,63 @@ def test_sets_of_rows_are_panels_in_their_order_and_only_those_that_have_rows():
     assert panels(chart) == ["b", "a", "c"]
     assert chart["columns"] == 2
     assert "params" not in chart
-    assert chart["resolve"]["axis"] == {"x": "independent"}
-    assert heat_map([[1.0]], ["r"], ["t"], "alone").to_dict()["title"] == "alone"
+    assert chart["resolve"]["scale"] == {"x": "shared", "y": "shared"}
+    assert panels(heat_map([[1.0]], ["r"], ["t"], "alone")) == ["alone"]
+
+
+def test_a_title_that_is_wider_than_its_panel_has_several_lines_and_loses_no_word():
+    title = "nufilt with a null rank of 128: ACC 83.6   BWT -3.2 (7 of 8 tasks; no score for cars)"
+    rows = cells([[1.0]], ["r"], ["t"], title)
+    svg = vl_convert.vegalite_to_svg(
+        chart_definition(charts.heat_maps(rows, ["r"], ["t"], TITLES, "value"))
+    )
+    words = " ".join(re.findall(r">([^<>]+)</(?:text|tspan)>", svg))
+    assert "…" not in words
+    for word in title.split():
+        assert word in words
+
+
+def labels_of(names):
+    """What a drawn axis has of the names."""
+    rows = [{"panel": "p", "name": name, "value": 1.0, "text": "1.0"} for name in names]
+    _, labels = tick_labels(charts.bars(rows))
+    return labels
+
+
+def test_names_that_differ_only_at_their_ends_or_in_their_middles_read_differently():
+    stem = "a_method_of_a_very_long_name_with_options"
+    names = [f"{stem}:rank={rank}" for rank in (8, 16)]
+    names += [f"{stem}:{word}:" + "x" * 30 for word in ("one", "two")]
+    shown = labels_of([*names, "short"])
+    assert len(set(shown)) == 5
+    assert "short" in shown
+    assert shown[0].endswith(":rank=8")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_picture_has_a_palette(tmp_path, size):
+    save_chart(heat_map([[1.0] * size], ["r"], list("tuv"[:size])), tmp_path / "a.png")
+    assert Image.open(tmp_path / "a.png").mode == "P"
+
+
+def test_the_palette_of_a_picture_has_its_colours(tmp_path):
+    values = [100 * step / 99 for step in range(100)]
+    chart = heat_map([values], ["r"], [str(step) for step in range(100)])
+    save_chart(chart, tmp_path / "a.png")
+    exact = Image.open(io.BytesIO(vl_convert.vegalite_to_png(chart_definition(chart), scale=2)))
+    drawn = Image.open(tmp_path / "a.png").convert("RGB")
+    differences = np.abs(np.asarray(exact.convert("RGB"), int) - np.asarray(drawn, int))
+    assert differences.max(axis=2).mean() < 2
+    assert np.quantile(differences, 0.99) < 16
+
+
+def test_a_logarithmic_axis_says_so():
+    scale = alt.Scale(type="log")
+    chart = charts.lines(CURVES, "rank", "loss", x_scale=scale, y_scale=scale)
+    assert encodings(chart, "x")[0]["title"] == "rank, log scale"
+    assert encodings(chart, "y")[0]["title"] == "loss, log scale"
+    plain = charts.lines(CURVES, "rank", "loss")
+    assert encodings(plain, "y")[0]["title"] == "loss"
 
 
 def test_a_curve_has_no_point_where_it_has_no_number_and_a_band_where_it_has_a_deviation():

@@ -11,7 +11,7 @@ from fusion_bench_nufilt.pages.comparison import charts_of
 from fusion_bench_nufilt.pages.theme import COLOURS
 from fusion_bench_nufilt.pages.write import write_results
 from tests.compare.helpers import comparison, failed, final, finished
-from tests.pages.charts import legend, panels, parts, rows_of
+from tests.pages.charts import encodings, legend, panels, parts, rows_of
 from tests.pages.sizes import comparison_of, sensitivity_of
 
 SEEDS = (42, 43)
@@ -130,7 +130,7 @@ def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_
     (row,) = rows_of(chart, panel=kept, name="m10")
     deviation = 15 / 2**0.5
     assert (row["low"], row["high"]) == pytest.approx((-7.5 - deviation, -7.5 + deviation))
-    colours = {layer["mark"].get("color") for layer in chart.to_dict()["spec"]["layer"]}
+    colours = {layer["mark"].get("color") for layer in chart.to_dict()["concat"][0]["layer"]}
     assert colours == {COLOURS[0], COLOURS[-1]}  # seen on a dark page
     one = charts(comparison({"m": [finished(42)]}))["stability_plasticity"]
     assert not {"low", "high"} & {*rows_of(one)[0]}  # one seed has no deviation
@@ -195,6 +195,21 @@ def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
 
 def test_a_metric_that_was_not_scored_has_no_panels():
     chart = charts(comparison_of(3, 3, evaluate="last", preset="ablation"))["ablation"]
-    assert chart.to_dict()["title"] == "ACC (%)"
+    assert panels(chart) == ["ACC (%)"]
     (acc,) = parts(charts(sensitivity_of(3, "last"))["sensitivity"])
     assert len(panels(acc)) == 4
+
+
+def test_a_band_ends_where_scores_do_and_is_explained():
+    runs = {"m": [finished(42, -0.55), finished(43, 0.35)]}
+    chart = charts(comparison(runs))["accuracy_per_step"]
+    bands = [(row["low"], row["high"]) for row in rows_of(chart, name="m")]
+    assert any(low == 0 for low, _ in bands) or any(high == 100 for _, high in bands)
+    assert all(0 <= low <= high <= 100 for low, high in bands)
+    assert encodings(chart, "y")[0]["title"].endswith("± one std")
+    dots = charts(comparison(runs))["stability_plasticity"]
+    assert encodings(dots, "x")[0]["title"] == "mean ± one standard deviation"
+    for row in rows_of(dots, panel="ACC (%)"):
+        assert 0 <= row["low"] <= row["value"] <= row["high"] <= 100
+    one = charts(comparison({"m": [finished(42)]}))
+    assert not encodings(one["accuracy_per_step"], "y")[0]["title"].endswith("std")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from base64 import b64encode
 from hashlib import sha256
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -97,7 +98,7 @@ def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_w
     assert len(re.findall('class="chart"', body(page))) >= 2
     assert not re.search(r"""(src|href)=["'](?!data:)""", body(page))
     assert "://" not in body(page)
-    assert len(page.read_bytes()) < 1_200_000
+    assert len(page.read_bytes()) < 1_250_000
 
 
 def test_a_page_explains_the_metrics_that_it_shows(tmp_path):
@@ -115,7 +116,7 @@ def test_names_are_words_and_never_markup(tmp_path):
         assert not set(script) & set("<>&\u2028\u2029")
         assert json.loads(script)
     rows = cells([[1.0]], ["<"], [">"], "\u2028&")
-    chart = part("chart", heat_maps(rows, ["<"], [">"], ("row", "column"), "value"))
+    chart = part("chart", heat_maps(rows, ["<"], [">"], ("row", "column"), "value"), "<b>")
     assert not set(chart.partition('json">')[2].partition("</script>")[0]) & set("<>&\u2028\u2029")
 
 
@@ -142,16 +143,74 @@ def test_missing_numbers_sort_last_and_small_ones_stay_visible():
 def test_a_column_without_a_value_is_left_out_and_per_cents_have_one_decimal():
     rows = [["a", None, 70.04, 0.126], ["b", float("nan"), None, 1.0]]
     text = table(["name", "empty", "ACC %", "share"], rows)
-    assert re.findall(r"<th>(.*?)</th>", text) == ["name", "ACC %", "share"]
-    assert re.findall(r"<td[^>]*>(.*?)</td>", text) == ["a", "70.0", "0.13", "b", "-", "1.00"]
+    assert re.findall(r"<button[^>]*>(.*?)</button>", text) == ["name", "ACC %", "share"]
+    assert rows_of(text.partition("<tbody")[2]) == [["a", "70.0", "0.13"], ["b", "-", "1.00"]]
+
+
+CELL = re.compile(r"<t[dh] [^>]*>(.*?)</t[dh]>")
 
 
 def rows_of(table):
-    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table.split("</tr>")[:-1]]
+    return [CELL.findall(row) for row in table.split("</tr>")[:-1]]
+
+
+@pytest.fixture(scope="module")
+def bodies(tmp_path_factory):
+    """The page of a folder of each kind, made without pictures."""
+    folder = tmp_path_factory.mktemp("pages")
+    with patch("fusion_bench_nufilt.pages.write.save_chart"):
+        return [body(page_of(make(folder / kind))) for kind, make in FOLDERS.items()]
+
+
+def test_headers_that_sort_are_buttons_and_every_header_says_what_it_is_of(bodies):
+    for text in bodies:
+        headers = re.findall(r"<th (.*?)>(.*?)</th>", text)
+        assert len(headers) == text.count("<th ")
+        for attributes, content in headers:
+            assert 'scope="col"' in attributes or 'scope="row"' in attributes
+            assert content.startswith("<button") == ('scope="col"' in attributes)
+
+
+def test_a_header_is_above_its_numbers():
+    text = table(["name", "share", "what"], [["a", 0.5, "b"]])
+    numbers = [
+        re.search('class="number"', header) for header in re.findall("<th scope=.col.*?>", text)
+    ]
+    assert [number is not None for number in numbers] == [False, True, False]
+
+
+def test_every_chart_has_a_sentence_for_those_who_do_not_see_it(bodies):
+    for text in bodies:
+        sentences = re.findall(r'<div class="panels" role="group" aria-label="([^"]*)">', text)
+        assert len(sentences) == text.count('class="panels"') > 0
+        assert all(sentence.endswith(".") for sentence in sentences)
+        assert len(set(sentences)) == len(sentences)
+
+
+def test_a_note_stands_once_on_a_page(tmp_path):
+    comparison_of(2, 3).save(tmp_path)
+    notes = re.findall("<li>(.*?)</li>", body(tmp_path / "index.html"))
+    assert len(notes) == len(set(notes)) > 1
+
+
+def test_one_of_a_kind_has_no_plural(tmp_path):
+    comparison_of(1, 1, seeds=(42,)).save(tmp_path)
+    text = body(tmp_path / "index.html") + (tmp_path / "table.md").read_text()
+    assert "some_pool: 1 method<" in text
+    assert not re.findall(r"\b1 \w+s\b", text)
+
+
+def test_one_task_has_a_picture_of_its_scores_and_none_of_what_is_forgotten(tmp_path):
+    files = comparison_of(2, 1).save(tmp_path)
+    assert "stability_plasticity.png" in files
+    assert "accuracy_per_step.png" not in files
+    text = body(tmp_path / "index.html")
+    assert "<h2>Mean score after the last step</h2>" in text
+    assert "kept of it" not in text
 
 
 def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(tmp_path):
-    tables = re.findall(r"<tbody>(.*?)</tbody>", body(page_of(merge_folder(tmp_path))))
+    tables = re.findall(r"<tbody[^>]*>(.*?)</tbody>", body(page_of(merge_folder(tmp_path))))
     steps, layers, coverage = map(rows_of, tables)
     tasks = [(row[0], html.unescape(row[1])) for row in steps]
     assert tasks == [("2", "letters"), ("3", TASKS[2])]
@@ -172,9 +231,9 @@ def test_the_page_of_a_merge_that_began_at_another_step_names_the_task_of_each(t
             report["step"] += 9
     (tmp_path / "nufilt.json").write_text(json.dumps(content))
     text = body(page_of(tmp_path))
-    steps = re.search(r"<tbody>(.*?)</tbody>", text)[1].split("</tr>")[:-1]
-    found = [re.findall(r"<td[^>]*>(.*?)</td>", html.unescape(row))[:2] for row in steps]
-    assert found == [["11", "letters"], ["12", TASKS[2]]]
+    steps = re.search(r"<tbody[^>]*>(.*?)</tbody>", text)[1]
+    tasks = [(step, html.unescape(task)) for step, task, *_ in rows_of(steps)]
+    assert tasks == [("11", "letters"), ("12", TASKS[2])]
     assert "the steps before are on the page" not in text
 
 

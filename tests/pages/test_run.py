@@ -21,7 +21,7 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
     assert list(table.columns) == ["step", "merged_task", *TASKS]
     assert text.decode().splitlines()[2] == "2,letters,0.8,0.7,"
     text = (tmp_path / "index.html").read_text()  # its steps say what was forgotten
-    row = text[text.index("<td>digits</td>") :].partition("</tr>")[0]
+    row = text[text.index(">digits</td>") :].partition("</tr>")[0]
     for number in ("90.0", "75.0", "-15.0", "0.1"):
         assert row.count(f">{number}</td>") == 1
 
