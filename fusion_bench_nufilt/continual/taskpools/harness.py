@@ -1,6 +1,7 @@
 """Task pools that score with an evaluation harness, which is imported or run only when needed."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,9 +23,22 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.utils.files import read_json
 
+log = logging.getLogger(__name__)
+
 #: Metrics by task, such as ``{"acc,none": 0.5, "acc_stderr,none": 0.01}``; the part after the comma
 #: is a filter.
 Results = dict[str, dict[str, Any]]
+
+
+#: Shares, whatever the task: they are at most 1, and a task's own version that is above has another
+#: scale.
+_SHARES = ("acc", "acc_norm", "accuracy", "anls", "exact_match", "pass@1")
+#: The scales of metrics that lm-eval computes of all items, by its functions in `api/metrics.py`.
+_LM_EVAL_SCALES = {"bleu": 100, "chrf": 100, "chrfpp": 100, "f1_score": 1, "matthews_corrcoef": 1}
+
+
+def _scale_of_share(metric: str, value: float) -> float | None:
+    return 1 if metric in _SHARES and 0 <= value <= 1 else None
 
 
 class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
@@ -41,11 +55,16 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         self._names = dict(tasks)  # the harness's task by model
         self.task_names = list(self._names)  # those of the models
         self._metrics = self.metrics if metric is None else (metric,)
+        self._warned: set[str] = set()
 
     def evaluate(
         self, model: nn.Module, tasks: Sequence[str] | None = None, limit: int | None = None
     ) -> dict[str, dict[str, float]]:
-        """Return ``{name: {"accuracy": score}}``, whatever metric the score is."""
+        """Return ``{name: {"accuracy": score}}``, whatever metric the score is, as a fraction.
+
+        A metric of unknown scale, or one that is better if lower, is no score: it is returned under
+        its own name.
+        """
         names = self._names
         if tasks is not None:
             names = {name: task for name, task in self._names.items() if name in tasks}
@@ -54,8 +73,28 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         results = self.run_harness(model, sorted(set(names.values())), limit)
         scores = {}
         for name, task in names.items():
-            scores[name] = {"accuracy": self._score(task, results[task])}
+            metric, value = self._chosen(task, results[task])
+            scale = self.scale(task, metric, value)
+            if scale is not None:
+                scores[name] = {"accuracy": value / scale}
+                continue
+            scores[name] = {metric: value}
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "task '%s': %s = %g, whose scale is not known, or which is better if lower: it "
+                    "is shown in reports, and in no mean",
+                    name,
+                    metric,
+                    value,
+                )
         return scores
+
+    @abstractmethod
+    def scale(self, task: str, metric: str, value: float) -> float | None:
+        """Return what a metric of a task is at its best, such as 1 or 100; None if that is not
+        known, or if it is better the lower it is.
+        """
 
     @abstractmethod
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
@@ -63,7 +102,8 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
         pool's.
         """
 
-    def _score(self, task: str, results: dict[str, Any]) -> float:
+    def _chosen(self, task: str, results: dict[str, Any]) -> tuple[str, float]:
+        """Return the metric that counts, and its value."""
         values: dict[str, Any] = {}
         for key, value in results.items():
             metric, comma, _ = key.partition(",")
@@ -71,7 +111,7 @@ class HarnessTaskPool(LightningFabricMixin, BaseTaskPool, TasksByName):
                 values.setdefault(metric, value)  # of a metric's filters, the first one counts
         for metric in self._metrics:
             if metric in values:
-                return float(values[metric])
+                return metric, float(values[metric])
         metrics = sorted(metric for metric in values if "_stderr" not in metric)
         raise ValueError(
             f"task '{task}' has no metric {' or '.join(self._metrics)}, only {', '.join(metrics)}"
@@ -92,7 +132,7 @@ class LMEvalTaskPool(HarnessTaskPool):
         tokenizer: folder or hub name of the tokenizer.
         include_path: folder with further tasks, like lm-eval's ``--include_path``.
         metric: the metric that counts, without its filter; None: the first of ``metrics`` that a
-            task has.
+            task has. One of unknown scale is shown in reports and in no mean.
         num_fewshot: examples in the prompt; None: each task's own number.
         limit: examples of each task, as a number or a share; None: all.
         batch_size: examples that the model reads at once.
@@ -153,6 +193,13 @@ class LMEvalTaskPool(HarnessTaskPool):
         results: Results = report["results"]
         return results
 
+    def scale(self, task: str, metric: str, value: float) -> float | None:
+        # Of a group, all tasks must have one scale.
+        scales = set()
+        for loaded_task in self._manager().load([task])["tasks"].values():
+            scales.add(_scale_in_task(loaded_task, metric, value))
+        return scales.pop() if len(scales) == 1 else None
+
     def get_test_dataloader(self, task: str) -> "DataLoader[str]":
         """Return the inputs for `nufilt analyze`: the prompts of a task, without examples and
         answers.
@@ -191,6 +238,21 @@ class LMEvalTaskPool(HarnessTaskPool):
                     f"lm-eval knows no task '{task}'; include_path names a folder with more"
                 )
         return manager
+
+
+def _scale_in_task(task: Any, metric: str, value: float) -> float | None:
+    """Return the scale of a metric by the function with which lm-eval aggregates it for a task."""
+    if not task.higher_is_better().get(metric, True):
+        return None
+    aggregate = task.aggregation().get(metric)
+    # lm-eval takes the mean of what a task's own metric adds to its results.
+    if aggregate is None:
+        return _scale_of_share(metric, value)
+    if aggregate.__module__ != "lm_eval.api.metrics":
+        return None
+    if aggregate.__name__ in ("mean", "nanmean"):
+        return _scale_of_share(metric, value)
+    return _LM_EVAL_SCALES.get(aggregate.__name__)
 
 
 def _lm_eval() -> Any:
@@ -267,7 +329,7 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         include_path: folder with further tasks, like lmms-eval's ``--include_path``; None: this
             project's.
         metric: the metric that counts, without its filter; None: the first of ``metrics`` that a
-            task has.
+            task has. One of unknown scale is shown in reports and in no mean.
         limit: examples of each task; None: all.
     """
 
@@ -313,6 +375,11 @@ class LMMSEvalTaskPool(HarnessTaskPool):
             process = self._run([self._python, "-c", _LOAD_TASKS, words], temporary)
         if process.returncode != 0:
             raise ValueError(process.stdout.strip().splitlines()[-1])
+
+    def scale(self, task: str, metric: str, value: float) -> float | None:
+        if metric == "CIDEr":  # 1 by convention, and above it in rare cases
+            return 1
+        return _scale_of_share(metric, value)
 
     def _run(self, command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the environment of lmms-eval, without this one's packages."""

@@ -19,6 +19,24 @@ from tests.tiny_models import finetuned, llama
 pytestmark = pytest.mark.slow  # lm-eval takes seconds to find its thousands of tasks
 
 WORDS = ["<unk>", *["the", "cat", "sat", "on", "a", "mat", "dog", "ran", "in", "fog"]]
+GENERATION = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "cat cat cat cat cat dog"
+generation_kwargs: {{until: ["fog"], max_gen_toks: 6}}
+metric_list:
+  - metric: bleu
+  - metric: chrf
+  - metric: ter
+  - metric: exact_match
+  - metric: !function own.points
+    aggregation: mean
+    higher_is_better: true
+"""
 TASK = """
 task: {name}
 dataset_path: json
@@ -54,6 +72,9 @@ def folder(tmp_path_factory):
         (folder / f"{name}.yaml").write_text(
             TASK.format(name=f"nufilt_{name}", data=folder / f"{name}.json")
         )
+    (folder / "own.py").write_text("def points(references, predictions, **_):\n    return 40.0\n")
+    text = GENERATION.format(name="nufilt_says", data=folder / "cats.json")
+    (folder / "says.yaml").write_text(text)
     group = (
         "group: nufilt_pets\ntask: [nufilt_birds]\naggregate_metric_list: [{metric: acc_norm}]\n"
     )
@@ -167,3 +188,37 @@ def test_an_analysis_looks_at_the_prompts_without_padding(folder, tmp_path):
     assert torch.allclose(moments.read(first), second_moment(X), atol=1e-6)
     with pytest.raises(ValueError, match="has no data of task 'two', only of one"):
         task_inputs(pool(folder, {"one": "nufilt_cats"}), "two", 10, 0)
+
+
+def test_a_metric_that_lm_eval_has_up_to_100_is_a_fraction(folder):
+    taskpool = pool(folder, {"one": "nufilt_says"}, metric="chrf")
+    model = likes("cat")
+    raw = taskpool.run_harness(model, ["nufilt_says"], None)["nufilt_says"]["chrf,none"]
+    assert 1 < raw < 100
+    assert taskpool.evaluate(model)["one"] == {"accuracy": pytest.approx(raw / 100)}
+    assert taskpool.scale("nufilt_says", "bleu", 11.95) == 100
+
+
+@pytest.mark.parametrize("metric", ["points", "ter"])
+def test_a_metric_of_unknown_scale_or_that_is_better_if_lower_is_shown_and_in_no_mean(
+    folder, caplog, metric
+):
+    taskpool = pool(folder, {"one": "nufilt_says", "two": "nufilt_cats"})
+    taskpool._metrics = (metric, "acc")
+    report = Evaluator(taskpool).report(likes("cat"), ["one", "two"])
+    assert list(report["one"]) == [metric]
+    assert report["one"][metric] > 1
+    assert report["average"] == {"accuracy": report["two"]["accuracy"]}
+    assert f"task 'one': {metric} = " in caplog.text
+    models = {"_pretrained_": llama(), "one": llama(), "two": llama()}
+    algorithm = NufiltContinualMergingAlgorithm(null_rank=4, lora_rank=4, max_steps=1)
+    algorithm.run(models, taskpool)
+    assert algorithm.matrix.missing == ["one"]
+    assert 0 <= algorithm.matrix.acc <= 1
+
+
+def test_a_share_that_is_above_one_has_another_scale(folder):
+    taskpool = pool(folder, ["nufilt_cats"])
+    assert taskpool.scale("nufilt_cats", "acc", 0.5) == 1
+    assert taskpool.scale("nufilt_cats", "acc", 50.0) is None
+    assert taskpool.scale("nufilt_pets", "acc_norm", 0.5) == 1
