@@ -36,6 +36,7 @@ from fusion_bench_nufilt.continual.models import (
     load_model,
     reason,
 )
+from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
@@ -289,6 +290,7 @@ class Experiment:
                 seconds,
                 environment=environment,
                 solving_seconds=solving_seconds,
+                data_seconds=algorithm.stopwatch.seconds.get(DATA),
                 memory=self.evaluator.peak,
                 parameters=parameters,
                 extra_parameters=parameters - self.parameters,

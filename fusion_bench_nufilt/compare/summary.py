@@ -82,7 +82,7 @@ class Comparison(ComparisonContent):
     def as_json(self) -> Json:
         """Return the content of ``results.json``."""
         content = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        names = [*METRICS, "merging_seconds"]
+        names = [*METRICS, "merging_seconds", "data_seconds"]
         metrics = means(self.measured, "metric", list(self.methods), names)
         scores = means(self.last_scores, "task", list(self.methods), self.tasks)
         methods = {}

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
-from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
+from fusion_bench.mixins import LightningFabricMixin
 from fusion_bench.taskpool import DummyTaskPool
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -52,6 +51,7 @@ from .models import (
 )
 from .program import ReportedTaskPool, finish_trackers, log_picture, use_bundled_taskpool
 from .run_folder import RunFolder, open_run_folder
+from .stopwatch import CHECKING, LOADING, MERGING, SAVING, SCORING, Stopwatch
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[int, nn.Module], Any]
@@ -61,7 +61,7 @@ _NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "r
 
 @auto_register_config
 @takes_options(ProtocolConfig)
-class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseAlgorithm):
+class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """Merges a stream of models one after another, scores the result, saves every step.
 
     A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses
@@ -82,7 +82,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
     folder: RunFolder | None  # the log directory
     modelpool: BaseModelPool
     scores: RunScores | None  # None without a task pool
-    merge_seconds: list[float]  # by step, without loading, saving and scoring
+    stopwatch: Stopwatch
+    merge_seconds: list[float]  # by step, without data, loading, checking, saving and scoring
     before: Manifest  # of `_merged_`, as far as it is known
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
     names: list[str]  # the models of the stream, in merging order
@@ -247,7 +248,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.names = names
+        self.stopwatch = Stopwatch()
         self.merge_seconds = []
+        self._merging_before = 0.0  # seconds of merging before the current step
         self.on_step = on_step
         self._has_begun = False
         self._training_data: dict[str, Items] = {}
@@ -277,7 +280,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         # A resumed run must know all weights, to tell whether they are those of before.
         self._checked_first = self.check_models or self.resume
         if self._checked_first:
-            with self.profile("checking models"):
+            with self.stopwatch.part(CHECKING):
                 for name in tqdm(names, desc="Checking models", leave=False, disable=None):
                     model, missing_keys = self._load(modelpool, name)
                     self._check(pretrained, model, name, missing_keys)
@@ -337,7 +340,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             self.prepare(merged)
             merged.load_state_dict(previous.state_dict())
             if self.scores is not None:
-                with self.profile("evaluating"):
+                with self.stopwatch.part(SCORING):
                     self.scores.score_earlier_tasks(previous)
             # At no time are more than three models held.
             del previous
@@ -351,12 +354,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             task, missing_keys = self._load(modelpool, name)
             if not self._checked_first:
                 self._check(pretrained, task, name, missing_keys)
-            # The seconds are those of the method alone, without loading, saving and scoring.
-            begin = time.perf_counter()
-            with self.profile("merging"):
+            with self.stopwatch.part(MERGING):
                 merged = self.merge_step(step, name, pretrained, merged, task)
             del task
-            self.finish_step(step, merged, time.perf_counter() - begin)
+            self.finish_step(step, merged)
         return merged
 
     def _check(
@@ -396,8 +397,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
         is_returned = step == self._last_step
         return is_saved or is_scored or is_handed_over or is_returned
 
-    def finish_step(self, step: int, merged: nn.Module, seconds: float) -> None:
-        """Save and score the model that step ``step`` took ``seconds`` to make."""
+    def finish_step(self, step: int, merged: nn.Module) -> None:
+        """Save and score the model that a step has made, and note the seconds of merging that it
+        took.
+        """
+        merging = self.stopwatch.seconds.get(MERGING, 0.0)
+        seconds = merging - self._merging_before
+        self._merging_before = merging
         self.merge_seconds.append(seconds)
         merged_names = self.names[: step - self.first_step + 1]
         log.info(
@@ -417,17 +423,17 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
             manifest["merge_seconds"] = self.merge_seconds
             manifest.update(self.describe())
             # Saved first: a run that ends while it is scored goes on from here.
-            with self.profile("saving"):
+            with self.stopwatch.part(SAVING):
                 self._kept.save_step(step, merged, manifest, self.state(), self.files)
         if self.scores is not None:
-            with self.profile("evaluating"):
+            with self.stopwatch.part(SCORING):
                 self.scores.score_step(step, merged)
         if self.on_step is not None:
             self.on_step(step, merged)
 
     def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
         """Load a model and, where there is a log directory, note the digest of its weights."""
-        with self.profile("loading models"):
+        with self.stopwatch.part(LOADING):
             model, missing_keys = load_model(modelpool, name)
             # Results of other models are told from this run's by the digest.
             if self.folder is not None and "sha256" not in self._inputs[name]:
@@ -579,7 +585,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, SimpleProfilerMixin, BaseA
                 lines.append(f'       {type(merged).__name__}.from_pretrained("{folder}")')
         if self.folder is not None and (self.folder.path / PAGE).is_file():
             lines.append(f"page   {self.folder.path / PAGE}")
-        seconds = {name: sum(times) for name, times in self.profiler.recorded_durations.items()}
+        seconds = self.stopwatch.seconds
         parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
         lines.append(f"time   {sum(seconds.values()):.1f} s: {parts}")
         return lines

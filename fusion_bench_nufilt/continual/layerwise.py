@@ -62,6 +62,7 @@ from fusion_bench_nufilt.utils.options import options_of, split_options, takes_o
 
 from .algorithm import ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, refuse_missing_keys
+from .stopwatch import SAVING
 
 log = logging.getLogger(__name__)
 _warn_once = cache(log.warning)  # once for all runs of a comparison
@@ -433,8 +434,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._reports += rows
         if self.folder is None:
             return
-        write_text(self.folder.path / "layers.csv", pd.DataFrame(self._reports).to_csv(index=False))
-        self._log_means(rows)
+        with self.stopwatch.part(SAVING):
+            table = pd.DataFrame(self._reports)
+            write_text(self.folder.path / "layers.csv", table.to_csv(index=False))
+            self._log_means(rows)
 
     def _log_means(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Give the loggers the means over the layers of a step, given its rows of

@@ -53,6 +53,7 @@ class SeedRun:
     merge_seconds: list[Seconds] = field(default_factory=list)  # by step
     #: The part of them that a solver took, if the method has one.
     solving_seconds: Seconds | None = None
+    data_seconds: Seconds | None = None  # of setting up data, if the method needs any
     memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
     parameters: int | None = None  # number in the final model
     extra_parameters: int | None = None  # number beyond the pretrained model's
@@ -72,6 +73,11 @@ class SeedRun:
     @property
     def merging_seconds(self) -> float:
         return sum(self.merge_seconds)
+
+    @property
+    def total_seconds(self) -> float:
+        """Those of merging and of setting up data."""
+        return self.merging_seconds + (self.data_seconds or 0.0)
 
     @property
     def iterations(self) -> int | None:

@@ -36,7 +36,7 @@ COLUMNS = [
 _PRINTED_COSTS = {
     "iterations": ("iterations", 1),
     "solving_seconds": ("solving_seconds", 1),
-    "total_seconds": ("merging_seconds", 1),
+    "total_seconds": ("total_seconds", 1),
     "gpu_gigabytes": ("memory", 1e9),
     "parameters_millions": ("parameters", 1e6),
 }

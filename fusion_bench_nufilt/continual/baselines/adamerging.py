@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fusion_bench_nufilt.continual.models import PRETRAINED, load_stored
+from fusion_bench_nufilt.continual.stopwatch import DATA, Stopwatch
 from fusion_bench_nufilt.utils.options import options_of, split_options, takes_options
 
 from .task_data import EntropyConfig, task_data
@@ -47,14 +48,18 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Merge all models of a pool at once, without changing them."""
         names = modelpool.model_names
         taskpool = None
+        stopwatch = Stopwatch()
         if self._program is not None:
             taskpool = self._program.taskpool
-        data = task_data("AdaMerging", taskpool, names[-1], modelpool)
+            # That of the run in which the baseline is a step.
+            stopwatch = getattr(self._program, "stopwatch", stopwatch)
+        with stopwatch.part(DATA):
+            data = task_data("AdaMerging", taskpool, names[-1], modelpool)
         pretrained = load_stored(modelpool, PRETRAINED)
         models = [load_stored(modelpool, name) for name in names]
         merged = _Merged(pretrained, models, self.init_values, self.fabric.device)
         config = options_of(EntropyConfig, self)
-        data.minimise_entropy(merged, [merged.coefficients], config, self.seed)
+        data.minimise_entropy(merged, [merged.coefficients], config, self.seed, stopwatch)
         result = deepcopy(pretrained).requires_grad_()
         with torch.no_grad():
             for name, value in merged.merged_parameters().items():

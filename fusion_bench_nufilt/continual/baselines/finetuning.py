@@ -16,6 +16,7 @@ from torch import nn
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.precision import widened
+from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.options import option, options_of, split_options, takes_options
 
@@ -64,7 +65,8 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self._options = options_of(FineTuningConfig, self)
-        self._taskpool = clip_pool(self.name, self.taskpool, names)
+        with self.stopwatch.part(DATA):
+            self._taskpool = clip_pool(self.name, self.taskpool, names)
 
     def training_data(self) -> dict[str, Any]:
         return {name: self.modelpool.load_train_dataset(name) for name in self.names}
@@ -72,9 +74,10 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
-        images = self.modelpool.load_train_dataset(name)
         device = next(merged.parameters()).device
-        head = classifier(self._taskpool, merged.requires_grad_(), name)
+        with self.stopwatch.part(DATA):
+            images = self.modelpool.load_train_dataset(name)
+            head = classifier(self._taskpool, merged.requires_grad_(), name)
         # A pool with this task alone, whose pretrained model is the one that is trained on.
         pool: Any = BaseModelPool(
             {"_pretrained_": head.clip_model}, train_datasets=DictConfig({name: None})

@@ -1,6 +1,5 @@
 """FusionBench's methods under the protocol: batch methods by a rule, continual ones as they are."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from copy import copy, deepcopy
@@ -20,6 +19,7 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
 from fusion_bench_nufilt.continual.precision import dtypes_of, round_to, widen, widened
+from fusion_bench_nufilt.continual.stopwatch import CHECKING, LOADING, MERGING
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import load_state
@@ -145,7 +145,7 @@ class _Baseline(ContinualMergingAlgorithm):
             del attributes["__signature__"]
         method = instantiate(self.base_method)
         method._fabric_instance = self.fabric
-        method._program = SimpleNamespace(taskpool=taskpool)
+        method._program = SimpleNamespace(taskpool=taskpool, stopwatch=self.stopwatch)
         return method
 
 
@@ -204,7 +204,8 @@ class BatchMethodBaseline(_Baseline):
         with widened(pretrained, merged, task, self._merged_before):
             result = self._merge_step(step, name, pretrained, merged, task)
         round_to(result, dtypes)
-        self.check_model(pretrained, result, f"merged after step {step}")
+        with self.stopwatch.part(CHECKING):
+            self.check_model(pretrained, result, f"merged after step {step}")
         self._merged_before = merged
         return result
 
@@ -309,9 +310,10 @@ class ContinualMethodBaseline(_Baseline):
         models._models = deepcopy(modelpool._models)
 
         def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
-            model, _ = self._load(models, name)  # which notes the digest of what is merged
-            widen(model)
-            return walk_tied_parameters_once(model.cpu())
+            with self.stopwatch.part(LOADING):
+                model, _ = self._load(models, name)  # which notes the digest of what is merged
+                widen(model)
+                return walk_tied_parameters_once(model.cpu())
 
         pool = copy(models)
         pool.load_model = load
@@ -330,27 +332,28 @@ class ContinualMethodBaseline(_Baseline):
         stand_ins = defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
         if last_finished > 0:
             pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
-        begin = time.perf_counter()
 
         def observe(current: nn.Module, index: int) -> None:
-            nonlocal begin
-            step = index + 1
+            with self.stopwatch.part(CHECKING):
+                finish(current, index + 1)
+
+        def finish(current: nn.Module, step: int) -> None:
             if step == last_finished:
                 # From here on, everything is as the run that was interrupted had it.
                 _become(current, merged)
                 _become(stand_ins[PRETRAINED], base)
                 vars(self._method).update(self._saved_attributes)
                 pool.load_model = load
+                self._merging_before = self.stopwatch.seconds[MERGING]
             elif step > last_finished:
                 # Rounded once for each step: a run that is resumed goes on from what is saved.
                 round_to(current, dtypes)
                 self.check_model(base, current, f"merged after step {step}")
-                self.finish_step(step, current, time.perf_counter() - begin)
+                self.finish_step(step, current)
                 widen(current)
-            begin = time.perf_counter()
 
         self._method.save_merged_model = observe
-        with torch.enable_grad():
+        with torch.enable_grad(), self.stopwatch.part(MERGING):
             result: nn.Module = self._method.run(pool).to(device)
         round_to(result, dtypes)
         del vars(result)["named_modules"]

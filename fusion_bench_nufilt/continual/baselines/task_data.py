@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers import default_data_collator
 
 from fusion_bench_nufilt.continual.evaluation import name_in_pool
 from fusion_bench_nufilt.continual.precision import widened
+from fusion_bench_nufilt.continual.stopwatch import DATA, Stopwatch
 from fusion_bench_nufilt.utils.options import option
 
 
@@ -58,7 +59,9 @@ class TaskData(ABC):
         """Return the logits ``(items, classes)`` of a batch, on the model's device."""
 
     def batches(self, size: int, *, per_class: int | None, seed: int) -> Iterator[Any]:
-        """Yield batches without end, from ``per_class`` items of each class (None: all)."""
+        """Draw ``per_class`` items of each class (None: all), and return batches of them without
+        end.
+        """
         items = self.dataset
         order = torch.Generator().manual_seed(seed)
         if per_class is not None:
@@ -71,15 +74,20 @@ class TaskData(ABC):
                 chosen += rng.sample(indices, min(per_class, len(indices)))
             items = Subset(items, chosen)
         loader = DataLoader(items, size, shuffle=True, generator=order, collate_fn=self.collate)
-        while True:
-            yield from loader
+        return chain.from_iterable(repeat(loader))
 
     def minimise_entropy(
-        self, model: nn.Module, parameters: Iterable[Tensor], config: EntropyConfig, seed: int
+        self,
+        model: nn.Module,
+        parameters: Iterable[Tensor],
+        config: EntropyConfig,
+        seed: int,
+        stopwatch: Stopwatch,
     ) -> None:
         """Train parameters of a model by Adam to minimise the entropy of its predictions."""
+        with stopwatch.part(DATA):
+            batches = self.batches(config.batch_size, per_class=config.samples_per_class, seed=seed)
         optimizer = torch.optim.Adam(parameters, lr=config.lr)
-        batches = self.batches(config.batch_size, per_class=config.samples_per_class, seed=seed)
         for batch in islice(batches, config.max_steps):
             optimizer.zero_grad()
             loss = entropy_loss(self.logits(model, batch))

@@ -18,6 +18,7 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.continual.precision import widen
+from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
 from fusion_bench_nufilt.utils.options import (
@@ -262,7 +263,8 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         self._mixture = mixture_of(pretrained, self._options)
         self._data = {}
         for name in names:
-            self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
+            with self.stopwatch.part(DATA):
+                self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
 
     def training_data(self) -> dict[str, Any]:
         return {name: data.dataset for name, data in self._data.items()}
@@ -312,4 +314,6 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         for _, experts in mixture.mixtures():
             gates += experts.gate.requires_grad_().parameters()
         with torch.enable_grad():
-            self._data[name].minimise_entropy(mixture, gates, self._options, self.seed)
+            self._data[name].minimise_entropy(
+                mixture, gates, self._options, self.seed, self.stopwatch
+            )
