@@ -252,7 +252,7 @@ def _directions_of(factors: LowRank) -> Directions:
 # full models above.
 NO_TAIL = 0.003
 FULL_TAIL = 0.015
-MOST_ROUNDING = 1 / 8  # of a layer's energy; with more, its estimate is too inaccurate
+MOST_ROUNDING = 1 / 8  # of a layer's energy; with more, its tail is less sure than other layers'
 SAMPLED_LAYERS = 16  # that a task changed
 
 _L = TypeVar("_L")
@@ -286,8 +286,9 @@ def task_strength(
     weight :math:`\theta` in a dtype with relative spacing :math:`\epsilon` have an expected energy,
     and no direction of theirs is stronger than the edge of the spectrum of a random matrix of that
     energy. So a direction leads only above that edge, and the tail and the whole are counted
-    without the energy of rounding. A layer in which rounding has more than an eighth of the energy
-    says nothing, and a task whose layers all say nothing has all of the strength.
+    without the energy of rounding. Layers in which rounding has more than an eighth of the energy
+    count where there are no others alone, and if it has all of it, the task has all of the
+    strength.
 
     ``measure`` returns the spectrum of what the task changed in a layer, or None. The layers are
     taken from all over the model until enough of them were changed; ``shapes`` are those of all
@@ -296,16 +297,21 @@ def task_strength(
     sides = sorted(min(shape) for shape in shapes)
     num_leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
     spectra: list[Spectrum] = []
+    less_sure: list[Spectrum] = []
     # Steps of the golden ratio are far from the period at which kinds of layers return.
     scattered = sorted(range(len(layers)), key=lambda number: number * 0.618034 % 1)
     for number in scattered:
         layer_spectrum = measure(layers[number])
         if layer_spectrum is None:
             continue
-        if layer_spectrum.rounding < MOST_ROUNDING * layer_spectrum.squares.sum():
+        energy = layer_spectrum.squares.sum()
+        if layer_spectrum.rounding < MOST_ROUNDING * energy:
             spectra.append(layer_spectrum)
+        elif layer_spectrum.rounding < energy:
+            less_sure.append(layer_spectrum)
         if len(spectra) == SAMPLED_LAYERS:
             break
+    spectra = spectra or less_sure[:SAMPLED_LAYERS]
     if not spectra:
         return 1.0
     growth = (tail(spectra, num_leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
@@ -321,11 +327,20 @@ def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
         edge = rounding * share_of_strongest(d_o, d_i)
         leading = squares[:num_leading]
         leading = leading[leading > edge]
-        # The leading directions also have their part of the rounding errors.
-        rest = (1 - len(leading) / d_o) * (1 - len(leading) / d_i)
-        outside += energy - leading.sum().item() - rest * rounding
-        whole += energy - rounding
+        whole_of_layer = energy - rounding
+        outside += whole_of_layer - without_noise(leading, rounding, d_o, d_i).sum().item()
+        whole += whole_of_layer
     return outside / whole
+
+
+def without_noise(squares: Tensor, noise: float, d_o: int, d_i: int) -> Tensor:
+    """Return the squared singular values that directions had before random errors of an energy were
+    added, if theirs are now above the edge of these (Gavish and Donoho, 2017).
+    """
+    variance = noise / (d_o * d_i)
+    raised = squares - variance * (d_o + d_i)
+    discriminant = raised.square() - 4 * variance**2 * d_o * d_i
+    return (raised + discriminant.clamp_min(0).sqrt()) / 2
 
 
 def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:

@@ -134,6 +134,32 @@ def test_a_task_that_rounding_hides_has_all_of_the_strength():
     assert task_strength([0, 1], [WIDE, WIDE], lambda layer: [found, None][layer]) == 1.0
 
 
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
+def test_the_tail_is_counted_without_the_energy_of_rounding(share):
+    """With it, an adapter that was merged into bfloat16 would have all of the strength."""
+    low = update_of(WIDE, "adapter", 0).product()
+    noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
+    noise *= share**0.5 * low.norm() / noise.norm()
+    with_rounding = spectrum(low + noise, rounding=noise.square().sum().item())
+    assert tail([with_rounding], 16) < 0.002
+    assert task_strength([0], [WIDE], lambda _: with_rounding) == 0.5
+    assert task_strength([0], [WIDE], lambda _: spectrum(low + noise, 0.0)) > 0.9
+
+
+@pytest.mark.parametrize("power", [0.7, 1.2])
+def test_the_strength_makes_no_jump_as_rounding_grows(power):
+    """Up to where rounding has two thirds of the energy."""
+    values = torch.arange(1, 129, dtype=torch.float64) ** -power
+    tau = matrix_with_spectrum(128, 128, values, seed=0)
+    expected = task_strength([0], [(128, 128)], lambda _: spectrum(tau, 0.0))
+    noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for share in (0.03, 0.1, 0.12, 0.13, 0.2, 0.5, 2.0):
+        errors = share**0.5 * tau.norm() / noise.norm() * noise
+        stored = spectrum(tau + errors, rounding=errors.square().sum().item())
+        strength = task_strength([0], [(128, 128)], lambda _, stored=stored: stored)
+        assert strength == pytest.approx(expected, abs=0.25), share
+
+
 def test_the_expected_rounding_is_what_rounding_adds():
     theta = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float16):
