@@ -76,11 +76,6 @@ class PoolAnalysis:
             inputs = task_inputs(self.taskpool, task, config.samples, config.seed)
             self._inputs[task] = inputs
             self._samples[task] = len(inputs.dataset)  # type: ignore[arg-type]
-        for task, count in self._samples.items():
-            if count < config.data_rank:
-                raise ValueError(
-                    f"task '{task}' has {count} samples, fewer than r_d = {config.data_rank}"
-                )
         #: By module, the one whose inputs are the same; the owners alone are recorded.
         self.owner = shared_inputs(self.pretrained, self._modules, self._inputs[self.tasks[0]])
         self.owners = sorted(set(self.owner.values()))
@@ -154,6 +149,11 @@ class PoolAnalysis:
         moments = known_moments(folder, about)
         if moments is None:
             moments = record_moments(source, inputs, self.owner, folder, about, MEMORY)
+        if moments.tokens < self.config.data_rank:
+            raise ValueError(
+                f"the {self._samples[task]} samples of task '{task}' have {moments.tokens} tokens, "
+                f"which do not span r_d = {self.config.data_rank} directions: raise samples"
+            )
         return moments
 
     def _data_subspaces(self, moments: Moments) -> dict[str, Tensor]:

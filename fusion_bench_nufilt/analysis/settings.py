@@ -50,10 +50,6 @@ class AnalysisConfig:
                 "data_rank must not exceed task_rank, since the affinity can't reach 1 there: got "
                 f"{ranks}"
             )
-        if self.samples < self.data_rank:
-            raise ValueError(
-                f"{self.samples} samples do not span {self.data_rank} directions: raise samples"
-            )
 
     def named_pairs(self, tasks: Sequence[str]) -> list[tuple[int, int]] | None:
         """Return the pairs as task numbers, or None for the default."""

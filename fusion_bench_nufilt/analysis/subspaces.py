@@ -130,10 +130,7 @@ def affinity_by_rank(V_d: Tensor, V_hat: Tensor, ranks: Sequence[int]) -> Tensor
     """Return A for r_d = r_v = r, ``(..., len(ranks))``; the most important column comes first in
     both bases.
     """
-    squares = (V_hat.mT @ V_d).square()
-    affinities = []
-    for r in ranks:
-        affinities.append(squares[..., :r, :r].sum(dim=(-2, -1)) / r)
+    affinities = [subspace_affinity(V_d[..., :r], V_hat[..., :r]) for r in ranks]
     return torch.stack(affinities, dim=-1)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import combinations, product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -171,8 +170,8 @@ def summarise(analysis: Analysis) -> Row:
     if analysis.affinity:
         content["affinity"] = _affinities(affinity, analysis.tasks)
         content["pairs"] = analysis.pairs or _default_pairs(content["affinity"], analysis.tasks)
-        width = fmean(analysis.layers[name][1] for name in analysis.layers if name in changed)
-        content["affinity_by_rank"] = _by_rank(affinity, width)
+        widths = affinity["layer"].map(lambda name: analysis.layers[name][1])
+        content["affinity_by_rank"] = _by_rank(affinity, widths)
     if analysis.losses:
         content["methods"] = {}
         # In the order in which they were asked for; pandas would sort by name.
@@ -315,8 +314,8 @@ def _default_pairs(affinities: Row, tasks: Sequence[str]) -> list[tuple[int, int
     return example_pairs(np.nan_to_num(affinities["all"]["mean"]))
 
 
-def _by_rank(affinity: pd.DataFrame, width: float) -> Row:
-    """Return the mean affinity for each r = r_d = r_v, given the mean width d_i."""
+def _by_rank(affinity: pd.DataFrame, widths: pd.Series) -> Row:
+    """Return the mean affinity for each r = r_d = r_v, given d_i of each row's layer."""
     curves = pd.DataFrame(affinity["by_rank"].tolist())
     is_matched = affinity["data"] == affinity["vector"]
     mismatched = []
@@ -326,7 +325,7 @@ def _by_rank(affinity: pd.DataFrame, width: float) -> Row:
         "ranks": curves.columns.tolist(),
         "diagonal": curves[is_matched].mean().tolist(),
         "off_diagonal": mismatched,
-        "chance": [rank / width for rank in curves],
+        "chance": [float((rank / widths).mean()) for rank in curves],
     }
 
 

@@ -57,7 +57,8 @@ def data_free_losses(
 
     def loss(D: Tensor, V: Tensor) -> float:
         inside = float((D @ V).square().sum())
-        rounding_error = torch.finfo(D.dtype).eps * float(D.square().sum())
+        # Squares have the rounding error of their roots, squared; a sum of d_i products has more.
+        rounding_error = D.shape[-1] * torch.finfo(D.dtype).eps ** 2 * float(D.square().sum())
         # What lies within the rounding error of D is no loss.
         return inside if inside > rounding_error else 0.0
 

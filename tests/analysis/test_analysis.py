@@ -44,7 +44,6 @@ def test_the_demo_needs_no_option(demo, tmp_path):
     ("words", "message"),
     [
         (("--data-rank", "9"), "r_d = 9 and r_v = 8"),
-        (("--samples", "3"), "3 samples do not span 8 directions"),
         (("--base", "x"), "--base and --task go together"),
         (("--merged", "x"), "--merged goes with --base"),
         (("--base", "x", "--task", "y", "--methods", "opcm"), "--methods does not go with --base"),

@@ -50,6 +50,15 @@ def test_the_curve_over_ranks_is_the_affinity_at_each(draw):
     assert curve.tolist() == pytest.approx(expected)
 
 
+def test_the_curve_over_ranks_counts_the_directions_that_there_are(draw):
+    """As the affinity at one rank does: three inputs span three directions."""
+    V_d = data_subspace(second_moment(draw(3, 20)), 8)
+    curve = subspaces.affinity_by_rank(V_d, torch.eye(20, dtype=V_d.dtype), [3, 8])
+    assert curve[1] == pytest.approx(
+        float(subspace_affinity(V_d, torch.eye(20, dtype=V_d.dtype)[:, :8]))
+    )
+
+
 def test_few_inputs_span_no_more_directions_than_they_are(draw):
     V_d = data_subspace(second_moment(draw(3, 20)), 8)
     assert V_d.square().sum(dim=0).round().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]

@@ -132,7 +132,7 @@ def test_affinities_are_summed_up_by_group_with_their_dominance():
     found = content["affinity_by_rank"]
     assert found["ranks"] == [1]
     assert (*found["diagonal"], *found["off_diagonal"], *found["chance"]) == pytest.approx(
-        (0.65, 0.2, 1 / 12)
+        (0.65, 0.2, (1 / 8 + 1 / 16) / 2)
     )
 
 

@@ -68,6 +68,19 @@ def test_the_filter_alone_moves_nothing_on_inputs_inside_the_protected_subspace(
     assert stability(anywhere) > 1
 
 
+@pytest.mark.parametrize("share", [1e-3, 1e-5])
+def test_a_data_free_loss_is_zero_within_rounding_alone(draw, share):
+    """Squares of float32 have eps squared of rounding, and not eps."""
+    D = draw(40, 20).float()
+    V = torch.linalg.svd(D).Vh[:1].mT
+    D = D - (D @ V) @ V.mT
+    rounding, _ = data_free_losses(D, torch.zeros_like(D), D, V, V)
+    assert rounding == 0
+    change = share * D.norm() / D.shape[0] ** 0.5 * torch.ones(40, 1) @ V.mT
+    stability, _ = data_free_losses(D + change, torch.zeros_like(D), D, V, V)
+    assert stability == pytest.approx((share * D.norm().item()) ** 2, rel=0.05)
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_data_free_losses_sum_to_the_loss_that_the_method_reports(draw, lora_rank):
     pretrained, tau_old, tau_task = matrices(draw)
