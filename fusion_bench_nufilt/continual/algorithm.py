@@ -27,7 +27,12 @@ from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import try_write_report
 from fusion_bench_nufilt.utils.files import Input, Manifest, write_text
-from fusion_bench_nufilt.utils.manifest import package_versions, tasks_of
+from fusion_bench_nufilt.utils.manifest import (
+    Difference,
+    base_of,
+    package_versions,
+    tasks_of,
+)
 from fusion_bench_nufilt.utils.options import (
     EntryPoint,
     split_options,
@@ -40,10 +45,12 @@ from . import models as pools
 from .content import Items, describe_items
 from .evaluation import Evaluator, RunScores
 from .models import (
+    CHANGED,
     MERGED,
     PRETRAINED,
+    Fingerprints,
     digest_of_stored,
-    fingerprint_of_stored,
+    fingerprints_of,
     load_model,
     merged_before,
     merged_checkpoint,
@@ -170,6 +177,20 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         ``manifest`` is empty.
         """
 
+    def differences_from(self, manifest: Manifest) -> list[Difference]:
+        """Return what differs between the settings of this run and those that ``_merged_`` was made
+        with.
+        """
+        method = manifest.get("method", self.name)
+        if method == self.name:
+            return []
+        return [Difference("method", method, self.name)]
+
+    def refuse_unlike(self, merged: nn.Module) -> None:
+        """Raise a ValueError if the weights of ``_merged_`` suggest another pretrained model than
+        the pool's, where nothing else tells.
+        """
+
     def prepare(self, merged: nn.Module) -> None:
         """Give a copy of the pretrained model the parameters that its weights need, before an
         earlier result is loaded into it.
@@ -254,6 +275,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.on_step = on_step
         self._has_begun = False
         self._training_data: dict[str, Items] = {}
+        self._fingerprints: dict[str, Fingerprints] = {}
         self._inputs: dict[str, Input] = {}
         for name in modelpool.all_model_names:
             self._inputs[name] = {"name": name, "source": source_of(modelpool, name)}
@@ -333,10 +355,16 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if MERGED in modelpool.all_model_names:
             previous, missing_keys = self._load(modelpool, MERGED)
             self._check(pretrained, previous, MERGED, missing_keys)
-            folder, manifest = merged_checkpoint(
-                modelpool, pretrained, self.missing_in_pretrained, verify=self.verify
-            )
+            folder, manifest = merged_checkpoint(modelpool)
+            if self.verify:
+                self._refuse_other_base(manifest, pretrained, previous)
             self.go_on_from(folder, manifest)
+            differing = self.differences_from(manifest)
+            if differing:
+                listing = "; ".join(map(str, differing))
+                log.warning(
+                    "settings differ from those that '%s' was made with: %s", folder, listing
+                )
             self.prepare(merged)
             merged.load_state_dict(previous.state_dict())
             if self.scores is not None:
@@ -432,17 +460,69 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             self.on_step(step, merged)
 
     def _load(self, modelpool: BaseModelPool, name: str) -> tuple[nn.Module, Sequence[str]]:
-        """Load a model and, where there is a log directory, note the digest of its weights."""
+        """Load a model and note what it is known by; refuse a task that is in the merge already."""
         with self.stopwatch.part(LOADING):
             model, missing_keys = load_model(modelpool, name)
-            # Results of other models are told from this run's by the digest.
-            if self.folder is not None and "sha256" not in self._inputs[name]:
-                self._inputs[name]["sha256"] = digest_of_stored(model, missing_keys)
-                # By which `nufilt merge` knows them, where files and loaded models agree.
-                self._inputs[name]["fingerprint"] = fingerprint_of_stored(model, missing_keys)
-                if self._has_begun:
-                    self.folder.refuse_other_run(self._description())
+            if name not in self._fingerprints:
+                fingerprints = fingerprints_of(modelpool, name, model, missing_keys)
+                self._fingerprints[name] = fingerprints
+                self._inputs[name]["fingerprint"] = fingerprints.recorded
+                # Results of other models are told from this run's by the digest.
+                if self.folder is not None:
+                    self._inputs[name]["sha256"] = digest_of_stored(model, missing_keys)
+                    if self._has_begun:
+                        self.folder.refuse_other_run(self._description())
+                if self.verify and name != PRETRAINED:
+                    self._refuse_merged_task(name)
         return model, missing_keys
+
+    def _refuse_merged_task(self, name: str) -> None:
+        """Refuse a model that is in ``_merged_`` already, or has two names in the pool."""
+        fingerprints = self._fingerprints[name]
+        if fingerprints.loaded == self._fingerprints[PRETRAINED].loaded:
+            return  # it changes nothing, however often
+        for other_name, others in self._fingerprints.items():
+            if other_name != name and others.loaded == fingerprints.loaded:
+                raise ValueError(
+                    f"model '{name}' is also model '{other_name}' of the pool: leave one out, or "
+                    "set method.verify=false"
+                )
+        if name == MERGED:
+            return  # after one task, it may be that task
+        earlier_tasks = tasks_of(self.before)
+        for step, saved in enumerate(earlier_tasks, self.first_step - len(earlier_tasks)):
+            if self._is_same(saved, name):
+                raise ValueError(
+                    f"model '{name}' is in '{MERGED}' already, as step {step} ('{saved['name']}'): "
+                    "leave it out, or set method.verify=false"
+                )
+
+    def _is_same(self, saved: Input, name: str) -> bool | None:
+        """Tell by content whether a model is an input that a manifest has; None if nothing can be
+        said.
+        """
+        if "sha256" in saved and "sha256" in self._inputs[name]:
+            return saved["sha256"] == self._inputs[name]["sha256"]
+        return self._fingerprints[name].are_of(saved)
+
+    def _refuse_other_base(
+        self, manifest: Manifest, pretrained: nn.Module, merged: nn.Module
+    ) -> None:
+        """Refuse ``_merged_`` if it was made from another pretrained model than the pool's."""
+        saved = base_of(manifest)
+        is_same = None
+        if saved is not None:
+            if "sha256" in saved and "sha256" not in self._inputs[PRETRAINED]:
+                digest = digest_of_stored(pretrained, self.missing_in_pretrained)
+                self._inputs[PRETRAINED]["sha256"] = digest
+            is_same = self._is_same(saved, PRETRAINED)
+        if is_same is None:
+            self.refuse_unlike(merged)
+        elif not is_same:
+            raise ValueError(
+                f"'{self._inputs[MERGED]['source']}' was merged from another '{PRETRAINED}' model "
+                f"than the pool's; {CHANGED}"
+            )
 
     def _resume(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights of the newest complete step in the log directory; return that

@@ -22,6 +22,7 @@ from fusion_bench_nufilt.merge.checks import (
     check_shapes,
     check_state,
     check_task,
+    other_options,
 )
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.other_params import (
@@ -57,7 +58,7 @@ from fusion_bench_nufilt.models.source import MemorySource, module_source
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
-from fusion_bench_nufilt.utils.manifest import load_state, read_heads
+from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads
 from fusion_bench_nufilt.utils.options import options_of, split_options, takes_options
 
 from .algorithm import ContinualMergingAlgorithm
@@ -261,6 +262,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             layers = [layer for layer in plan.layers if has_state(plan, layer)]
             self._holds_float32 = any(layer.keys[0] in self._states for layer in layers)
 
+    def differences_from(self, manifest: Manifest) -> list[Difference]:
+        return other_options(dataclasses.replace(self._plan([], self.first_step), before=manifest))
+
+    def refuse_unlike(self, merged: nn.Module) -> None:
+        weights = self._model(MERGED, merged, ())
+        for warning in check_same_base(self._plan([], self.first_step, weights)):
+            log.warning("%s", warning)
+
     def check_model(
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str] = ()
     ) -> None:
@@ -322,6 +331,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             step=step,
             device=",".join(map(str, devices)),
             state=True if self._holds_float32 else None,
+            verify=self.verify,
         )
         before = Manifest(step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads)
         return Plan(

@@ -3,9 +3,9 @@ merged before.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from fusion_bench import BaseModelPool
@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint
-from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.files import Input, Manifest
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
 from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
 
@@ -22,7 +23,8 @@ PRETRAINED = "_pretrained_"
 MERGED = "_merged_"
 #: What a report of FusionBench, or of a run, holds beside the scores of the tasks.
 IN_REPORTS = ("average", "average_of_scored", "continual", "model_info")
-_CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
+#: What to do about a model that is not the one that was merged.
+CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
 
 
 def as_pool(models: BaseModelPool | Mapping[str, nn.Module]) -> BaseModelPool:
@@ -188,9 +190,9 @@ def merged_before(
         if num_merged is not None:
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
         return Manifest(), 1
-    folder, manifest = merged_checkpoint(modelpool, verify=verify)
+    folder, manifest = merged_checkpoint(modelpool)
     if folder is not None and verify:
-        verify_files(folder, manifest, _CHANGED)
+        verify_files(folder, manifest, CHANGED)
     num_merged = num_merged or manifest.get("step")
     if num_merged is None:
         raise ValueError(
@@ -199,31 +201,57 @@ def merged_before(
     return manifest, num_merged + 1
 
 
-def merged_checkpoint(
-    modelpool: BaseModelPool,
-    pretrained: nn.Module | None = None,
-    missing_keys: Collection[str] = (),
-    *,
-    verify: bool,
-) -> tuple[Path | None, Manifest]:
+def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
     """Return the folder of the pool's ``_merged_`` model, and its manifest, which is empty if there
     is none.
-
-    With ``verify``, it is refused if it belongs to another ``pretrained`` model, whose weights
-    ``missing_keys`` do not count.
     """
-    path = modelpool._models[MERGED]
-    if not isinstance(path, str):  # a configuration, or the model itself
-        path = getattr(path, "pretrained_model_name_or_path", None)
+    path = _path_of(modelpool, MERGED)
     if path is None:
         return None, {}
     folder = Path(path).expanduser()
-    manifest = read_manifest(folder, "merge or fetch it again") or Manifest()
-    saved_digest = manifest.get("inputs", {}).get(PRETRAINED, {}).get("sha256")
-    if not verify or pretrained is None or saved_digest is None:
-        return folder, manifest
-    if saved_digest != digest_of_stored(pretrained, missing_keys):
-        raise ValueError(
-            f"'{folder}' was merged from another '{PRETRAINED}' model than the pool's; {_CHANGED}"
-        )
-    return folder, manifest
+    return folder, read_manifest(folder, "merge or fetch it again") or Manifest()
+
+
+def _path_of(modelpool: BaseModelPool, name: str) -> str | None:
+    """Return the folder or hub name in the entry of a model; None if it is given in another way."""
+    entry = modelpool._models[name]
+    if isinstance(entry, str):
+        return entry
+    # A configuration has it as an argument, and a model in memory has none.
+    return getattr(entry, "pretrained_model_name_or_path", None)
+
+
+class Fingerprints(NamedTuple):
+    """What a model of a pool is known by."""
+
+    loaded: str  # of the weights as they are loaded, without those drawn at random
+    files: str | None  # of the folder that it comes from, as in a merge of folders
+
+    @property
+    def recorded(self) -> str:
+        return self.files or self.loaded
+
+    def are_of(self, saved: Input) -> bool | None:
+        """Tell whether the model is an input that a manifest has; None if nothing can be said."""
+        if "fingerprint" not in saved:
+            return None
+        if saved["fingerprint"] in (self.loaded, self.files):
+            return True
+        if self.files is None:
+            # What is loaded may have another dtype than its files, or tensors that they lack.
+            return None
+        return False
+
+
+def fingerprints_of(
+    modelpool: BaseModelPool, name: str, model: nn.Module, missing_keys: Collection[str]
+) -> Fingerprints:
+    """Return what a model of a pool is known by, given the model and the keys of weights that were
+    drawn at random, which differ from run to run.
+    """
+    files = None
+    path = _path_of(modelpool, name)
+    if path is not None and Path(path).expanduser().is_dir():
+        with suppress(ValueError):  # without safetensors
+            files = Checkpoint.open(path).fingerprint
+    return Fingerprints(fingerprint_of_stored(model, missing_keys), files)

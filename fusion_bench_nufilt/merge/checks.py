@@ -23,7 +23,7 @@ from fusion_bench_nufilt.merge.planned import (
     state_tensors,
 )
 from fusion_bench_nufilt.methods.base import block_of
-from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import coverage, exclude_hint
@@ -72,20 +72,26 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     if not plan.is_adapter:
         check_made_from(plan.pretrained, merged, plan.computed)
     warnings: list[str] = []
-    other_options = _other_options(plan)
-    if other_options:
-        listing = "; ".join(map(str, other_options))
+    differing = other_options(plan)
+    if differing:
+        listing = "; ".join(map(str, differing))
         warnings.append(f"settings differ from those that '{name}' was made with: {listing}")
     return warnings
 
 
-def _other_options(plan: Plan) -> list[Difference]:
+def other_options(plan: Plan) -> list[Difference]:
     """Return the options that are to last for a stream, and that the merged model was made with
     otherwise.
     """
     saved_options = plan.before.get("settings", {})
+    if "layer_method" in saved_options:  # as a run of a model pool has it
+        saved_options = {**saved_options, "method": saved_options["layer_method"]}
     options = json.loads(json.dumps(plan.options()))  # as a manifest has them
-    kinds = (type(plan.method.options), TargetConfig, Settings)
+    kinds: list[type] = [type(plan.method.options), TargetConfig]
+    if plan.base.in_memory:
+        kinds.append(ProtocolConfig)  # whose seed is the only one that a plan has
+    else:
+        kinds.append(Settings)
     before = {}
     now = {}
     # What is for one merge, its tasks or its run may differ from one step to the next.
@@ -563,8 +569,11 @@ def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) 
             f"||tau|| / ||theta_0|| is {change:.2f}"
         )
         # Nothing but its weights tells what it was made from.
-        if model is plan.merged and not model.source.in_memory and plan.settings.verify:
-            raise ValueError(f"{suspicion}; name that one, or add --no-verify")
+        if model is plan.merged and plan.settings.verify:
+            advice = "name that one, or add --no-verify"
+            if model.source.in_memory:
+                advice = "name that one, or set method.verify=false"
+            raise ValueError(f"{suspicion}; {advice}")
         return suspicion
     if not dd:
         return f"'{name}' does not differ from the base in the {len(products)} layers looked at"

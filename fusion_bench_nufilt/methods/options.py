@@ -419,8 +419,9 @@ class ProtocolConfig:
     )
     verify: bool = _protocol_option(
         True,
-        "Check by digests that the pool's _merged_ model is what was saved, and refuse models of "
-        "another type than the pretrained one.",
+        "Check by digests that the pool's _merged_ model is what was saved and made from its "
+        "_pretrained_; refuse models of another type than that, and one that is merged already or "
+        "has two names in the pool.",
         scope="run",
     )
 
