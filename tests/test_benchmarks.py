@@ -130,6 +130,15 @@ def test_the_script_of_folders_merges_a_tiny_llama(tmp_path):
     assert "| tiny | 0.00B | 14 | " in done.stdout
 
 
+@pytest.mark.slow
+def test_the_script_of_adapters_merges_those_of_a_tiny_llama(tmp_path):
+    command = [sys.executable, str(SPEED / "adapters.py"), "--size=tiny", "--count=2"]
+    command.append(f"--folder={tmp_path}/folder")
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert "| 2 | " in done.stdout
+
+
 def test_a_part_of_the_gpu_script_that_fails_or_runs_over_is_a_row(tmp_path):
     rows = tmp_path / "gpu.jsonl"
     args = Namespace(device="cpu", scratch=tmp_path, out=tmp_path, until=0, tiny=True, rows=rows)

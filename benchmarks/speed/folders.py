@@ -73,9 +73,9 @@ RANK = 512  # of an update
 DECAY = -0.7  # exponent by which its singular values fall
 
 
-def make_checkpoints(config, folder, device="cpu"):
-    """Write the folders `base`, `merged` (one task) and `task`, tensor by tensor, with values drawn
-    on a device.
+def make_checkpoints(config, folder, device="cpu", names=("base", "merged", "task")):
+    """Write the folders `base`, `merged` (one task) and `task`, or some of them, tensor by tensor,
+    with values drawn on a device.
     """
     kind = LlamaForCausalLM
     if isinstance(config, LlavaConfig):
@@ -99,19 +99,23 @@ def make_checkpoints(config, folder, device="cpu"):
         parameters += numel
         if MERGED_LAYER.fullmatch(key):
             merged_layers += 1
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files_of_shards = []
+    for number in range(1, len(shards) + 1):
+        files_of_shards.append(f"model-{number:05}-of-{len(shards):05}.safetensors")
     weight_map = {}
-    for name, shard in zip(names, shards, strict=True):
+    for name, shard in zip(files_of_shards, shards, strict=True):
         weight_map |= dict.fromkeys(shard, name)
     index = {"metadata": {}, "weight_map": weight_map}
-    folders = [folder / name for name in ("base", "merged", "task")]
+    folders = [folder / name for name in names]
     for path in folders:
         path.mkdir(parents=True)
         config.save_pretrained(path)
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folders[1] / "nufilt.json").write_text(json.dumps({"step": 1, "tasks": ["synthetic"]}))
+    if "merged" in names:
+        manifest = {"step": 1, "tasks": ["synthetic"]}
+        (folder / "merged" / "nufilt.json").write_text(json.dumps(manifest))
     generator = torch.Generator(device).manual_seed(0)
-    for name, shard in zip(names, shards, strict=True):
+    for name, shard in zip(files_of_shards, shards, strict=True):
         with ExitStack() as stack:
             files = [stack.enter_context(open(path / name, "wb")) for path in folders]
             for file in files:
@@ -193,8 +197,10 @@ def models_of(stream, folder):
     return words
 
 
-def measure(folder, arguments, stream="next"):
-    """Merge in a separate process: elapsed and CPU seconds, peak memory, traffic."""
+def measure(words):
+    """Run `nufilt merge` with some words in a separate process: elapsed and CPU seconds, peak
+    memory, traffic.
+    """
     code = (
         "import json, pathlib, resource, sys, time\n"
         "from fusion_bench_nufilt.cli.app import app\n"
@@ -211,16 +217,7 @@ def measure(folder, arguments, stream="next"):
         "    traffic = {'read': int(io.get('rchar', 0)), 'written': int(io.get('wchar', 0))}\n"
         "    print(json.dumps({'cpu': time.process_time(), **memory, **traffic}))\n"
     )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "merge",
-        *models_of(stream, folder),
-        "--out",
-        str(folder / "out"),
-        *arguments,
-    ]
+    command = [sys.executable, "-c", code, "merge", *words]
     begin = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - begin
@@ -277,7 +274,8 @@ def main():
         try:
             for words in (), *map(str.split, arguments.again):
                 shutil.rmtree(folder / "out", ignore_errors=True)
-                result = measure(folder, [*options, *words], arguments.stream)
+                models = models_of(arguments.stream, folder)
+                result = measure([*models, "--out", str(folder / "out"), *options, *words])
                 row = [", ".join([title, *words]), f"{parameters / 1e9:.2f}B", str(layers)]
                 row += [f"{result[key] / 60:.1f}" for key in ("seconds", "cpu")]
                 row += [f"{result[key] / 1e9:.2f}" for key in ("rss", "read", "written")]

@@ -188,7 +188,7 @@ def folders(args: argparse.Namespace) -> None:
     """Some blocks of a Llama-7B through `nufilt merge`, then as many as disk and time have room
     for, at best all.
     """
-    from folders import SIZES, make_checkpoints, measure
+    from folders import SIZES, make_checkpoints, measure, models_of
 
     model = "Llama-7B"
     config = SIZES["7B"]
@@ -207,7 +207,9 @@ def folders(args: argparse.Namespace) -> None:
         made = time.time() - begin
         free = shutil.disk_usage(args.scratch).free
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        result = measure(folder, ["--device", args.device])
+        result = measure(
+            [*models_of("next", folder), "--out", str(folder / "out"), "--device", args.device]
+        )
         shutil.rmtree(folder)
         GB = {key: f"{1e-9 * result[key]:.3g} GB" for key in ("rss", "read", "written")}
         remark = (
