@@ -8,16 +8,21 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
+import tomllib
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.main import get_command
 
 import fusion_bench_nufilt
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.cli.app import app
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.methods.options import TargetConfig
 from tests.conftest import REPO
 from tests.docs import (
     PAGES,
@@ -119,7 +124,8 @@ def test_every_block_says_its_language_and_a_mark_its_reason():
         assert len(blocks_of(page)) == len(re.findall("^ *```", text, flags=re.M)) // 2, page
         marks = [block for block in blocks_of(page) if block.mark]
         assert len(marks) == len(re.findall("^<!-- (?:not run|hub)", text, flags=re.M)), page
-    assert {block.language for block in BLOCKS} <= {*SHELL, "python", "yaml", "bibtex"}
+    languages = {block.language for block in BLOCKS}
+    assert languages <= {*SHELL, "python", "yaml", "toml", "bibtex"}
     assert all(len(block.reason.split()) > 0 for block in BLOCKS if block.mark)
 
 
@@ -158,6 +164,87 @@ def test_the_layerwise_method_on_the_page_merges_as_sum_does(monkeypatch):
     merged = LayerwiseMergingAlgorithm("running_sum", other_params="mean").run(models)
     expected = LayerwiseMergingAlgorithm("sum", other_params="mean").run(models)
     torch.testing.assert_close(merged.state_dict(), expected.state_dict())
+
+
+@pytest.fixture
+def own_method(tmp_path):
+    """The package with a method of one's own on the page, installed as pip does it; and a folder
+    with models.
+    """
+    site = tmp_path / "site"
+    page = REPO / "docs" / "develop.md"
+    (project,) = [block for block in blocks_of(page) if block.language == "toml"]
+    (module,) = [block for block in blocks_of(page) if block.language == "python"]
+    content = tomllib.loads(project.text)
+    about = site / "running_sum-1.0.dist-info"
+    about.mkdir(parents=True)
+    (site / "running_sum.py").write_text(module.text)
+    (about / "METADATA").write_text(f"Name: {content['project']['name']}\nVersion: 1.0\n")
+    lines = []
+    for group, names_of_classes in content["project"]["entry-points"].items():
+        lines.append(f"[{group}]")
+        lines += [f"{name} = {value}" for name, value in names_of_classes.items()]
+    (about / "entry_points.txt").write_text("\n".join(lines))
+    save_models(tmp_path)
+    write_files(tmp_path, page)
+    return site
+
+
+def run_with(site, *words):
+    """Run a command in an environment that has a package in a folder."""
+    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{REPO}"}
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, env=environment, cwd=site.parent, capture_output=True, text=True, check=False
+    )
+
+
+NUFILT = ("-c", "from fusion_bench_nufilt.cli.app import app; app()")
+
+
+def test_the_method_of_ones_own_on_the_page_merges_folders(own_method):
+    words = ["merge", "--base", "base", "--task", "math", "--task", "code"]
+    done = run_with(
+        own_method, *NUFILT, *words, "--out", "own", "--method", "running_sum", "scale=0.3"
+    )
+    assert done.returncode == 0, done.stderr
+    merge_folders(
+        plan_merge(
+            str(own_method.parent / "base"),
+            [str(own_method.parent / name) for name in ("math", "code")],
+            targets=TargetConfig(target_modules="all-linear"),
+            method="sum",
+        ),
+        own_method.parent / "sum",
+    )
+    own = load_file(own_method.parent / "own" / "model.safetensors")
+    expected = load_file(own_method.parent / "sum" / "model.safetensors")
+    torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.slow
+def test_the_method_of_ones_own_on_the_page_runs_and_is_compared(own_method, demo):
+    words = ["--config-dir", "config", "modelpool=nufilt_demo"]
+    run = ["-m", "fusion_bench", *words, "method=running_sum", "path.log_dir=run"]
+    done = run_with(own_method, *run)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    compare = ["compare", "--config-dir", "config", "--methods", "running_sum,sum", "--out", "both"]
+    done = run_with(own_method, *NUFILT, *compare)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_a_method_of_ones_own_with_a_name_that_is_taken_is_an_error(own_method):
+    (about,) = own_method.glob("*.dist-info")
+    module = own_method / "running_sum.py"
+    module.write_text(module.read_text().replace('name = "running_sum"', 'name = "sum"'))
+    points = about / "entry_points.txt"
+    points.write_text(points.read_text().replace("running_sum =", "sum ="))
+    words = ["merge", "--base", "base", "--task", "math", "--out", "own"]
+    done = run_with(own_method, *NUFILT, *words)
+    assert done.returncode == 1
+    assert "'sum' of the package 'running-sum' has the name of another method" in " ".join(
+        done.stderr.split()
+    )
 
 
 @pytest.fixture

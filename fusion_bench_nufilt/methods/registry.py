@@ -1,4 +1,6 @@
-"""The registry of the layer-wise methods."""
+"""The registry of the layer-wise methods, to which other packages add their own."""
+
+from importlib.metadata import EntryPoint, entry_points
 
 from fusion_bench_nufilt.utils.options import unknown
 
@@ -11,9 +13,9 @@ from .spectral import Best, Spectral, TsvStream
 ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Best)
 """The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufilt, *ORDER_FREE)}
-"""The methods of `fusion_bench`, `nufilt merge` and `nufilt compare`, by name; plugins may add
-their own.
-"""
+"""The methods of `fusion_bench`, `nufilt merge` and `nufilt compare`, by name."""
+#: The entry points by which another package adds a subclass of LayerMethod each.
+GROUP = "fusion_bench_nufilt.methods"
 
 for _name, _defaults in VARIANTS.items():
     METHODS[_name] = variant(Nufilt, _name, **_defaults)
@@ -26,3 +28,27 @@ def find_method(name: str) -> type[LayerMethod]:
     if name not in METHODS:
         raise ValueError(unknown("layer-wise method", name, METHODS))
     return METHODS[name]
+
+
+def _add_plugins() -> None:
+    """Add the methods that other packages have; a ValueError names one that can't be added."""
+    for entry_point in entry_points(group=GROUP):
+        label = f"the method '{entry_point.name}' of the package '{_package_of(entry_point)}'"
+        try:
+            method = entry_point.load()
+        except Exception as error:  # whatever a package of others raises when it is imported
+            raise ValueError(f"{label} can't be loaded: {error}") from error
+        if not (isinstance(method, type) and issubclass(method, LayerMethod)):
+            raise ValueError(f"{label} is no subclass of LayerMethod: {entry_point.value}")
+        if method.name != entry_point.name:
+            raise ValueError(f"{label} calls itself '{method.name}': give both one name")
+        if METHODS.get(method.name, method) is not method:
+            raise ValueError(f"{label} has the name of another method: rename it")
+        METHODS[method.name] = method
+
+
+def _package_of(entry_point: EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else entry_point.module
+
+
+_add_plugins()
