@@ -16,6 +16,7 @@ from fusion_bench_nufilt.nufilt.step import LayerReport, LowRank
 from fusion_bench_nufilt.utils.devices import Devices, check_devices
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
+from .basis import Basis
 from .engine import LayerSource, MergedLayer, batch_size, merge_layers
 
 Layers = Mapping[str, Tensor]
@@ -107,8 +108,8 @@ class MatrixLayers(LayerSource[str]):
 
 
 def fuse_layers(
-    pretrained: Layers,
-    merged: Layers,
+    pretrained: TaskLayers,
+    merged: TaskLayers,
     task: TaskLayers,
     config: FusionConfig,
     *,
@@ -118,7 +119,7 @@ def fuse_layers(
     progress: Callable[[str], object] | None = None,
     device: Devices | None = None,
     batch_bytes: int = 2**30,
-) -> tuple[dict[str, Tensor], dict[str, LayerReport]]:
+) -> tuple[dict[str, Tensor | LowRank], dict[str, LayerReport]]:
     r"""Merge one more task into every layer by itself: :math:`W \leftarrow W + \tau (P + B A)`, in
     float32 at least.
 
@@ -126,8 +127,11 @@ def fuse_layers(
     ``config.first_task`` says.
 
     Args:
-        pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name.
-        merged: the merged model so far; :math:`\theta_0` before the first task.
+        pretrained: :math:`\theta_0`, weights ``(d_o, d_i)`` by layer name. Where a layer's update
+            alone is wanted, it is given by factors of rank 0.
+        merged: the merged model so far; :math:`\theta_0` before the first task. Where
+            :math:`\theta_0` is given by factors, so are this and the task's, and so is the new one,
+            of the sum of their ranks.
         task: the new fine-tuned model. A layer may be given by the factors of its update
             (:class:`LowRank`), which is faster where they are thin.
         config: the hyper-parameters.
@@ -149,31 +153,39 @@ def fuse_layers(
             the layer and the shapes); a device cannot be used or has no room for a layer; devices
             are of several kinds.
     """
+    bases: dict[str, Basis] = {}
     check_layers(pretrained, pretrained, model="pretrained")
     check_layers(pretrained, merged, model="merged")
     check_layers(pretrained, task, model="task")
     if lora_A is not None and config.has_adapter:
         _check_adapters(merged, lora_A, config)
+    layer_shapes = {}
+    for name, theta_0 in pretrained.items():
+        d_o, d_i = theta_0.shape
+        layer_shapes[name] = (d_o, d_i)
+    whole, so_far, new = _in_bases(pretrained, merged, task, bases)
     if device is None:
-        device = next((weight.device for weight in merged.values()), "cpu")
+        device = next((weight.device for weight in so_far.values()), "cpu")
     source = MatrixLayers(
-        Nufilt(config, list(merged), seed, lora_A=lora_A),
-        pretrained,
-        [task],
-        states={name: {"weight": weight} for name, weight in merged.items()},
+        Nufilt(config, list(merged), seed, shapes=layer_shapes, lora_A=lora_A),
+        whole,
+        [new],
+        states={name: {"weight": weight} for name, weight in so_far.items()},
         first_step=step,
         device=device,
         batch_bytes=batch_bytes,
     )
-    fused: dict[str, Tensor] = {}
+    fused: dict[str, Tensor | LowRank] = {}
     reports: dict[str, LayerReport] = {}
     finished: deque[str] = deque()
 
     def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
         name = layer.layer
-        fused[name] = merged_weight().to(merged[name])
+        weight = merged_weight().to(so_far[name])
+        fused[name] = bases[name].product(weight) if name in bases else weight
         (report,) = layer.record["reports"]
-        reports[name] = LayerReport(**{key: report[key] for key in report if key != "step"})
+        values = {key: report[key] for key in report if key != "step"}
+        reports[name] = LayerReport(**{**values, "shape": layer_shapes[name]})
         # This is a worker's thread: the loop below tells the caller in the caller's own.
         finished.append(name)
 
@@ -185,6 +197,37 @@ def fuse_layers(
                     progress(name)
     # Layers finish in any order, and the result has that of the model.
     return {name: fused[name] for name in merged}, {name: reports[name] for name in merged}
+
+
+def _in_bases(
+    pretrained: TaskLayers, merged: TaskLayers, task: TaskLayers, bases: dict[str, Basis]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], TaskLayers]:
+    """Return the three models, of which layers that are given by factors are in a basis of these,
+    which is added to ``bases``.
+    """
+    matrices: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    new: dict[str, Tensor | LowRank] = {}
+    for name, theta_0 in pretrained.items():
+        theta = merged[name]
+        theta_t = task[name]
+        if isinstance(theta_0, Tensor) and isinstance(theta, Tensor):
+            matrices[0][name] = theta_0
+            matrices[1][name] = theta
+            new[name] = theta_t
+            continue
+        factors = [each for each in (theta_0, theta, theta_t) if isinstance(each, LowRank)]
+        if len(factors) < 3 or not any(each.rank for each in factors):
+            raise ValueError(
+                f"layer '{name}': where the pretrained or the merged weight is given by factors, "
+                "so are both and the task's update, of at least one direction in all"
+            )
+        bases[name], lefts, rights = Basis.of(
+            [each.left for each in factors], [each.right for each in factors], "o"
+        )
+        matrices[0][name] = lefts[0] @ rights[0]
+        matrices[1][name] = lefts[1] @ rights[1]
+        new[name] = LowRank(lefts[2].contiguous(), rights[2])
+    return *matrices, new
 
 
 def merge_matrices(source: MatrixLayers) -> dict[str, Tensor]:
@@ -200,7 +243,7 @@ def merge_matrices(source: MatrixLayers) -> dict[str, Tensor]:
     return merged
 
 
-def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
+def check_layers(reference: TaskLayers, layers: TaskLayers, *, model: str) -> None:
     """Raise a ValueError that names the model and the layer if it cannot be merged with the
     reference's.
 
@@ -239,7 +282,7 @@ def check_layers(reference: Layers, layers: TaskLayers, *, model: str) -> None:
         )
 
 
-def _check_adapters(layers: Layers, lora_A: Layers, config: FusionConfig) -> None:
+def _check_adapters(layers: TaskLayers, lora_A: Layers, config: FusionConfig) -> None:
     for name, weight in layers.items():
         expected = (config.ranks(weight.shape[1]).lora, weight.shape[1])
         shape = None

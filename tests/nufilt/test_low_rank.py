@@ -99,3 +99,33 @@ def test_factors_that_do_not_fit_are_refused_with_their_shapes():
     ]:
         with pytest.raises(ValueError, match=f"model 'task', layer 'w': .*{message}"):
             fuse_layers({"w": theta_0}, {"w": theta}, {"w": factors}, CONFIG)
+
+
+def test_updates_that_are_kept_as_factors_are_those_of_whole_weights():
+    """Three steps on a base of rank 0, whose result is factors of the sum of the ranks."""
+    shapes = {"tall": (40, 16), "wide": (16, 40), "thick": (12, 10)}
+    nothing = {name: low_rank(*shape, 0, 0) for name, shape in shapes.items()}
+    zeros = {name: update.product() for name, update in nothing.items()}
+    merged, whole = nothing, zeros
+    for step, rank in enumerate((3, 2, 4), start=1):
+        task = {name: low_rank(*shape, rank, step) for name, shape in shapes.items()}
+        merged, reports = fuse_layers(nothing, merged, task, CONFIG, step=step)
+        whole, expected = fuse_layers(zeros, whole, task, CONFIG, step=step)
+    for name, shape in shapes.items():
+        assert isinstance(merged[name], LowRank)
+        assert merged[name].rank == min(9, shape[0])
+        torch.testing.assert_close(merged[name].product(), whole[name], rtol=0, atol=1e-12)
+        assert reports[name].shape == shape
+        assert reports[name].filtered_share == pytest.approx(expected[name].filtered_share)
+
+
+def test_a_layer_that_is_given_by_factors_in_one_model_alone_is_refused():
+    nothing = {"w": low_rank(8, 6, 0, 0)}
+    task = {"w": low_rank(8, 6, 2, 1)}
+    for pretrained, merged, new in (
+        (nothing, nothing, {"w": torch.ones(8, 6)}),
+        ({"w": torch.zeros(8, 6)}, nothing, task),
+        (nothing, nothing, nothing),
+    ):
+        with pytest.raises(ValueError, match="layer 'w': where the pretrained or the merged"):
+            fuse_layers(pretrained, merged, new, CONFIG)
