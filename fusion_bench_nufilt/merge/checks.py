@@ -165,6 +165,8 @@ def _refuse_other(plan: Plan, role: str, saved: Input, of: str) -> list[str]:
     ``of`` says whose manifest it is.
     """
     checkpoint = plan.models[role].checkpoint
+    if checkpoint.is_absent:
+        return []
     identity = checkpoint.identity()
     is_same = is_same_model(saved, identity)
     # A pool's model in memory may have another dtype than its files, and tensors that they lack.

@@ -319,6 +319,9 @@ def input_differences(role: str, stored: Input | None, wanted: Input | None) -> 
         old_name = stored and stored.get("name")
         new_name = wanted and wanted.get("name")
         return [Difference(f"inputs.{role}.name", old_name, new_name)]
+    # Of the base of a merge into an adapter, nothing is read.
+    if not wanted.keys() - {"name"}:
+        return differences({"name": stored.get("name")}, {**wanted}, f"inputs.{role}.")
     differing = []
     if not is_same_model(stored, wanted):
         differing.append(_content_difference(role, stored, wanted))

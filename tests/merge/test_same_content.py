@@ -31,6 +31,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
+from tests.merge.test_adapters import adapter_of, save_adapters
 from tests.merge.test_heads import save as save_classifiers
 from tests.merge.test_other_params import pool
 from tests.merge.test_resume import count_layers
@@ -542,6 +543,23 @@ def test_an_analysis_refuses_by_content_and_goes_on_where_it_is_told_to(stream):
     assert "already, as step 1 ('task1'): leave it out, or add --no-verify" in text
     code, text = nufilt("analyze", *models, "--out", stream / "analysis", "--no-verify")
     assert code == 0, text
+
+
+def test_an_adapter_of_adapters_is_known_by_the_content_of_these(tmp_path, monkeypatch):
+    save_adapters(tmp_path)
+    adapter_of(tmp_path, ["math", "code"])
+    copy(tmp_path, "code", "copy")
+    computed = count_layers(monkeypatch)
+    assert adapter_of(tmp_path, ["math", "copy"]) == tmp_path / "adapter"
+    assert computed == []
+    with pytest.raises(ValueError, match=r"copy' is in '.*adapter' already, as step 2 \('code'\)"):
+        adapter_of(tmp_path, ["copy"], "more", merged="adapter")
+    code, text = nufilt("merge", tmp_path / "adapter" / "nufilt.json", "--out", tmp_path / "again")
+    assert code == 0, text
+    assert "may not be" not in text
+    replace_content(tmp_path / "code", seed=7)
+    with pytest.raises(ValueError, match=r"exists: the content of task 1 'code' is not the same"):
+        adapter_of(tmp_path, ["math", "code"])
 
 
 # --- a recipe ---
