@@ -17,7 +17,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from glob import escape as without_wildcards
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, TypeVar, cast
 
 import psutil
 import yaml
@@ -26,6 +26,11 @@ from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, Validat
 from rich.markup import escape
 from safetensors import SafetensorError
 from typing_extensions import TypedDict
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 _T = TypeVar("_T")
 
@@ -80,18 +85,44 @@ def _leftovers(target: Path) -> Iterator[Path]:
     yield from target.parent.glob(f".{without_wildcards(target.name)}-[0-9]*")
 
 
+def _is_abandoned(leftover: Path) -> bool:
+    """Tell whether the process that wrote a temporary file is dead."""
+    process = leftover.name.rpartition("-")[2]
+    if not process.isdecimal() or psutil.pid_exists(int(process)):
+        return False
+    # On a file system that hosts share, the number may be that of a process of another host.
+    try:
+        with leftover.open("r+b") as stream:
+            return _lock(stream)
+    except OSError:  # it has become the file, or is another user's
+        return False
+
+
+def _lock(stream: BinaryIO) -> bool:
+    """Lock an open file until it is closed; return whether no other process of any host, or thread,
+    holds it. Where there are no locks, none does.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
+
+
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``target``, which becomes ``target`` when the block ends
     without an error.
     """
     for leftover in _leftovers(target):
-        process = leftover.name.rpartition("-")[2]
-        if process.isdecimal() and not psutil.pid_exists(int(process)):  # it was killed
+        if _is_abandoned(leftover):
             leftover.unlink(missing_ok=True)
     temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
-        with disk_full_errors(target.parent):
+        with disk_full_errors(target.parent), temporary.open("ab") as stream:
+            _lock(stream)
             yield temporary
             _give_usual_mode(temporary)
             sync(temporary)

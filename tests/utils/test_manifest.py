@@ -288,3 +288,18 @@ def test_the_head_of_a_task_of_any_name_has_a_file_that_is_read_again(tmp_path, 
         file.write_bytes(b"")
     write_manifest(tmp_path, {"heads": heads})
     assert len(read_heads(tmp_path, read_manifest(tmp_path))) == 3
+
+
+def test_the_temporary_file_of_a_process_of_another_host_stays(tmp_path, monkeypatch):
+    target = tmp_path / "run.json"
+    # A number that no process of this host has.
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)
+    other = atomic_file(target)
+    temporary = other.__enter__()
+    monkeypatch.undo()
+    temporary.write_text("of the other host")
+    write_text(target, "of this host")
+    assert target.read_text() == "of this host"
+    other.__exit__(None, None, None)
+    assert target.read_text() == "of the other host"
+    assert everything_in(tmp_path) == ["run.json"]
