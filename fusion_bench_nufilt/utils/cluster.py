@@ -117,19 +117,57 @@ def connect(address: str | None) -> Any:
         ) from None
     if ray.is_initialized():
         return ray
-    try:
-        host_and_port = re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", address or "")
-        if host_and_port is not None:
-            # Ray itself would try for minutes.
-            host = host_and_port[1]
-            port = int(host_and_port[2])
+    known_address = address
+    if address in (None, "auto"):
+        known_address = _recorded_address()
+    host_and_port = re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", known_address or "")
+    if host_and_port is not None:
+        # Ray itself would try for minutes.
+        host = host_and_port[1]
+        port = int(host_and_port[2])
+        try:
             socket.create_connection((host, port), _ANSWER_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            advice = "start one with `ray start --head`"
+            if known_address != address:
+                advice = (
+                    "which RAY_ADDRESS or Ray's record names: unset the one, or clear the other "
+                    "with `ray stop`"
+                )
+            raise ValueError(f"no Ray cluster at '{known_address}': {error}; {advice}") from error
+    try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, OverflowError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"no Ray cluster at '{address}': {error}; start one with `ray start --head`"
-        ) from error
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        if host_and_port is None:
+            message = f"no Ray cluster at '{address}': {error}; start one with `ray start --head`"
+            raise ValueError(message) from error
+        message = f"Ray can't connect to what answers at '{known_address}': {error}"
+        if _lacks_token(error):
+            message = (
+                f"the Ray cluster at '{known_address}' wants a token: set RAY_AUTH_MODE=token, "
+                "with its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+            )
+        raise ValueError(message) from error
     return ray
+
+
+def _recorded_address() -> str | None:
+    """Return the address of the cluster that Ray connects to where none is given; None if it starts
+    a new one.
+    """
+    from ray._private.utils import read_ray_address
+
+    recorded_address: str | None = os.environ.get("RAY_ADDRESS") or read_ray_address()
+    return recorded_address
+
+
+def _lacks_token(error: BaseException | None) -> bool:
+    """Tell whether an error of Ray comes of a token that is missing or another."""
+    while error is not None:
+        if re.search(r"unauthenticated|auth\w*.?token|authentication", str(error), re.I):
+            return True
+        error = error.__cause__
+    return False
 
 
 def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -241,3 +242,66 @@ def test_a_node_that_others_hold_is_left_out(ray, monkeypatch, caplog):
     results.close()
     monkeypatch.undo()
     assert dict(run(ray, {"one": (1,)}, [held])) == {"one": 2}
+
+
+@pytest.fixture
+def ray_without_cluster(monkeypatch):
+    """Ray, which knows no cluster."""
+    ray = pytest.importorskip("ray", reason="needs the extra [ray]")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return ray
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+@pytest.mark.parametrize("record", ["file", "environment"])
+def test_a_cluster_that_died_and_left_its_record_is_named_at_once(
+    ray_without_cluster, monkeypatch, address, record
+):
+    nowhere = "127.0.0.1:1"
+    if record == "file":
+        monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: nowhere)
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", nowhere)
+    message = "no Ray cluster at '127.0.0.1:1': .*refused.*unset the one, or .* `ray stop`"
+    with pytest.raises(ValueError, match=message):
+        cluster.connect(address)
+
+
+@pytest.fixture
+def answering_address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_cluster_that_wants_a_token_is_not_said_to_be_absent(
+    ray_without_cluster, monkeypatch, answering_address
+):
+    def init(*arguments, **options):
+        try:
+            raise RuntimeError("last error: Unauthenticated: RPC error: InvalidAuthToken: missing")
+        except RuntimeError as error:
+            raise ConnectionError("Failed to connect to Ray cluster") from error
+
+    monkeypatch.setattr(ray_without_cluster, "init", init)
+    with pytest.raises(ValueError, match="wants a token: set RAY_AUTH_MODE=token"):
+        cluster.connect(answering_address)
+
+    def refuse(*arguments, **options):
+        raise ray_without_cluster.exceptions.AuthenticationError("no authentication token found")
+
+    monkeypatch.setattr(ray_without_cluster, "init", refuse)
+    with pytest.raises(ValueError, match="wants a token: set RAY_AUTH_MODE=token"):
+        cluster.connect(answering_address)
+
+
+def test_what_answers_and_is_no_cluster_is_said(
+    ray_without_cluster, monkeypatch, answering_address
+):
+    def init(*arguments, **options):
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray_without_cluster, "init", init)
+    with pytest.raises(ValueError, match=r"can't connect to what answers at '127.*Failed"):
+        cluster.connect(answering_address)
