@@ -20,7 +20,7 @@ from fusion_bench_nufilt.cli.terminal import SIZES, bars_on, interruptible, warn
 from fusion_bench_nufilt.merge import Plan, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.checks import check_contents, kept_from_base
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
-from fusion_bench_nufilt.merge.output import work_folder
+from fusion_bench_nufilt.merge.output import refuse_long_name, work_folder
 from fusion_bench_nufilt.merge.planned import disk_bytes, peak_memory
 from fusion_bench_nufilt.methods import METHODS, find_method
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
@@ -114,13 +114,13 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     for name in models:
         if name not in MODELS:
             raise ValueError(f"'{name}' is not an option of method={method}")
+    out = Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
+    refuse_long_name(out)
     plan = plan_merge(
         models.get("base"), models["tasks"], models.get("merged"), *options, method=method
     )
     plan = replace(plan, promised=models.get("inputs", {}))
-    plan = replace(plan, warnings=[*plan.warnings, *check_contents(plan)])
-    out = Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
-    return plan, out
+    return replace(plan, warnings=[*plan.warnings, *check_contents(plan)]), out
 
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:

@@ -156,8 +156,15 @@ def terminal(quiet: bool = False) -> Iterator[Console]:
     except (ValueError, OSError) as error:  # a hub out of reach is an OSError
         # Errors are told in spite of --quiet.
         console.quiet = False
-        console.print(f"[red]error:[/red] {escape_markup(str(error))}")
+        console.print(f"[red]error:[/red] {escape_markup(_message(error))}")
         raise typer.Exit(1) from None
+
+
+def _message(error: ValueError | OSError) -> str:
+    """Return what an error says; of one of a file, without Python's number for it."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"'{error.filename}': {error.strerror}"
+    return str(error)
 
 
 def warn(console: Console, warnings: Iterable[str]) -> None:

@@ -138,7 +138,7 @@ class TensorFile:
                         raise self._ended_early()
                     yield piece
         except OSError as error:
-            raise ValueError(f"'{self.path}' can't be read: {error.strerror or error}") from error
+            raise self._unreadable(error) from error
 
     def _ended_early(self) -> ValueError:
         return ValueError(
@@ -148,14 +148,23 @@ class TensorFile:
     def _bytes(self, start: int, stop: int) -> Tensor:
         buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         unread = buffer.numpy().data
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(start)
-            while len(unread) > 0:  # one call reads 2 GB at most
-                count = file.readinto(unread)
-                if not count:
-                    raise self._ended_early()
-                unread = unread[count:]
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(start)
+                while len(unread) > 0:  # one call reads 2 GB at most
+                    count = file.readinto(unread)
+                    if not count:
+                        raise self._ended_early()
+                    unread = unread[count:]
+        except OSError as error:
+            raise self._unreadable(error) from error
         return buffer
+
+    def _unreadable(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"'{self.path}' can't be read: {error.strerror or error}; once it is back, the same "
+            "command goes on"
+        )
 
 
 def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:

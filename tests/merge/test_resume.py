@@ -5,6 +5,7 @@ stopped.
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -22,6 +23,7 @@ from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.nufilt import Nufilt
+from tests.cli.helpers import nufilt
 from tests.conftest import REPO
 from tests.merge.helpers import (
     change,
@@ -393,3 +395,36 @@ def test_an_output_that_was_closed_is_not_written_to(stream):
             merge_folders(plan(stream), stream / "out", stop)
     with pytest.raises(ValueError, match=r"no longer locked by this run.*not written"):
         outputs[0].write("model.safetensors", memoryview(b"x"), 0)
+
+
+def test_a_task_that_is_removed_during_the_run_is_named_and_the_run_goes_on_once_it_is_back(
+    stream, monkeypatch
+):
+    expected = hashes(merge(stream, out="expected"))
+    update = Nufilt.update
+
+    def remove_and_update(*args, **kwargs):
+        if (stream / "task3").exists():
+            (stream / "task3").rename(stream / "away")
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(Nufilt, "update", remove_and_update)
+    refuse_late(stream, r"task3/model.safetensors' can't be read: No such file.*goes on")
+    monkeypatch.undo()
+    (stream / "away").rename(stream / "task3")
+    assert hashes(merge(stream)) == expected
+
+
+@pytest.mark.parametrize("name", [255 * "x", 124 * "é", "x/" + 300 * "y", 3000 * "x/"])
+def test_a_name_that_no_file_system_takes_is_refused_before_any_work(stream, name):
+    message = "can't be made: (.* bytes too long for a name|the path is too long)"
+    with pytest.raises(ValueError, match=message):
+        merge_folders(plan(stream), stream / name)
+    tasks = ("--task", "absent")
+    code, text = nufilt("merge", "--base", "absent", *tasks, "--out", stream / name)
+    assert code == 1
+    assert re.search(message, text)
+
+
+def test_the_longest_name_that_has_room_for_the_work_folder_is_taken(stream):
+    merge(stream, out=247 * "x")
