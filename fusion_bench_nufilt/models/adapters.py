@@ -113,6 +113,12 @@ class LoraAdapter(ModelWeights):
                 outer = module.split(".base_layer")[0]
                 if architecture.stacks_of(outer):
                     modules_of_experts[key] = outer
+                elif outer != module:
+                    raise ValueError(
+                        f"adapter '{self.source.name}' changes '{outer}' and what is in it, as "
+                        "LoRA of nn.MultiheadAttention does; "
+                        f"{_with_peft(self.checkpoint, architecture)}"
+                    )
                 else:
                     self._add_pair(architecture.untied_name(f"{module}.weight"), module, key)
             elif name.endswith(_TOKENS):
@@ -152,11 +158,6 @@ class LoraAdapter(ModelWeights):
         update = _LoraUpdate(key_a, key_b, self._scaling(target, key_a, key_b))
         self._check_new(param, module)
         transposed = param in self._transposed
-        if self.config.get("fan_in_fan_out") and not transposed and not update.of_embedding:
-            raise ValueError(
-                f"adapter '{name}' is for transposed layers (fan_in_fan_out), and '{param}' of the "
-                "base is none"
-            )
         d_i = tensors[key_a].shape[1]
         d_o = tensors[key_b].shape[0]
         self.updates[param] = update
@@ -513,6 +514,12 @@ class LoraAdapter(ModelWeights):
                 f"{adapter} was trained on another class of the model: {lacks}, but "
                 f"'{renamed[0]}'; with that class, {_with_peft(self.checkpoint, architecture)}"
             )
+        if not base.params.keys().isdisjoint(self.updates):
+            raise ValueError(
+                f"{adapter} changes '{param}', which the base '{base.source.name}' lacks, and "
+                "other layers that it has: give as the base the model with that layer, on which the "
+                "adapter was trained"
+            )
         raise ValueError(f"{adapter} is for another base: {lacks}")
 
     def check_base(self, base: Source) -> list[str]:
@@ -617,6 +624,7 @@ class _LastFactors:
 _REFUSED = {
     "lora_bias": "lora_bias",
     "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
     "kasa_config": "KaSA, which truncates the base",
 }
 # Options with which an adapter is no change of the base's weights, so that peft can't merge it.

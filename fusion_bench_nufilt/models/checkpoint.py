@@ -85,9 +85,12 @@ class _ModelConfig(TypedDict, total=False):
     compression_config: Quantisation | None
 
 
-class AdapterConfig(TypedDict, total=False):
+class _AnyAdapterConfig(TypedDict, total=False):
     peft_type: str | None
     base_model_name_or_path: str | None
+
+
+class AdapterConfig(_AnyAdapterConfig, total=False):
     revision: str | None
     r: PositiveInt
     rank_pattern: dict[str, PositiveInt] | None
@@ -325,7 +328,12 @@ class Checkpoint(Source):
         """The content of adapter_config.json, which scales an adapter's update; empty if there is
         none.
         """
-        return read_json(self.folder / ADAPTER_CONFIG, AdapterConfig) or {}
+        path = self.folder / ADAPTER_CONFIG
+        config = read_json(path, _AnyAdapterConfig) or {}
+        # A field means something else in another kind: OFT has r=0 where it has a block size.
+        if config.get("peft_type") != "LORA":
+            return cast("AdapterConfig", config)
+        return read_json(path, AdapterConfig) or {}
 
     def small_files(self, names: str = ".*") -> dict[str, bytes]:
         """Return the content of the files beside the weights whose names match an expression, by

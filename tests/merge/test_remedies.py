@@ -1,15 +1,18 @@
 """Every remedy that a message about an adapter gives is followed here, and its result compared."""
 
+from copy import deepcopy
+
 import peft
 import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders
-from tests.families import FAMILIES
+from tests.families import FAMILIES, openclip
 from tests.merge.helpers import merge, plan, tensors
 from tests.models.test_experts import fused, square
 from tests.released import released
@@ -72,6 +75,10 @@ def copy_head(folder):
 MERGED_BY_PEFT = {
     "QALoRA": LoraConfig(**LORA, use_qalora=True, qalora_group_size=8),
     "KaSA": LoraConfig(**LORA, kasa_config=peft.tuners.lora.config.KasaConfig()),
+    "BD-LoRA": LoraConfig(
+        **LORA, use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)
+    ),
+    "OFT": peft.OFTConfig(target_modules=["q_proj"], oft_block_size=4),
     "DoRA": LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], use_dora=True),
     "VERA": peft.VeraConfig(target_modules=["q_proj"], r=4),
 }
@@ -140,6 +147,40 @@ def test_rows_of_tokens_that_the_base_lacks_come_with_a_base_that_was_resized(tm
     out = merge(tmp_path, ["merged"], **ALONE)
     torch.testing.assert_close(logits(out, words), expected)
     assert len(tensors(out)["model.embed_tokens.weight"]) == 52
+
+
+@torch.no_grad()
+def test_an_adapter_on_an_attention_with_packed_projections_is_merged_by_peft(tmp_path):
+    base = openclip()
+    (tmp_path / "base").mkdir()
+    save_file(base.state_dict(), tmp_path / "base" / "model.safetensors")
+    config = LoraConfig(r=4, target_modules=["attn", "c_fc"], init_lora_weights=False)
+    adapted = get_peft_model(deepcopy(base), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    message = refusal(tmp_path)
+    assert "resblocks.0.attn' and what is in it, as LoRA of nn.MultiheadAttention does" in message
+    assert message.endswith(f"merge it into its base {WITH_PEFT}")
+    (tmp_path / "merged").mkdir()
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    expected = dict(merged.state_dict())
+    save_file(expected, tmp_path / "merged" / "model.safetensors")
+    torch.testing.assert_close(tensors(merge(tmp_path, ["merged"], **ALONE)), expected)
+
+
+@torch.no_grad()
+def test_lora_of_a_classifier_is_merged_into_the_model_that_has_it(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    load_classifier = hf.AutoModelForSequenceClassification.from_pretrained
+    classifier = load_classifier(tmp_path / "base", num_labels=3, pad_token_id=0)
+    classifier.save_pretrained(tmp_path / "classifier")
+    config = LoraConfig(**{**LORA, "target_modules": ["q_proj", "score"]})
+    expected = train_on(tmp_path, load_classifier(tmp_path / "classifier"), config)
+    message = refusal(tmp_path)
+    assert "changes 'score.weight', which the base" in message
+    remedy = "give as the base the model with that layer, on which the adapter was trained"
+    assert message.endswith(remedy)
+    out = merge_folders(plan(tmp_path, ["adapter"], base="classifier", **ALONE), tmp_path / "out")
+    torch.testing.assert_close(load_classifier(out).eval()(WORDS).logits, expected)
 
 
 NOT_MERGED = {

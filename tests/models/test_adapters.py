@@ -115,6 +115,15 @@ def test_a_projector_that_an_adapter_trained_is_merged_as_that_of_a_model(tmp_pa
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
+def test_which_layers_are_transposed_is_for_their_modules_to_say_as_in_peft(tmp_path):
+    """It flips ``fan_in_fan_out`` as it wraps modules, and saves what the last one made of it."""
+    save_all(tmp_path, llama(), torch.float64)
+    change_json(tmp_path / "adapter" / "adapter_config.json", fan_in_fan_out=True)
+    result = tensors(merge(tmp_path, ["adapter"], method="sum", scale=1.0))
+    expected = tensors(merge(tmp_path, ["task9"], "expected", method="sum", scale=1.0))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
 TWICE = {
     "factors": ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.weight"),
     "rows": ({"trainable_token_indices": [1, 2]}, "model.embed_tokens.weight"),
@@ -431,6 +440,7 @@ OTHER_KINDS = {
     "LOHA": peft.LoHaConfig(**QUERIES, r=4),
     "LOKR": peft.LoKrConfig(**QUERIES, r=4),
     "IA3": peft.IA3Config(**QUERIES, feedforward_modules=[]),
+    "OFT": peft.OFTConfig(**QUERIES, oft_block_size=4),
     "convolution": LoraConfig(target_modules=["q_proj", "patch_embedding"]),
 }
 
