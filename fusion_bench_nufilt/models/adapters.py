@@ -517,8 +517,8 @@ class LoraAdapter(ModelWeights):
         if not base.params.keys().isdisjoint(self.updates):
             raise ValueError(
                 f"{adapter} changes '{param}', which the base '{base.source.name}' lacks, and "
-                "other layers that it has: give as the base the model with that layer, on which the "
-                "adapter was trained"
+                "other layers that it has: give as the base the model with that layer, on which "
+                "the adapter was trained"
             )
         raise ValueError(f"{adapter} is for another base: {lacks}")
 

@@ -10,15 +10,13 @@ bits.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fusion_bench_nufilt.methods.base import block_of, last_block_numbers
 from fusion_bench_nufilt.methods.options import TargetConfig
@@ -32,15 +30,12 @@ from fusion_bench_nufilt.models.layers import (
     views,
     without_numbers,
 )
-from fusion_bench_nufilt.models.names import modern_name
+from fusion_bench_nufilt.models.names import Names, modern_name, names_of, submodule
 from fusion_bench_nufilt.models.source import Parts, Source, part_key
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
 log = logging.getLogger(__name__)
-
-Rename = Callable[[str], str]
-Undo = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 _NOT_TOGETHER = "weights and config do not belong together"
 # Buffers that no training changes, by the last part of their names.
@@ -74,42 +69,37 @@ class Architecture:
     by itself.
 
     Args:
-        model: a model of this architecture.
-        rename: the model's name, up to its prefix, for a key of a checkpoint.
-        undo: what a checkpoint stores for parameters of ``loaded``, by name.
+        loaded: a model of this architecture, as transformers has it in memory.
+        naming: what a checkpoint calls its tensors; by default, the same.
         origin: where the architecture is known from.
-        loaded: the model that transformers makes of a checkpoint, if it is another one.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        rename: Rename = str,
-        undo: Undo = dict,
+        loaded: nn.Module,
+        naming: Names | None = None,
         origin: str = "the modules",
-        loaded: nn.Module | None = None,
     ) -> None:
-        self.model = model
-        self.undo = undo
+        self.naming = naming or Names(loaded)
+        self.model = self.naming.model
         self.origin = origin
-        self._rename = rename
         self._stacks: dict[str, tuple[int, ...]] = {}  # shapes of parameters of three dimensions
         # An adapter names parameters of the loaded model, in which transformers 5 joins experts
         # that a checkpoint stores one by one.
-        for name, parameter in (loaded or model).named_parameters():
+        for name, parameter in loaded.named_parameters():
             if parameter.ndim == 3:
                 self._stacks[name] = tuple(parameter.shape)
         self.backbone = getattr(self.model, "base_model_prefix", "")
         self.embedding, self.head, self._tables = _token_tables(self.model)
         # By the name of what transformers 5 ties, that of what it is tied to.
         self._sources: dict[str, str] = {}
-        for tied_name, name in getattr(loaded or model, "all_tied_weights_keys", {}).items():
-            self._sources[rename(tied_name)] = rename(name)
+        for tied_name, name in getattr(loaded, "all_tied_weights_keys", {}).items():
+            self._sources[self.naming.name(tied_name)] = self.naming.name(name)
         self._params: dict[str, str] = {}
         names_of_each = shared_names(self.model)
         for names in names_of_each:
             self._params |= dict.fromkeys(names, self.first(names))
-        self._unsaved = set(_unsaved_buffers(loaded or model))
+        self._unsaved = set(_unsaved_buffers(loaded))
         self._find_layers()
         several = [names for names in names_of_each if len(names) > 1]
         #: The names of each weight that the configuration ties.
@@ -138,7 +128,7 @@ class Architecture:
         tensors' names tell.
         """
         built, origin = on_meta(base)
-        return cls(*as_stored(built, base.tensors), origin, built)
+        return cls(built, names_of(built, base.tensors), origin)
 
     # What tensors are called
 
@@ -153,7 +143,7 @@ class Architecture:
 
     def _names(self, key: str) -> tuple[str, ...]:
         """Return what the model may call a tensor, with and without the name of its backbone."""
-        name = self._rename(key)
+        name = self.naming.name(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
     def untied_name(self, key: str) -> str:
@@ -402,7 +392,7 @@ class Architecture:
         several.
         """
         stack = torch.empty(self._stacks[name], dtype=torch.float32, device="meta")
-        for key in self.undo({name: stack}):
+        for key in self.naming.stored({name: stack}):
             param = self.param(key)
             # The weight of a one-dimensional convolution has three sides, too, and is one layer.
             is_linear = param in self.views and self.views[param].linear
@@ -584,7 +574,7 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         if not (is_packed or is_plain) or info.dtype not in FLOATS or _NOT_LINEAR.search(path):
             continue
         try:
-            module = _submodule(root, parents)
+            module = submodule(root, parents)
             if is_packed:
                 values = torch.empty(info.shape, dtype=torch.float32, device="meta")
                 module.register_parameter(last, nn.Parameter(values))
@@ -608,146 +598,3 @@ def from_names(tensors: Mapping[str, TensorInfo]) -> nn.Module:
         if _HEAD.fullmatch(path) and block_of(path) is None:
             root.get_output_embeddings = lambda head=linear: head  # type: ignore[assignment]
     return root
-
-
-def as_stored(model: Any, tensors: Mapping[str, TensorInfo]) -> tuple[nn.Module, Rename, Undo]:
-    """Return a model on the meta device as a checkpoint with these tensors stores it, and two
-    functions.
-
-    The first renames keys: one and the model's name for it differ in prefixes only, such as that of
-    the language model among other towers. The second returns what is stored for parameters of the
-    given model, by name.
-    """
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import rename_source_key, revert_weight_conversion
-    except ModuleNotFoundError:  # transformers 4
-        patterns = getattr(model, "_checkpoint_conversion_mapping", None) or {}
-        return model, partial(_rename_by, patterns), dict
-    # Old names are left out: a model has the new ones, whatever its checkpoint calls them.
-    changes: list[Any] = get_model_conversion_mapping(model, add_legacy=False)
-    joining = [change for change in changes if hasattr(change, "operations")]
-    renaming = [change for change in changes if change not in joining]
-    parameters = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameters[name] = parameter.detach()
-    backbone = getattr(model, "base_model_prefix", None)
-    kept = set()  # patterns of tensors that are stored in the shape in which the model has them
-    for key, info in tensors.items():
-        # This also marks each change that matches, which was_used() tells below.
-        name, pattern = rename_source_key(key, renaming, joining, backbone, parameters)
-        if name in parameters and parameters[name].shape == info.shape:
-            kept.add(pattern)
-    idle = []
-    for change in joining:
-        if _by_shape(change) and kept.issuperset(change.source_patterns):
-            idle.append(change)
-    used = [change for change in changes if change.was_used() and change not in idle]
-    prefixes = [change for change in used if _adds_prefix(change)]
-    names: dict[str, str] = {}  # keys of parameters that are renamed and no more, by name
-    undo: Undo = dict
-    undone = [change for change in used if change not in prefixes]
-    if undone:
-        # For the model itself, all changes that transformers knows would be undone, not those used.
-        holder: Any = SimpleNamespace(_weight_conversions=undone, config=model.config)
-        # The shape is another than any tensor's, so that it is transposed.
-        holder.get_parameter = lambda name: SimpleNamespace(shape=None)
-        undo = partial(revert_weight_conversion, holder)
-        stored = undo(parameters)
-        # What was renamed and no more comes out as the same object.
-        key_of = {id(tensor): key for key, tensor in stored.items()}
-        for name, tensor in parameters.items():
-            if id(tensor) in key_of:
-                names[name] = key_of[id(tensor)]
-        model = _rebuilt(model, stored, {key: name for name, key in names.items()})
-
-    def rename(key: str) -> str:
-        name = modern_name(key)
-        return names.get(name) or rename_source_key(name, prefixes, [])[0]
-
-    return model, rename, undo
-
-
-def _rename_by(patterns: Mapping[str, str], key: str) -> str:
-    """Rename a key by the regular expressions of a class of transformers 4."""
-    key = modern_name(key)
-    for pattern, replacement in patterns.items():
-        key, count = re.subn(pattern, replacement, key)
-        # The first pattern that fits is the only one, as in transformers 4.
-        if count:
-            break
-    return key
-
-
-def _adds_prefix(change: Any) -> bool:
-    """Tell whether transformers 4 makes the change, too."""
-    at_start = change._original_source_patterns[0].startswith("^")
-    return at_start and getattr(change, "prefix_to_remove", None) is None
-
-
-def _by_shape(change: Any) -> bool:
-    """Tell whether the change transposes those tensors whose shape is not the model's, as of
-    Qwen3-VL's experts.
-    """
-    operations = getattr(change, "operations", ())
-    return any(getattr(operation, "check_dims", False) for operation in operations)
-
-
-_KEPT_ATTRIBUTES = (
-    "base_model_prefix",
-    "_keys_to_ignore_on_load_unexpected",
-    "get_input_embeddings",
-    "get_output_embeddings",
-)
-
-
-def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> nn.Module:
-    """Return a model of the stored tensors; ``names`` has the names of those that are parameters of
-    ``model``.
-
-    A module of ``model`` is used where it holds what is stored. Any other with a matrix was linear
-    in transformers 4.
-    """
-    leaves = {}
-    for name, module in model.named_modules():
-        # These routers of transformers 5 are no linear layers; in transformers 4 they are.
-        is_router = type(module).__name__.endswith("TopKRouter")
-        if not module._modules and not is_router:
-            leaves[name] = module
-    kept = {name: staticmethod(getattr(model, name)) for name in _KEPT_ATTRIBUTES}
-    # Under the model's own name, which messages about its layers have.
-    root: Any = type(type(model).__name__, (nn.Module,), kept)()
-    joined = sorted(stored.keys() - names.keys(), reverse=True)  # a weight before its bias
-    for key in [*names, *joined]:
-        path, _, attribute = key.rpartition(".")
-        *parents, last = path.split(".")
-        parent = _submodule(root, parents)
-        path_before, _, attribute_before = names.get(key, "").rpartition(".")
-        leaf = leaves.get(path_before)
-        has_same_attribute = leaf is not None and attribute_before == attribute
-        if has_same_attribute and parent._modules.get(last, leaf) is leaf:
-            parent.add_module(last, leaf)
-            continue
-        if attribute == "weight" and stored[key].ndim == 2:
-            parent.add_module(last, nn.Linear(1, 1, bias=False, device="meta"))
-        own: Any = _submodule(root, path.split(".") if path else [])
-        if attribute == "weight" and stored[key].ndim == 3:
-            # The sizes by which a stack of matrices is told from any other weight of three sides.
-            _, own.output_size, own.input_size = stored[key].shape
-        if key in names:
-            parameter = model.get_parameter(names[key])
-        else:
-            parameter = nn.Parameter(stored[key], requires_grad=False)
-        own.register_parameter(attribute, parameter)
-    return root
-
-
-def _submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Return the module at a path, making missing ones; a KeyError names a part that can't be a
-    module's name.
-    """
-    for name in names:
-        if name not in module._modules:
-            module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
-    return module

@@ -214,7 +214,7 @@ def _places(
     # The numbers of the rows, stored as the parameter would be.
     numbers = torch.arange(count * height, dtype=torch.int64, device="cpu")
     numbers = numbers.reshape(count, height, 1)
-    for key, stored in architecture.undo({name: numbers}).items():
+    for key, stored in architecture.naming.stored({name: numbers}).items():
         param = architecture.param(key)
         parts = architecture.parts(param) or [param]
         for part, rows in zip(parts, stored.reshape(-1, *stored.shape[-2:]), strict=True):
