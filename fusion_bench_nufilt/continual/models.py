@@ -117,7 +117,7 @@ def refuse_missing_keys(name: str, keys: Sequence[str], *, can_exclude: bool) ->
         return
     hint = ""
     if can_exclude:
-        hint = exclude_hint(keys[0].rpartition(".")[0])
+        hint = exclude_hint([keys[0].rpartition(".")[0]])
     raise ValueError(
         f"model '{name}': its checkpoint lacks '{keys[0]}', one of {len(keys)} weights to be "
         f"merged that transformers drew at random: is it damaged?{hint}"

@@ -108,7 +108,7 @@ def plan_adapter(
     for task in opened:
         for param in check_shapes(selection, task, architecture):
             task.ignore(param)
-        task.check_layers(selection.layers, pretrained, can_exclude=True)
+        task.check_layers(selection.layers, pretrained, architecture, can_exclude=True)
     plan = Plan(
         **vars(selection),
         tasks=list(opened),

@@ -417,7 +417,7 @@ def check_task(
     if unread:
         warnings.append(f"'{name}' has {format_names(unread)} beside its weights: not read")
     warnings += task.check_base(selection.base)
-    task.check_layers(selection.layers, pretrained, can_exclude=can_exclude)
+    task.check_layers(selection.layers, pretrained, architecture, can_exclude=can_exclude)
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
     extra = []
     for param in task.params:
@@ -558,7 +558,7 @@ def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) 
         raise ValueError(
             f"model '{name}', layer '{layer.name}' {layer.view.shape} has nothing to do with the "
             "pretrained model's: one of them was drawn at random"
-            f"{exclude_hint(layer.name)}"
+            f"{exclude_hint([layer.name])}"
         )
     if _is_made_from_base(plan, model):
         return None

@@ -495,7 +495,12 @@ class LoraAdapter(ModelWeights):
     # What is checked before a merge
 
     def check_layers(
-        self, layers: Sequence[Layer], base: ModelWeights, *, can_exclude: bool
+        self,
+        layers: Sequence[Layer],
+        base: ModelWeights,
+        architecture: Architecture,
+        *,
+        can_exclude: bool,
     ) -> None:
         if layers and all(layer.param not in self.params for layer in layers):
             raise ValueError(

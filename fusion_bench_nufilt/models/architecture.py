@@ -317,12 +317,14 @@ class Architecture:
                 self._check_shape(base, key, whole)
         lost = sorted(layers_by_param.keys() - stored.keys())
         if lost:
+            names_lost = [layers_by_param[param] for param in lost]
+            names_there = [layers_by_param[param] for param in layers_by_param.keys() - set(lost)]
             # A wrapper's prefix hides every layer, and excluding them one by one is no remedy.
             base.check_unwrapped(stored.keys() - self._params.keys())
             raise ValueError(
                 f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json "
                 f"promises, '{lost[0]}' first: {_NOT_TOGETHER}"
-                f"{exclude_hint(layers_by_param[lost[0]])}"
+                f"{exclude_hint(names_lost, names_there)}"
             )
         unused = self._unused(base)
         if unused:

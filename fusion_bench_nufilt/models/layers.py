@@ -533,9 +533,21 @@ def layer_name(name: str) -> str:
     return name.removeprefix("vision_model.")
 
 
-def exclude_hint(layer: str) -> str:
-    """Return the end of a message about a layer that only some of the models have."""
-    return f"; exclude_modules=[{layer}] leaves it out"
+def exclude_hint(layers: Sequence[str], others: Iterable[str] = ()) -> str:
+    """Return the end of a message about layers that only some of the models have, given the layers
+    that all of them have.
+    """
+    if len(layers) == 1:
+        return f"; exclude_modules=[{layers[0]}] leaves it out"
+    # By a part of their names that no other has, such as that of a vision tower.
+    names = list(others)
+    for part in layers[0].split("."):
+        is_common = all(part in layer.split(".") for layer in layers)
+        if is_common and not part.isdigit() and not any(part in name for name in names):
+            return f"; exclude_modules='.*{part}.*' leaves them out"
+    if len(layers) > 8:
+        return "; exclude_modules can leave them out"
+    return f"; exclude_modules=[{','.join(layers)}] leaves them out"
 
 
 def in_module_of_block(tensor: str) -> bool:

@@ -265,7 +265,12 @@ class ModelWeights:
     # What is checked before a merge
 
     def check_layers(
-        self, layers: Sequence[Layer], base: "ModelWeights", *, can_exclude: bool
+        self,
+        layers: Sequence[Layer],
+        base: "ModelWeights",
+        architecture: Architecture,
+        *,
+        can_exclude: bool,
     ) -> None:
         """Raise a ValueError if the model lacks layers that it needs for a merge.
 
@@ -279,6 +284,7 @@ class ModelWeights:
             f"model '{self.source.name}' lacks layer '{first.param}' {base.params[first.param]} of "
             "the base"
         )
+        self._check_layout(lacks, base, architecture)
         renamed = with_same_ending(first.param, self.params.keys() - base.params.keys())
         if renamed:
             raise ValueError(
@@ -287,8 +293,24 @@ class ModelWeights:
             )
         hint = ""
         if can_exclude:
-            hint = exclude_hint(first.name)
+            names = [layer.name for layer in layers if layer.param in self.params]
+            hint = exclude_hint([layer.name for layer in lost], names)
         raise ValueError(f"{lacks}, one of {len(lost)}{hint}")
+
+    def _check_layout(self, lacks: str, base: "ModelWeights", architecture: Architecture) -> None:
+        """Refuse a model that stores joined what the base stores one by one, or the reverse."""
+        for key in self.source.whole:
+            if not architecture.naming.is_of_other_layout(key):
+                continue
+            # What transformers 5 loads is joined: the other one is to be saved so.
+            divided = self.source.name
+            if architecture.naming.is_of_loaded(key):
+                divided = base.source.name
+            raise ValueError(
+                f"{lacks} and has '{key}': one of the two stores experts one by one, and the other "
+                f"joined. Load '{divided}' with transformers 5, and save it with "
+                "save_pretrained(FOLDER, save_original_format=False)"
+            )
 
     def check_base_has(self, param: str, base: "ModelWeights", architecture: Architecture) -> None:
         """Raise a ValueError if the model updates a tensor, which the base lacks."""

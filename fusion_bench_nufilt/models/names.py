@@ -40,6 +40,10 @@ class Names:
         """
         return False
 
+    def is_of_loaded(self, key: str) -> bool:
+        """Tell whether a key is the name of a parameter of the loaded model."""
+        return True
+
 
 class _NamesOfVersion4(Names):
     """The names under transformers 4, which renames what its class says."""
@@ -147,6 +151,9 @@ class _NamesOfVersion5(Names):
             return False
         name, _ = self._loaded(modern_name(key))
         return name in self._parameters
+
+    def is_of_loaded(self, key: str) -> bool:
+        return key in self._parameters
 
 
 def names_of(loaded: nn.Module, tensors: Mapping[str, TensorInfo]) -> Names:

@@ -1,5 +1,6 @@
 """Every remedy that a message about an adapter gives is followed here, and its result compared."""
 
+import shutil
 from copy import deepcopy
 
 import peft
@@ -13,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders
 from tests.families import FAMILIES, openclip
-from tests.merge.helpers import merge, plan, tensors
+from tests.merge.helpers import merge, plan, save_stream, tensors
 from tests.models.test_experts import fused, square
 from tests.released import released
-from tests.tiny_models import SMALL, llama
+from tests.tiny_models import SMALL, finetuned, llama
 
 WORDS = torch.arange(12).reshape(1, 12)
 ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
@@ -261,3 +262,36 @@ def test_an_adapter_on_the_language_model_of_a_larger_one_is_merged_by_peft(tmp_
     out = merge(tmp_path, ["merged"], **ALONE, exclude_modules=".*visual.*")
     torch.testing.assert_close(logits(out), expected)
     assert tensors(out).keys() == tensors(tmp_path / "base").keys()
+
+
+@fused
+def test_a_language_model_without_the_vision_tower_of_the_base_is_merged_without_it(tmp_path):
+    released("Qwen3.5").save_pretrained(tmp_path / "base")
+    task = finetuned(load(tmp_path / "base"), 1)
+    task.save_pretrained(tmp_path / "task1")
+    with pytest.raises(ValueError, match=r"lacks layer '.*visual") as refused:
+        plan(tmp_path, ["task1"], **ALONE)
+    assert str(refused.value).endswith("; exclude_modules='.*visual.*' leaves them out")
+    out = merge(tmp_path, ["task1"], **ALONE, exclude_modules=".*visual.*")
+    torch.testing.assert_close(logits(out), task(WORDS).logits)
+
+
+@fused
+@pytest.mark.parametrize("joined", ["base", "task1"])
+def test_experts_that_one_model_stores_joined_are_merged_as_the_message_says(tmp_path, joined):
+    models = save_stream(tmp_path, FAMILIES["mixtral"](), tasks=1)
+    expected = merge(tmp_path, ["task1"], "expected", **ALONE)
+    expected = load(expected).state_dict()
+    other = {"base": "task1", "task1": "base"}[joined]
+    names = {"base": "_pretrained_", "task1": "task1"}
+    models[names[joined]].save_pretrained(tmp_path / joined, save_original_format=False)
+    with pytest.raises(ValueError, match="experts one by one, and the other joined") as refused:
+        plan(tmp_path, ["task1"], **ALONE)
+    message = str(refused.value)
+    assert f"Load '{tmp_path / other}' with transformers 5" in message
+    assert message.endswith("save_pretrained(FOLDER, save_original_format=False)")
+    loaded = load(tmp_path / other)
+    shutil.rmtree(tmp_path / other)
+    loaded.save_pretrained(tmp_path / other, save_original_format=False)
+    result = load(merge(tmp_path, ["task1"], **ALONE)).state_dict()
+    torch.testing.assert_close(result, expected)

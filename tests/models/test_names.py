@@ -1,6 +1,9 @@
 """What the names of layers say, and names of before for the same tensors."""
 
 from copy import deepcopy
+from importlib import import_module
+from operator import attrgetter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,3 +140,55 @@ def test_a_head_with_old_names_is_loaded_with_the_merged_model(tmp_path):
     out = merge(tmp_path, ["task1"], **ALL)
     norm = head.cls.predictions.transform.LayerNorm.weight
     assert torch.equal(load_task(out, "task1").cls.predictions.transform.LayerNorm.weight, norm)
+
+
+@pytest.mark.skipif(hf.__version__ < "5", reason="transformers 4 loads one layout")
+@pytest.mark.parametrize("family", ["vit", "dinov2"])
+@pytest.mark.parametrize("renamed", ["base", "task1"])
+def test_names_of_transformers_5_and_those_that_it_saves_are_of_the_same_tensors(
+    tmp_path, family, renamed
+):
+    models = save_stream(tmp_path, FAMILIES[family](), tasks=1)
+    loaded = type(models["task1"]).from_pretrained
+    expected = loaded(merge(tmp_path, ["task1"], "expected", **ALL)).state_dict()
+    names = {"base": "_pretrained_", "task1": "task1"}
+    for path in (tmp_path / renamed).glob("model*"):
+        path.unlink()
+    models[names[renamed]].save_pretrained(tmp_path / renamed, save_original_format=False)
+    assert tensors(tmp_path / "base").keys() != tensors(tmp_path / "task1").keys()
+    assert same(loaded(merge(tmp_path, ["task1"], **ALL)).state_dict(), expected)
+
+
+#: Names of transformers that the package uses and that are not all public, by its major version.
+USED = {
+    4: ["modeling_utils:PreTrainedModel._fix_state_dict_key_on_load"],
+    5: [
+        "conversion_mapping:get_model_conversion_mapping",
+        "conversion_mapping:get_checkpoint_conversion_mapping",
+        "core_model_loading:rename_source_key",
+        "core_model_loading:revert_weight_conversion",
+        "core_model_loading:WeightTransform.was_used",
+        "core_model_loading:WeightTransform._original_source_patterns",
+        "core_model_loading:WeightTransform.source_patterns",
+        "modeling_utils:PreTrainedModel.get_expanded_tied_weights_keys",
+    ],
+}
+IN_ALL = ["PreTrainedModel._from_config", "PreTrainedModel._keys_to_ignore_on_load_unexpected"]
+
+
+@pytest.mark.oldest
+def test_transformers_has_the_names_that_are_used_of_it():
+    version = int(hf.__version__.partition(".")[0])
+    for path in [*USED[version], *(f"modeling_utils:{name}" for name in IN_ALL)]:
+        module, _, attributes = path.partition(":")
+        attrgetter(attributes)(import_module(f"transformers.{module}"))  # or it raises
+    if version > 4:
+        model = FAMILIES["gpt2"]()
+        assert model.all_tied_weights_keys == {"lm_head.weight": "transformer.wte.weight"}
+        legacy = import_module("transformers.conversion_mapping")
+        assert legacy.get_checkpoint_conversion_mapping("legacy")
+        # An empty list of conversions, and not the model's own, is what was used.
+        stored = {"lm_head.weight": torch.ones(1)}
+        holder = SimpleNamespace(_weight_conversions=[], config=model.config)
+        core = import_module("transformers.core_model_loading")
+        assert core.revert_weight_conversion(holder, stored) == stored
