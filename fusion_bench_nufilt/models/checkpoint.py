@@ -45,6 +45,7 @@ from fusion_bench_nufilt.utils.files import (
     read_json,
 )
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_files
+from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
 
 log = logging.getLogger(__name__)
@@ -359,7 +360,7 @@ class Checkpoint(Source):
     @cached_property
     def unread_weights(self) -> Sequence[str]:
         """The files of weights beside those that are read, by path in the folder; of folders in it,
-        those of the ones that are no model by themselves.
+        those of the ones that are no model by themselves. The state of a merge is no part of it.
         """
         paths = [PurePosixPath(path) for path in self._paths()]
         models = {path.parent for path in paths if path.name.endswith("config.json")}
@@ -368,7 +369,7 @@ class Checkpoint(Source):
             inside = path.parent
             is_own = inside == PurePosixPath() or inside not in models
             is_of_trainer = any(_STEP.fullmatch(part) for part in inside.parts)
-            is_read = str(path) in self.files
+            is_read = str(path) in self.files or str(path) == STATE_FILE
             if is_own and not (is_of_trainer or is_read) and _has_weights(path.name):
                 unread.append(str(path))
         return sorted(unread)
