@@ -1,7 +1,7 @@
 """FusionBench's methods under the protocol: batch methods by a rule, continual ones as they are."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,6 +248,7 @@ class BatchMethodBaseline(_Baseline):
                 f"{self.name} returns a {type(result).__name__}, not a {type(base).__name__}: it "
                 "can't be run continually"
             )
+        _undo_division_by_zero(result, base, models)
         return result
 
 
@@ -358,6 +359,27 @@ class ContinualMethodBaseline(_Baseline):
         round_to(result, dtypes)
         del vars(result)["named_modules"]
         return result
+
+
+@torch.no_grad()
+def _undo_division_by_zero(
+    result: nn.Module, base: nn.Module, models: Mapping[str, nn.Module]
+) -> None:
+    """Give parameters that a model leaves as they are in the base the base's and all updates, where
+    a method divided by the length of an update that is zero.
+
+    WUDI does. Its loss of such a task is zero, and so it is at the sum of two tasks of which one is
+    zero.
+    """
+    values = dict(result.named_parameters())
+    others = [dict(model.named_parameters()) for model in models.values()]
+    for key, theta_0 in base.named_parameters():
+        if key not in values or torch.isfinite(values[key]).all():
+            continue
+        updates = [parameters[key].to(theta_0) - theta_0 for parameters in others]
+        if all(update.any() for update in updates):
+            continue  # the check of the result says what is not finite
+        values[key].copy_(theta_0 + sum(updates))
 
 
 def _is_numeric(value: Any) -> bool:

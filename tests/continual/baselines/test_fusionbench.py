@@ -57,6 +57,22 @@ def assert_close(model, other):
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
 
 
+@pytest.mark.parametrize("name", ["wudi", "tsvm", "tsvm_svc", "iso_c", "opcm"])
+def test_a_layer_that_a_task_leaves_as_it_was_is_merged(name):
+    """WUDI divides by the length of its update, which is zero."""
+    models = pool(2)
+    key = "encoder.layers.1.mlp.fc1.weight"
+    (key,) = [name for name, _ in models["task2"].named_parameters() if name.endswith(key)]
+    theta_0 = models["_pretrained_"].get_parameter(key)
+    with torch.no_grad():
+        models["task2"].get_parameter(key).copy_(theta_0)
+    theta_1 = models["task1"].get_parameter(key).clone()
+    merged = baseline(name, IN_ORDER).run(models).get_parameter(key)
+    assert torch.isfinite(merged).all()
+    if name == "wudi":
+        torch.testing.assert_close(merged, theta_1)
+
+
 @pytest.mark.parametrize("name", ["opcm", "weight_average", "dop"])
 def test_a_continual_method_of_fusionbench_is_run_as_it_is(name):
     models = pool()
