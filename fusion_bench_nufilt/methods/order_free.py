@@ -300,21 +300,18 @@ class WudiSums(OrderFree):
     def accumulate(self, state: State, task: TaskVector) -> State:
         tau = task.matrix.double()
         gram = tau.mT @ (tau / tau.square().sum())
-        return {
-            **state,
-            "moments": state["moments"] + gram,
-            "targets": state["targets"] + tau @ gram,
-        }
+        targets = state["targets"] + tau @ gram
+        return {**state, "moments": gram.add_(state["moments"]), "targets": targets}
 
     def merged_update(
         self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
     ) -> Tensor:
-        M = state["moments"].double()
+        # In place, since of a wide layer these are by far the largest matrices.
+        M = state["moments"].to(torch.float64, copy=True)
         R = state["targets"].double()
-        identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
-        ridge = self.options.eps * M.trace() / shape[1] * identity
+        M.diagonal().add_(self.options.eps * M.trace() / shape[1])
         # M has no negative eigenvalue, so that with any ridge Cholesky's factors exist.
-        return scale * torch.cholesky_solve(R.mT, torch.linalg.cholesky(M + ridge)).mT
+        return torch.cholesky_solve(R.mT, torch.linalg.cholesky(M)).mT.mul_(scale)
 
 
 def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTOL) -> Tensor:
