@@ -2,8 +2,10 @@
 mean, `best`.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -26,6 +28,8 @@ from fusion_bench_nufilt.methods.order_free import (
 )
 from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
+
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 class FirstWhole(OrderFree):
@@ -194,6 +198,16 @@ class TsvStream(OrderFree):
         count = min(self.num_directions(k, tasks), len(state["left"]), len(state["right"]))
         # Not what the options say now: an earlier merge may have had another ``keep``.
         count_before = max(1, int(state["columns"]))
+        kept_before = min(self.num_directions(k, tasks - 1), len(state["left"]))
+        if tasks > 1 and count_before < min(count, kept_before, len(state["right"])):
+            _warn_once(
+                "keep=%g is larger than it was: earlier tasks have %d of the %d directions that "
+                "each may have now, and what was cut of them can't come back. To have the method's "
+                "own result, merge all tasks anew",
+                self.options.keep,
+                count_before,
+                count,
+            )
         starts = range(0, min(k, (tasks - 1) * count_before), count_before)
         columns: dict[str, Tensor] = {}
         for name, all_new in self.directions_of(task, k, tasks)._asdict().items():

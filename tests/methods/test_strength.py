@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from fusion_bench_nufilt.methods import spectral
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
 from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream
 from fusion_bench_nufilt.methods.task_vector import (
@@ -305,6 +306,19 @@ def test_another_keep_from_the_middle_on_cuts_the_earlier_tasks_where_they_are(k
     state = add(later, state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
     expected = later.merged_update(state_of(later, taus), later.scale, (48, 40))
     assert distance(later.merged_update(state, later.scale, (48, 40)), expected) < 1e-6
+
+
+def test_a_larger_keep_from_the_middle_on_says_that_what_was_cut_cannot_come_back(caplog):
+    spectral._warn_once.cache_clear()
+    taus = task_vectors((48, 40), count=3)
+    later = TsvStream(TsvConfig(keep=0.5), ["layer"])
+    same_keep = state_of(later, taus[:2])
+    add(later, same_keep, torch.zeros(48, 40, dtype=torch.float64), taus[2])
+    assert not caplog.messages
+    state = state_of(TsvStream(TsvConfig(keep=0.1), ["layer"]), taus[:2])
+    add(later, state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
+    (message,) = caplog.messages
+    assert "keep=0.5 is larger than it was: earlier tasks have 4 of the 13" in message
 
 
 def test_a_share_above_one_is_refused():
