@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
+#: Of a task's update in a layer. Cubes of what is outside leave the range of float32.
+NORMS = (1e-12, 1e12)
+
 _L = TypeVar("_L")
 _R = TypeVar("_R")
 
@@ -265,6 +268,8 @@ class LayerMerger(Generic[_L]):
                     # Reading them waits for an accelerator.
                     columns = {key: values.tolist() for key, values in measures.items()}
                 seconds = (time.perf_counter() - began) / len(rows)
+                for row, norm in zip(rows, columns.get("task_norm", []), strict=False):
+                    self._refuse_norm(number, layers[row], norm)
                 if not all(map(is_finite, after.values())):
                     self._refuse_infinite(number, [layers[row] for row in rows], base, after)
                 for position, row in enumerate(rows):
@@ -281,6 +286,16 @@ class LayerMerger(Generic[_L]):
             for each, layer_value in zip(merged, value, strict=True):
                 each.state[key] = layer_value
         return merged
+
+    def _refuse_norm(self, number: int, layer: _L, norm: float) -> None:
+        smallest, largest = NORMS
+        if norm != 0 and not smallest <= norm <= largest:
+            raise ValueError(
+                f"model '{self.source.task_name(number)}', layer '{self.source.name(layer)}' "
+                f"{self.source.shape(layer)}: its update has the norm {norm:.0e}, and the methods "
+                f"compute with norms from {smallest:.0e} to {largest:.0e}: leave the layer out, or "
+                "scale the model"
+            )
 
     def _refuse_infinite(
         self, number: int, layers: Sequence[_L], base: Tensor, state: State

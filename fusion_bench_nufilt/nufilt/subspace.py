@@ -23,7 +23,9 @@ _MARGIN = 1.1
 
 
 class SteepSpectrumError(torch.linalg.LinAlgError):
-    """A spectrum falls too steeply for float32, as where a matrix has exactly low rank."""
+    """A spectrum falls too steeply for float32, as where a matrix has exactly low rank, or is so
+    flat that float32 can't tell its directions apart.
+    """
 
 
 def top_right_singular_vectors(
@@ -78,7 +80,13 @@ def top_right_singular_vectors(
         if converged:
             break
     if tau.dtype == torch.float32 and not converged:
-        raise SteepSpectrumError("its spectrum falls too steeply for float32")
+        # A Gram matrix has the squares, of which it knows those above a few roundings.
+        weakest = sigma.where(sigma > 0, torch.inf).amin(dim=-1)
+        is_steep = (
+            weakest.square() < torch.finfo(dtype).eps ** 0.5 * sigma.amax(-1) ** 2
+        )
+        shape = "falls too steeply" if bool(is_steep.any()) else "is too flat"
+        raise SteepSpectrumError(f"its spectrum {shape} for float32")
     # The corrected vectors are not orthogonal where the spectrum is steep. QR keeps the span of the
     # leading columns: the largest come first, the last may be rounding alone.
     V = block[..., :rank]

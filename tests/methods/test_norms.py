@@ -1,0 +1,43 @@
+"""Updates of extreme norms are merged as others are, or refused by name."""
+
+import pytest
+import torch
+
+from fusion_bench_nufilt import FusionConfig
+from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError, top_right_singular_vectors
+from tests.methods.test_spectral import distance, task_vectors
+
+METHODS = [Nufilt, *ORDER_FREE]
+every_method = pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.name)
+
+
+def merge(kind, norm):
+    options = kind.Options()
+    if kind is Nufilt:
+        options = FusionConfig(null_rank=4, lora_rank=0)
+    taus = [norm * tau / tau.norm() for tau in task_vectors((24, 16), count=3)]
+    base = {"layer": torch.zeros(24, 16)}
+    tasks = [{"layer": tau.float()} for tau in taus]
+    return merge_matrices(MatrixLayers(kind(options, ["layer"]), base, tasks))["layer"]
+
+
+@every_method
+@pytest.mark.parametrize("norm", [2e-12, 5e11])
+def test_the_norm_of_the_updates_does_not_matter(kind, norm):
+    assert distance(merge(kind, norm) / norm, merge(kind, 1.0)) < 1e-4
+
+
+@every_method
+@pytest.mark.parametrize("norm", [1e-18, 1e-13, 1e13, 1e18])
+def test_an_update_whose_powers_float32_cannot_hold_is_refused_by_name(kind, norm):
+    with pytest.raises(ValueError, match=r"layer 'layer' \(24, 16\): its update has the norm 1e"):
+        merge(kind, norm)
+
+
+def test_a_flat_spectrum_is_not_said_to_fall():
+    X = torch.linalg.qr(torch.randn(300, 200, generator=torch.Generator().manual_seed(0))).Q
+    with pytest.raises(SteepSpectrumError, match="its spectrum is too flat for float32"):
+        top_right_singular_vectors(X, 64)
