@@ -41,6 +41,7 @@ from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.utils.manifest import package_versions
+from fusion_bench_nufilt.utils.tensors import digest as tensor_digest
 
 from .configs import as_json, compose_run, make, plain, quiet, taskpool_config
 
@@ -215,6 +216,30 @@ class Experiment:
         return count_parameters(self.load(PRETRAINED)[0])[1]
 
     @cached_property
+    def _pretrained_digests(self) -> dict[str, str]:
+        """The digests of the pretrained model's parameters, without those drawn at random."""
+        model, missing_keys = self.load(PRETRAINED)
+        digests = {}
+        for name, parameter in model.named_parameters():
+            if name not in missing_keys:
+                digests[name] = tensor_digest(parameter)
+        return digests
+
+    def changes(self, merged: nn.Module) -> tuple[int, float]:
+        """Return how many tensors of the pretrained model have other values in a merged one, and
+        the share of its parameters that these hold.
+        """
+        changed_tensors = 0
+        changed_elements = 0
+        for name, parameter in merged.named_parameters():
+            # A mixture of experts has the pretrained MLP under a longer name.
+            digest = self._pretrained_digests.get(name.replace(".base_model.", "."))
+            if digest is not None and digest != tensor_digest(parameter):
+                changed_tensors += 1
+                changed_elements += parameter.numel()
+        return changed_tensors, changed_elements / self.parameters
+
+    @cached_property
     def width(self) -> int:
         """The smallest input width d_i of the layers that NUFILT merges."""
         layers = select_layers(self.load(PRETRAINED)[0])
@@ -283,6 +308,7 @@ class Experiment:
                     # Layers are solved side by side, and their seconds add up to more than these.
                     solving_seconds = solving_share * sum(seconds)
             _, parameters = count_parameters(merged)
+            changed_tensors, changed_share = self.changes(merged)
             return SeedRun(
                 config,
                 algorithm.matrix.tasks,
@@ -294,6 +320,8 @@ class Experiment:
                 memory=self.evaluator.peak,
                 parameters=parameters,
                 extra_parameters=parameters - self.parameters,
+                changed_tensors=changed_tensors,
+                changed_share=changed_share,
             )
         except Exception as error:
             trace = traceback.format_exc()

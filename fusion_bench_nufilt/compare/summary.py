@@ -82,7 +82,7 @@ class Comparison(ComparisonContent):
     def as_json(self) -> Json:
         """Return the content of ``results.json``."""
         content = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        names = [*METRICS, "merging_seconds", "data_seconds"]
+        names = [*METRICS, "merging_seconds", "data_seconds", "changed_share"]
         metrics = means(self.measured, "metric", list(self.methods), names)
         scores = means(self.last_scores, "task", list(self.methods), self.tasks)
         methods = {}
@@ -90,7 +90,7 @@ class Comparison(ComparisonContent):
             row: Json = {"overrides": method.overrides}
             for name in names:
                 row[name] = metrics.loc[label, name].as_json()
-            for name in ("iterations", "extra_parameters"):
+            for name in ("iterations", "extra_parameters", "changed_tensors"):
                 row[name] = _first_value(self.measured, label, name)
             row["data"] = method.data
             row["runs"] = {}

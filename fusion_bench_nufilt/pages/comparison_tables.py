@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import pandas as pd
@@ -15,6 +16,10 @@ from .tables import Table
 #: What columns are. A task may have the name of a metric.
 _Columns = Literal["metric", "task"]
 _NOTED = "†"  # marks a printed number that has a note below the table
+_CHANGED = (
+    "changed: how many tensors of the pretrained model have other values in the merged one, and "
+    "the share of its parameters in them"
+)
 _RANKED = (
     "best (bold) and second best (underlined) of the methods that need no data and lack no score"
 )
@@ -45,6 +50,7 @@ def main_table(results: ComparisonContent) -> Table:
         texts[f"paper {name}"] = printed_words[name]
     extra_parameters = _first_values(results, "extra_parameters")
     texts["extra params"] = [_millions(number) for number in extra_parameters]
+    texts["changed"] = _changed_words(results)
     texts["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
     for name in _SECONDS:
         texts[COSTS[name].title] = [_number(mean.mean) for mean in seconds[name]]
@@ -54,12 +60,28 @@ def main_table(results: ComparisonContent) -> Table:
             texts.loc[label, "runs"] = f"{len(method.finished)}/{len(method.runs)}"
     # Single models are scored, and not merged.
     of_merged = [METRICS[name].column for name in HEADLINE if name != "ACC"]
-    of_merged += ["extra params", *(COSTS[name].title for name in _SECONDS)]
+    of_merged += ["extra params", "changed", *(COSTS[name].title for name in _SECONDS)]
     texts.loc[list(results.references), of_merged] = ""
 
     title = f"{counted(len(results.tasks), 'model')} merged one after another"
     metrics.columns = [METRICS[name].column for name in HEADLINE]
-    return _ranked(results, title, texts.fillna(""), metrics, "metric", HEADLINE)
+    table = _ranked(results, title, texts.fillna(""), metrics, "metric", HEADLINE)
+    if "changed" not in table.texts:
+        return table
+    return replace(table, notes=[*table.notes, _CHANGED])
+
+
+def _changed_words(results: ComparisonContent) -> list[str]:
+    """Return how many tensors each method changed, with their share of the parameters."""
+    tensors = _first_values(results, "changed_tensors")
+    shares = means(results.measured, "metric", results.labels, ["changed_share"])["changed_share"]
+    words = []
+    for label in results.labels:
+        if pd.isna(tensors[label]):
+            words.append("-")
+        else:
+            words.append(f"{tensors[label]} ({100 * shares[label].mean:.0f} %)")
+    return words
 
 
 def task_table(results: ComparisonContent) -> Table:
@@ -217,12 +239,12 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
 
 def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
-    names = [*METRICS, *_SECONDS, "solving_seconds", "memory"]
+    names = [*METRICS, *_SECONDS, "solving_seconds", "memory", "changed_share"]
     columns = _mean_and_std(means(results.measured, "metric", results.labels, names))
     columns = columns.rename(
         columns={"memory_mean": "memory_bytes_mean", "memory_std": "memory_bytes_std"}
     )
-    for name in ("parameters", "extra_parameters"):
+    for name in ("parameters", "extra_parameters", "changed_tensors"):
         columns[name] = _first_values(results, name)
     columns["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
     accuracy = means(results.measured, "metric", results.labels, ["ACC"])["ACC"]

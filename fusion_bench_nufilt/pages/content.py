@@ -9,7 +9,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
-from .metrics import COSTS, ONE_BATCH, AccuracyMatrix, Mean
+from .metrics import CHANGES, COSTS, ONE_BATCH, AccuracyMatrix, Mean
 from .results import (
     MEASURED,
     PAPER,
@@ -57,6 +57,9 @@ class SeedRun:
     memory: int | None = None  # peak bytes while merging, see WatchingEvaluator
     parameters: int | None = None  # number in the final model
     extra_parameters: int | None = None  # number beyond the pretrained model's
+    #: Tensors of the pretrained model that merging changed, and their share of its parameters.
+    changed_tensors: int | None = None
+    changed_share: float | None = None
     error: str | None = None
     traceback: str | None = None
 
@@ -98,11 +101,11 @@ class SeedRun:
         return [] if self.matrix is None else self.matrix.missing
 
     def rows(self) -> list[Row]:
-        """Return its scores and costs; a run that failed has none."""
+        """Return its scores, its costs and what it changed; a run that failed has none."""
         if self.matrix is None:
             return []
         rows = score_rows(self.matrix)
-        for name in COSTS:
+        for name in (*COSTS, *CHANGES):
             value = getattr(self, name)
             if value is not None:
                 rows.append({"metric": name, "value": value})

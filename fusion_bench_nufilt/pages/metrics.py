@@ -73,6 +73,11 @@ COSTS = {
     "parameters": Metric("parameters M", unit=1e6, higher_is_better=False),
     "extra_parameters": Metric("extra params", higher_is_better=False),
 }
+#: What merging changed of the pretrained model.
+CHANGES = {
+    "changed_tensors": Metric("tensors changed"),
+    "changed_share": Metric("share of the parameters in them"),
+}
 #: What a method measures of a layer at a step, the columns of ``layers.csv`` that are drawn.
 LAYER_METRICS = {
     "filtered_share": Metric("share of the task vector that the filter took", "share filtered"),

@@ -21,6 +21,7 @@ from fusion_bench_nufilt.compare.experiment import Experiment, WatchingEvaluator
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.pages.comparison import print_comparison
 from tests.compare.helpers import final, mean_of
 from tests.test_command_line import TASKS as DEMO
@@ -419,3 +420,18 @@ def test_a_comparison_compares_all_names_before_it_loads_a_model(tmp_path, monke
         run(tmp_path, overrides=[*QUICK, *renamed])
     with pytest.raises(ValueError, match=message):
         preset_specs("ranks", "nufilt_demo", [*QUICK, *renamed])
+
+
+def test_a_comparison_says_what_each_method_changed_of_the_pretrained_model(tmp_path):
+    """NUFILT the merged layers alone, task arithmetic every tensor."""
+    result = run(tmp_path, "nufilt, task_arithmetic", overrides=THREE, **CHEAP)
+    nufilt, arithmetic = [method.runs[42] for method in result.methods.values()]
+    base, _ = Experiment(compose_run(["modelpool=nufilt_demo"])).load("_pretrained_")
+    layers = select_layers(base)
+    assert nufilt.changed_tensors == len(layers)
+    merged_elements = sum(view.read(base).numel() for view in layers.values())
+    elements = sum(parameter.numel() for parameter in base.parameters())
+    assert nufilt.changed_share == pytest.approx(merged_elements / elements)
+    assert arithmetic.changed_tensors == len(list(base.parameters()))
+    assert arithmetic.changed_share == 1
+    assert result.as_json()["methods"]["nufilt"]["changed_tensors"] == len(layers)

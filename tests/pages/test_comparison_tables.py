@@ -14,6 +14,7 @@ from fusion_bench_nufilt.pages.comparison import comparison_outputs
 from fusion_bench_nufilt.pages.comparison_tables import (
     main_table,
     method_numbers,
+    overhead_tables,
     task_numbers,
     task_table,
 )
@@ -353,3 +354,33 @@ def two_methods(tasks):
 
 def rows_of(table):
     return table.rows("best: {}", "second: {}", str)
+
+
+def test_a_row_says_how_many_tensors_the_method_changed_and_which_share_of_the_parameters():
+    measured = {
+        "nufilt": runs(-0.1, changed_tensors=15, changed_share=0.614),
+        "opcm": runs(-0.2, changed_tensors=55, changed_share=1.0),
+        "never": [failed(seed) for seed in SEEDS],
+    }
+    result = comparison(measured)
+    table = main_table(result)
+    row = cells(table)
+    assert [row[name]["changed"].text for name in measured] == ["15 (61 %)", "55 (100 %)", "-"]
+    assert row["pretrained"]["changed"].text == ""
+    assert table.notes[-1].startswith("changed: how many tensors")
+    numbers = method_numbers(result).set_index("method")
+    assert numbers.loc["nufilt", "changed_tensors"] == 15
+    assert numbers.loc["nufilt", "changed_share_mean"] == pytest.approx(0.614)
+
+
+def test_seconds_of_data_are_a_column_of_their_own():
+    measured = {"nufilt": runs(-0.1), "adamerging": runs(-0.2, data_seconds=4.0)}
+    result = comparison(measured, preset="overhead")
+    row = cells(main_table(result))
+    assert [row[name]["merging s"].text for name in measured] == ["3.0", "3.0"]
+    assert [row[name]["data set-up s"].text for name in measured] == ["-", "4.0"]
+    costs, _ = overhead_tables(result)
+    row = cells(costs)
+    assert [row[name]["total s"].text for name in measured] == ["3.0", "7.0"]
+    assert [row[name]["data set-up s"].text for name in measured] == ["-", "4.0"]
+    assert any(note.startswith("total: merging and set-up of data") for note in costs.notes)
