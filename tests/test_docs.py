@@ -74,6 +74,18 @@ def test_the_names_on_the_page_of_the_api_can_be_imported():
     assert fusion_bench_nufilt.__version__
 
 
+def test_readme_names_the_versions_that_are_declared():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    readme = " ".join((REPO / "README.md").read_text().split())
+    declared = dict(
+        re.findall(r"(torch|transformers)>=([\d.]+)", " ".join(project["dependencies"]))
+    )
+    assert f"torch from {declared['torch']}, " in readme
+    assert f"transformers from {declared['transformers']} and below 6" in readme
+    page = (REPO / "docs" / "fusionbench.md").read_text()
+    assert f"transformers from {declared['transformers']} and below 6" in page
+
+
 def test_every_public_name_has_its_signature_on_the_page_of_the_api():
     table, _, rest = (REPO / "docs" / "api.md").read_text().partition("\n## ")
     shown = {line.rpartition(".")[2] for line in rest.splitlines() if line.startswith("::: ")}
