@@ -87,13 +87,15 @@ def merge_folders(
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
-    unchanged = partial(unchanged_records, plan)
+    # One for all, since it measures the strengths of tasks, where they have any, at most once.
+    layers = PlannedLayers(plan)
+    unchanged = partial(unchanged_records, layers)
     with (
         disk_full_errors(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
         closing(Output(out, plan.description, headers, unchanged)) as output,
     ):
-        _merge(plan, state_places, output, progress or (lambda done, total: None))
-        refuse_changed(plan, output.done)
+        _merge(layers, state_places, output, progress or (lambda done, total: None))
+        refuse_changed(layers, output.done)
         digests = digests_of_inputs(record["read"] for record in output.done.values())
         refuse_edited(plan, digests)
         manifest = _manifest(plan, output.done, digests, warnings)
@@ -204,11 +206,12 @@ def _fetch(plan: Plan) -> list[str]:
 
 
 def _merge(
-    plan: Plan,
+    source: PlannedLayers,
     state_places: Mapping[str, TensorInfo],
     output: Output,
     progress: Callable[[int, int], object],
 ) -> None:
+    plan = source.plan
     done = output.done
     total = len(plan.layers) + len(plan.others)
     if done:
@@ -232,7 +235,7 @@ def _merge(
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        merged_layers = merge_layers(PlannedLayers(plan), layers, write_layer)
+        merged_layers = merge_layers(source, layers, write_layer)
     written_others = map_layers(write_other_param, others, torch.device("cpu"))
     for written in (merged_layers, written_others):
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

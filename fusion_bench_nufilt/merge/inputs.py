@@ -4,6 +4,7 @@ fingerprints can't tell: the digests in the records of what is finished do.
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -20,21 +21,24 @@ from .output import Record
 from .plan import Plan
 from .planned import PlannedLayers
 
+log = logging.getLogger(__name__)
 
-def unchanged_records(plan: Plan, records: Sequence[Record]) -> list[Record]:
-    """Return the records of tensors that were made from what the inputs now hold."""
+
+def unchanged_records(layers: PlannedLayers, records: Sequence[Record]) -> list[Record]:
+    """Return the records of tensors of a merge that were made from what the inputs now hold."""
+    if not records:
+        return []
+    log.info("comparing what %d tensors were made of with what the inputs hold", len(records))
     params = [record["param"] for record in records]
-    digests = read_digests(plan, params)
+    digests = read_digests(layers.plan, params, layers.strengths)
     return [record for record in records if record["read"] == digests.get(record["param"])]
 
 
 def read_digests(
-    plan: Plan, params: Iterable[str], strengths: Sequence[float] | None = None
+    plan: Plan, params: Iterable[str], strengths: Sequence[float]
 ) -> dict[str, dict[str, str]]:
     """Read what tensors of the result are made from, and return its digests by the model's role in
-    the merge, by param.
-
-    ``strengths`` are those of the tasks, measured by default.
+    the merge, by param; ``strengths`` are those of the tasks.
     """
     # Digests are of bytes as they are stored, for which no GPU or cluster is needed.
     settings = dataclasses.replace(plan.settings, engine="local", address=None, device="cpu")
@@ -82,6 +86,7 @@ def edited_inputs(plan: Plan, inputs: Mapping[str, Input]) -> list[str]:
     if any(checkpoint.remote for checkpoint in plan.checkpoints):
         return []
     params = [*(layer.param for layer in plan.layers), *plan.others]
+    log.info("comparing what %d tensors were made of with what the inputs hold", len(params))
     # They follow from the rest, which is compared.
     no_strengths = [1.0] * len(plan.tasks)
     digests = digests_of_inputs(read_digests(plan, params, no_strengths).values())
@@ -108,17 +113,17 @@ def refuse_edited(plan: Plan, digests: Mapping[str, str]) -> None:
         )
 
 
-def refuse_changed(plan: Plan, done: Mapping[str, Record]) -> None:
+def refuse_changed(layers: PlannedLayers, done: Mapping[str, Record]) -> None:
     """Raise a ValueError if a file was written to during the run, which may have given parts of two
     models to one result.
 
     One that was only touched, or replaced by a copy, still has what was read of it.
     """
-    changed = plan.changed()
+    changed = layers.plan.changed()
     if not changed:
         return
     names = [checkpoint.name for checkpoint in changed if not checkpoint.reopen()]
-    if not names and len(unchanged_records(plan, list(done.values()))) < len(done):
+    if not names and len(unchanged_records(layers, list(done.values()))) < len(done):
         names = [checkpoint.name for checkpoint in changed]
     if names:
         raise ValueError(

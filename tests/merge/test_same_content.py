@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.merge import merge_folders, planned
 from fusion_bench_nufilt.merge.distributed import _make_merger
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.utils.tensors import TensorFile
@@ -237,6 +237,23 @@ def test_of_an_input_that_was_edited_inside_a_tensor_after_a_kill_the_rest_is_ke
     assert same(tensors(wide / "out"), tensors(merge(wide, out="expected", **options)))
 
 
+def test_the_strengths_of_tasks_are_measured_once_in_a_run_that_goes_on(stream, monkeypatch):
+    interrupt(stream, method="best")
+    measured = []
+    strength_of = planned.strength_of
+
+    def counted(base, layers, task):
+        measured.append(task.source.label)
+        return strength_of(base, layers, task)
+
+    monkeypatch.setattr(planned, "strength_of", counted)
+    merge(stream, method="best")
+    assert measured == ["task1", "task2", "task3"]
+    measured.clear()
+    merge(stream, method="best")
+    assert measured == []
+
+
 def at_the_first_update(monkeypatch, function):
     update = Nufilt.update
     calls = []
@@ -296,17 +313,17 @@ def test_an_input_that_is_touched_during_the_run_is_the_same(wide, monkeypatch, 
 
 
 def test_a_node_may_have_copies_at_other_times_and_no_other_content(stream):
-    planned = plan(stream, ["task1", "task2"])
+    of_driver = plan(stream, ["task1", "task2"])
     for name in ("base", "task1"):
         copy(stream, name, "copy")
         shutil.rmtree(stream / name)
         (stream / "copy").rename(stream / name)
-    layer = planned.layers[0].param
-    ((record, _),) = _make_merger(planned, [1.0, 1.0])([layer])
+    layer = of_driver.layers[0].param
+    ((record, _),) = _make_merger(of_driver, [1.0, 1.0])([layer])
     assert record["param"] == layer
     replace_content(stream / "task2", seed=7)
     with pytest.raises(ValueError, match=r"it has other files of '.*task2' than the driver: put"):
-        _make_merger(planned, [1.0, 1.0])
+        _make_merger(of_driver, [1.0, 1.0])
 
 
 # --- to the last bit ---
@@ -429,9 +446,9 @@ def test_a_copy_of_the_base_is_the_base_without_a_word(stream):
     expected = tensors(merge(stream, ["task2"], "two", merged="one"))
     copy(stream, "base", "copy")
     shutil.rmtree(stream / "base")
-    planned = plan(stream, ["task2"], "one", base="copy")
-    assert planned.warnings == []
-    assert same(tensors(merge_folders(planned, stream / "out")), expected)
+    again = plan(stream, ["task2"], "one", base="copy")
+    assert again.warnings == []
+    assert same(tensors(merge_folders(again, stream / "out")), expected)
 
 
 def forget_content(folder):
