@@ -16,7 +16,7 @@ from fusion_bench_nufilt.pages.metrics import LAYER_MEANS
 from fusion_bench_nufilt.pages.names import depth, kind
 from fusion_bench_nufilt.pages.page import sentences
 from fusion_bench_nufilt.pages.tables import to_csv
-from fusion_bench_nufilt.utils.files import write_json, write_text
+from fusion_bench_nufilt.utils.files import escape_html, write_json, write_text
 
 from .subspaces import Floats, TaskVector, dominance, example_pairs, overlap
 from .surrogates import harmonic_mean
@@ -85,7 +85,8 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
     content = summarise(analysis)
     content["reading"] = reading(content)
     write_json(folder / "analysis.json", content)
-    write_text(folder / "reading.md", "".join(f"- {sentence}\n" for sentence in content["reading"]))
+    items = [f"- {escape_html(sentence)}\n" for sentence in content["reading"]]
+    write_text(folder / "reading.md", "".join(items))
     files = ["analysis.json", "reading.md"]
     tables = {
         "task_vectors": analysis.vectors,

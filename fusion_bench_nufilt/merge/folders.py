@@ -22,7 +22,7 @@ from torch import Tensor
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
 from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
-from fusion_bench_nufilt.utils.files import CARD, disk_full_errors
+from fusion_bench_nufilt.utils.files import CARD, disk_full_errors, escape_html
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     in_one_line,
@@ -313,7 +313,13 @@ def model_card(
     paragraphs = list(_paragraphs(plan, warnings))
     if energy_kept is not None and plan.settings.rank is not None:
         paragraphs.insert(-4, _sentence_about_energy(plan, energy_kept))
-    return "\n\n".join([front_matter, *paragraphs]) + "\n"
+    blocks = [front_matter]
+    for paragraph in paragraphs:
+        # Names of folders and tasks are text, and no HTML; in code, they stay as they are.
+        if not paragraph.startswith(("```", "    ")):
+            paragraph = "\n".join(map(escape_html, paragraph.split("\n")))
+        blocks.append(paragraph)
+    return "\n\n".join(blocks) + "\n"
 
 
 def _sentence_about_energy(plan: Plan, energy_kept: Mapping[str, Any]) -> str:

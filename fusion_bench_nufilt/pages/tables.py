@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 
-from fusion_bench_nufilt.utils.files import escape_markup, printable
+from fusion_bench_nufilt.utils.files import escape_html, escape_markup, printable
 
 from .metrics import AccuracyMatrix, percent
 
@@ -61,14 +61,14 @@ class Table:
         return rich
 
     def as_markdown(self) -> str:
-        rows = self.rows("**{}**", "<ins>{}</ins>", lambda text: text.replace("|", "\\|"))
-        frame = pd.DataFrame(rows, columns=[printable(name) for name in self.header])
+        rows = self.rows("**{}**", "<ins>{}</ins>", _markdown)
+        frame = pd.DataFrame(rows, columns=[_markdown(name) for name in self.header])
         sides = ("left", *["right"] * (frame.shape[1] - 1))
         # tabulate would take texts for numbers, and print 75.0 as 75.
         text = frame.to_markdown(index=False, disable_numparse=True, colalign=sides)
         # In Markdown, a line breaks after two spaces.
-        notes = [f"{note}  " for note in self.notes]
-        return "\n".join([f"**{self.title}**", "", text, "", *notes, ""])
+        notes = [f"{escape_html(note)}  " for note in self.notes]
+        return "\n".join([f"**{escape_html(self.title)}**", "", text, "", *notes, ""])
 
     def as_latex(self) -> str:
         """Render it as a ``table`` for ``booktabs``."""
@@ -88,6 +88,11 @@ class Table:
             lines.insert(lines.index(r"\midrule") + 1 + self.references, r"\midrule")
         notes = [f"% {note}" for note in self.notes]
         return "\n".join([r"% needs \usepackage{booktabs}", *notes, *lines, ""])
+
+
+def _markdown(text: str) -> str:
+    """Escape the text of a cell in Markdown."""
+    return escape_html(text).replace("|", "\\|")
 
 
 def to_csv(rows: pd.DataFrame) -> str:

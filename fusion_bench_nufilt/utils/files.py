@@ -6,6 +6,7 @@ A schema names what is read back; the files hold more, for people.
 
 import errno
 import hashlib
+import html
 import json
 import math
 import os
@@ -250,6 +251,13 @@ def printable(name: str) -> str:
             letter = repr(letter).strip("'")  # such as \x1b
         letters.append(letter)
     return "".join(letters)
+
+
+def escape_html(text: str) -> str:
+    """Escape HTML and control characters in a line of Markdown, which may hold names from
+    elsewhere.
+    """
+    return html.escape(printable(text), quote=False)
 
 
 def escape_markup(text: str) -> str:

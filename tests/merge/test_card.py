@@ -88,3 +88,12 @@ def test_the_card_is_in_utf_8_whatever_the_locale(stream, monkeypatch):
     monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
     out = merge(stream, ["task1"])
     assert "license_name: modèle" in (out / "README.md").read_text(encoding="utf-8")
+
+
+def test_html_in_the_name_of_a_folder_is_text(stream):
+    (stream / "task1").rename(stream / "<b onclick=x>")
+    card = (merge(stream, ["<b onclick=x>"]) / "README.md").read_text()
+    text, *code = card.split("```")
+    assert "1. &lt;b onclick=x&gt;\n" in text
+    assert "<b" not in text
+    assert any("<b onclick=x>" in block for block in code)

@@ -263,6 +263,14 @@ def test_a_missing_task_is_a_dash_and_named():
     assert "no score, and not in the means: b" in table.notes
 
 
+def test_html_in_a_name_is_text_in_markdown():
+    name = "<img src=x onerror=alert(1)>|b"
+    escaped = r"&lt;img src=x onerror=alert(1)&gt;\|b"
+    for table in (task_table(two_methods([name, "other"])), main_table(two_methods([name, "b"]))):
+        assert "<img" not in table.as_markdown()
+    assert escaped in task_table(two_methods([name, "other"])).as_markdown()
+
+
 def test_markdown(three):
     text = main_table(three).as_markdown()
     rows = []
