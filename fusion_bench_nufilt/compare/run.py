@@ -107,7 +107,7 @@ def compare(
         # After all methods were built: --overwrite deletes nothing for a run that can't begin.
         with closing(Store(out, settings, about=about, overwrite=overwrite)) as store:
             references = _score_single_models(store, experiment, bars)
-            runs, missing = _known_runs(store, seeds, configs, experiment.tasks)
+            runs, missing = _known_runs(store, seeds, configs, experiment)
             for spec, error in errors.items():
                 for seed in seeds:
                     runs[spec, seed] = SeedRun({}, error=error)
@@ -184,7 +184,7 @@ def _score_single_models(store: Store, experiment: Experiment, bars: Bars) -> Re
 
 
 def _known_runs(
-    store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], tasks: Sequence[str]
+    store: Store, seeds: Sequence[int], configs: Mapping[RunSpec, Json], experiment: Experiment
 ) -> tuple[dict[tuple[RunSpec, int], SeedRun], dict[str, tuple[RunSpec, Json]]]:
     """Return the kept runs, and by name the methods and configurations of the missing ones."""
     runs = {}
@@ -192,8 +192,8 @@ def _known_runs(
     # Seed by seed, so that an interrupted comparison has some seeds whole.
     for seed, spec in product(seeds, configs):
         config = {**configs[spec], "seed": seed}
-        order = task_order(tasks, shuffle=config["shuffle_order"], seed=seed)
-        run = store.load(spec, config, order)
+        order = task_order(experiment.tasks, shuffle=config["shuffle_order"], seed=seed)
+        run = store.load(spec, config, order, experiment.in_effect)
         if run is None:
             missing[f"{spec.label}, seed {seed}"] = (spec, config)
         else:

@@ -2,7 +2,7 @@
 on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -112,15 +112,25 @@ class Store:
                 folder.rmdir()
         self._outdated = []
 
-    def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> SeedRun | None:
+    def load(
+        self,
+        spec: RunSpec,
+        config: dict[str, Any],
+        order: Sequence[str],
+        in_effect: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    ) -> SeedRun | None:
         """Return the finished run of a method, or None; refuse one of another configuration or of
         other tasks.
+
+        ``in_effect`` returns what of a configuration a result depends on, by default all.
         """
         file = self._run_file(spec, config)
         run = read_json(file, SeedRun, _DELETE)
         if run is None or run.error is not None:
             return None
-        self._refuse_others(f"'{spec.label}' with ", run.config, config)
+        if run.config != config:
+            owner = f"'{spec.label}' with "
+            self._refuse_others(owner, in_effect(run.config), in_effect(config))
         if run.tasks != order:
             # The order follows from the seed: another one is no setting, but a damaged file.
             tasks = ", ".join(order)

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.merge.checks import check_module
-from fusion_bench_nufilt.methods.options import DeviceConfig, Evaluate, ProtocolConfig
+from fusion_bench_nufilt.methods.options import Evaluate, ProtocolConfig
 from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.source import config_of
 from fusion_bench_nufilt.pages.metrics import ONE_BATCH, AccuracyMatrix, percent
@@ -35,6 +35,8 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.options import (
     EntryPoint,
+    options_in_effect,
+    options_of,
     split_options,
     takes_options,
     unknown,
@@ -62,8 +64,10 @@ from .stopwatch import CHECKING, LOADING, MERGING, SAVING, SCORING, Stopwatch
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[int, nn.Module], Any]
-# A run may be resumed with other devices or fewer checks: these change no weight.
-_NOT_IN_THE_RESULT = ("_target_", *with_scope((ProtocolConfig, DeviceConfig), "run"))
+#: In place of a setting whose effect is not known before the models are read.
+UNKNOWN = object()
+# The order is compared by itself, and so is the number of models in `_merged_`.
+_DESCRIBED_OTHERWISE = ("shuffle_order", "num_merged")
 
 
 @auto_register_config
@@ -84,6 +88,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     """
 
     entry_point: EntryPoint = "Python"  # where the user gave the options, for warnings
+
+    option_kinds: tuple[type, ...]  # the dataclasses of its options, set by takes_options
 
     # These describe the last run.
     folder: RunFolder | None  # the log directory
@@ -176,6 +182,35 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         ``folder`` is the checkpoint of the model, or None where it is given by itself and
         ``manifest`` is empty.
         """
+
+    def settings_in_effect(self) -> dict[str, Any]:
+        """Return the settings that a result depends on, each option that has no effect beside the
+        others at its default.
+        """
+        instances: list[Any] = [options_of(kind, self) for kind in self.option_kinds]
+        in_effect = options_in_effect(*instances, defaults=self.option_defaults)
+        # A run may be resumed with other devices or fewer checks: these change no weight.
+        not_in_the_result = ("_target_", *with_scope(self.option_kinds, "run"))
+        config: Any = OmegaConf.to_container(self.config, resolve=True)
+        settings = {}
+        for key, value in config.items():
+            if key in not_in_the_result:
+                continue
+            settings[str(key)] = value
+            if key in in_effect and in_effect[key] != getattr(self, key):
+                settings[str(key)] = in_effect[key]
+        return settings
+
+    @property
+    def option_defaults(self) -> Mapping[str, Any]:
+        """The defaults of options where they are not those of their dataclass."""
+        return {}
+
+    def settings_of_models(self) -> dict[str, Any]:
+        """Return settings whose effect depends on the models, each at its default where these have
+        the same result by it, and :data:`UNKNOWN` before they are read.
+        """
+        return {}
 
     def differences_from(self, manifest: Manifest) -> list[Difference]:
         """Return what differs between the settings of this run and those that ``_merged_`` was made
@@ -274,6 +309,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._merging_before = 0.0  # seconds of merging before the current step
         self.on_step = on_step
         self._has_begun = False
+        self._are_checked = False
         self._training_data: dict[str, Items] = {}
         self._fingerprints: dict[str, Fingerprints] = {}
         self._inputs: dict[str, Input] = {}
@@ -307,11 +343,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                     model, missing_keys = self._load(modelpool, name)
                     self._check(pretrained, model, name, missing_keys)
                     del model  # before the next one is loaded
+            self._are_checked = True
         if self.folder is not None:
             for name, data in self.training_data().items():
                 self._training_data[name] = describe_items(data)
-            self.folder.begin(self._description(), scoring)
             self._has_begun = True
+            self.folder.begin(self._description(), scoring)
             write_text(self.folder.path / "model_names.json", json.dumps(names))
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:
@@ -605,8 +642,14 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Return all that the models after each step depend on: a run is resumed only if none of it
         has changed.
         """
-        config: Any = OmegaConf.to_container(self.config, resolve=True)
-        settings = {str(key): config[key] for key in config if key not in _NOT_IN_THE_RESULT}
+        settings = self.settings_in_effect()
+        for key in _DESCRIBED_OTHERWISE:
+            settings.pop(key, None)
+        settings["models_before"] = self.first_step - 1
+        for key, value in self.settings_of_models().items():
+            settings[key] = value
+            if value is UNKNOWN:
+                del settings[key]
         return {
             "method": self.name,
             "order": self.names,

@@ -61,7 +61,7 @@ from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads
 from fusion_bench_nufilt.utils.options import options_of, split_options, takes_options
 
-from .algorithm import ContinualMergingAlgorithm
+from .algorithm import UNKNOWN, ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, refuse_missing_keys
 from .stopwatch import SAVING
 
@@ -98,6 +98,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     _architecture: Architecture
     _base: ModelWeights  # the pretrained model
     _heads: Heads
+    _default_heads: Heads  # what the default of the option finds
+    _has_other_shapes: bool  # whether a task has tensors in another shape, which are left out
     _selection: Selection  # the layers to merge
     _states: dict[str, Tensor]  # what is kept to go on from, as in the file beside a merged model
     _holds_float32: bool  # whether that has all in float32 that the model rounds
@@ -126,11 +128,28 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for key, value in vars(instance).items():
                 self._config_mapping[key] = key
                 setattr(self, key, value)
+        self.option_kinds = (*option_classes, ProtocolConfig)
         super().__init__(**protocol)
 
     @property
     def name(self) -> str:
         return self.method_class.label
+
+    @property
+    def option_defaults(self) -> Mapping[str, Any]:
+        return self.method_class.defaults
+
+    def settings_of_models(self) -> dict[str, Any]:
+        if self._are_checked:
+            settings = {}
+            if self._default_heads.modules == self._heads.modules:
+                settings["heads"] = "auto"
+            if not self._has_other_shapes:
+                settings["on_shape_mismatch"] = "error"
+            return settings
+        if self._has_begun:  # with models that nobody has checked
+            return {}
+        return {"heads": UNKNOWN, "on_shape_mismatch": UNKNOWN}
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         # A caller may have changed an attribute since the constructor.
@@ -156,10 +175,19 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._architecture.backbone,
             self._architecture.embeddings(stored),
         )
+        self._default_heads = Heads(
+            "auto",
+            stored,
+            config,
+            self._architecture.backbone,
+            self._architecture.embeddings(stored),
+        )
+        self._has_other_shapes = False
         # Before layers are chosen: else the head would be merged, and the state not fit.
-        self._heads.keep(self.before.get("heads", {}).values())
-        # A head that its checkpoint lacks counts, too.
-        self._heads.add(PRETRAINED, self._base.params, config, ())
+        for heads in (self._heads, self._default_heads):
+            heads.keep(self.before.get("heads", {}).values())
+            # A head that its checkpoint lacks counts, too.
+            heads.add(PRETRAINED, self._base.params, config, ())
         self._select()
         log.info("%s", self.method)
 
@@ -285,6 +313,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         task = self._model(name, model, missing_keys)
         head_params = self._heads.of(self._base.params)
         find_head(self._heads, task)
+        find_head(self._default_heads, task)
         if self._heads.of(self._base.params) != head_params:
             self._refuse_late_head(name)
             self._select()
@@ -298,6 +327,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             )
         plan = self._plan([task], self.first_step + self.names.index(name))
         for param in check_shapes(plan, task, self._architecture):
+            self._has_other_shapes = True
             task.ignore(param)
         for warning in check_task(plan, task, self._architecture, plan.averaged):
             log.warning("%s", warning)

@@ -216,7 +216,10 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
     Models and training data are compared by their content, which may have come from another place.
     """
     before: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
-    before |= saved.get("settings", {})
+    saved_settings = saved.get("settings", {})
+    # Early in a run, it is not known whether some settings have an effect.
+    for key in run["settings"]:
+        before[key] = saved_settings.get(key)
     now = {"method": run["method"], "order": run["order"], **run["settings"]}
     data = saved.get("training_data", {})
     # Early in a run, its data have not been looked at yet.

@@ -99,7 +99,7 @@ def _applies(option: Field[Any], instances: Iterable[Any]) -> bool:
 
 def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
     """Return a decorator that puts the fields of dataclasses into the signature of a constructor
-    with ``**kwargs``.
+    with ``**kwargs``, and keeps the dataclasses as ``option_kinds``.
 
     Everything that reads signatures (FusionBench's ``auto_register_config``, an editor) then sees
     every option by name.
@@ -115,6 +115,7 @@ def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
         constructor: Any = vars(cls)["__init__"]
         *parameters, kwargs = inspect.signature(constructor).parameters.values()
         constructor.__signature__ = Signature([*parameters, *options, kwargs])
+        cls.option_kinds = kinds  # type: ignore[attr-defined]
         return cls
 
     return decorate

@@ -32,7 +32,9 @@ class FineTuningConfig:
     learning_rate: float = option(1e-5, "Learning rate of Adam at the first step of each task.")
     num_steps: int = option(4000, "Steps of Adam on each task.")
     batch_size: int = option(128, "Images in a batch.")
-    num_workers: int = option(0, "Processes that read images; 0 reads them in this one.")
+    num_workers: int = option(
+        0, "Processes that read images; 0 reads them in this one.", scope="run"
+    )
 
 
 @auto_register_config
