@@ -79,10 +79,14 @@ def main():
     )
     parser.add_argument("--size", choices=SHAPES, default="70B")
     parser.add_argument("--count", type=int, action="append", help="of adapters; default: 3")
+    parser.add_argument("--blocks", type=int, help="at most so many")
     parser.add_argument("--base", action="store_true", help="merge into a base, which is made")
     parser.add_argument("--folder", type=Path, default=Path("outputs/adapters"))
     arguments, options = parser.parse_known_args()
     config = SHAPES[arguments.size]
+    config.num_hidden_layers = min(
+        config.num_hidden_layers, arguments.blocks or config.num_hidden_layers
+    )
     folder = arguments.folder / arguments.size
     if folder.exists():
         parser.error(f"{folder} exists: remove it")
