@@ -124,6 +124,11 @@ def analyze(
 
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
+    folders = [word for word in overrides if "=" not in word and Path(word).expanduser().is_dir()]
+    if folders:
+        base, *tasks = folders
+        command = " ".join([f"--base {base}", *(f"--task {task}" for task in tasks)])
+        raise ValueError(f"'{base}' is a folder: folders are named by options, {command}")
     if ("base" in typed) != ("task" in typed):
         raise ValueError(
             "--base and --task go together: name the pretrained model and at least one task"

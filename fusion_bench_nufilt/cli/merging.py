@@ -34,6 +34,7 @@ from fusion_bench_nufilt.utils.files import (
     parse_json,
     printable,
     read_yaml,
+    size_text,
     validate,
 )
 from fusion_bench_nufilt.utils.manifest import read_manifest
@@ -196,15 +197,15 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     if plan.vocabulary.params:
         yield "tokenizer", str(plan.vocabulary)
     if plan.settings.engine == "local":
-        yield "memory", f"{peak_memory(plan) / 1e9:.2f} GB at most"
+        yield "memory", f"{size_text(peak_memory(plan))} at most"
     else:
         from fusion_bench_nufilt.merge.distributed import cluster_nodes
 
         workers_by_slots = Counter(node.slots for node in cluster_nodes(plan))
         for slots, number in workers_by_slots.items():
-            memory = f"{peak_memory(plan, slots) / 1e9:.2f} GB at most"
+            memory = f"{size_text(peak_memory(plan, slots))} at most"
             yield "workers", f"{number}, each on {slots} batches of layers at a time in {memory}"
-    yield "disk", f"{disk_bytes(plan) / 1e9:.2f} GB in {out}"
+    yield "disk", f"{size_text(disk_bytes(plan))} in {out}"
 
 
 def _as_list(value: Any) -> Any:
@@ -248,7 +249,10 @@ def gather(
     # isfile, since Path.is_file raises an OSError where a word is too long for a name.
     files = [word for word in words if "=" not in word or os.path.isfile(word)]
     if len(files) > 1:
-        raise ValueError(f"one recipe file at a time, got {', '.join(files)}")
+        raise ValueError(
+            f"one recipe file at a time, got {', '.join(files)}; models are named by --base and "
+            "--task"
+        )
     recipe: dict[str, Any] = {}
     if files:
         recipe = read_recipe(Path(files[0]))

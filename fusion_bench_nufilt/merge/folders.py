@@ -22,7 +22,7 @@ from torch import Tensor
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
 from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
-from fusion_bench_nufilt.utils.files import CARD, disk_full_errors, escape_html
+from fusion_bench_nufilt.utils.files import CARD, disk_full_errors, escape_html, size_text
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     in_one_line,
@@ -91,7 +91,7 @@ def merge_folders(
     layers = PlannedLayers(plan)
     unchanged = partial(unchanged_records, layers)
     with (
-        disk_full_errors(out, f" ({disk_bytes(plan) / 1e9:.1f} GB in all)"),
+        disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
         closing(Output(out, plan.description, headers, unchanged)) as output,
     ):
         _merge(layers, state_places, output, progress or (lambda done, total: None))
@@ -120,6 +120,9 @@ def check_output(plan: Plan, out: Path) -> bool:
         remedy = "remove it or name another folder"
         manifest = read_manifest(out, remedy)
         if not manifest:
+            # What is no result is somebody's, and not for this command to have removed.
+            if out.is_dir() and any(out.iterdir()):
+                remedy = "name another folder"
             raise ValueError(f"'{out}' exists: {remedy}")
         description = plan.description
         saved = {key: manifest.get(key) for key in description}
@@ -176,7 +179,7 @@ def check_disk(plan: Plan, out: Path) -> None:
             free += 512 * path.stat().st_blocks
     if needed > free:
         raise ValueError(
-            f"the result takes {needed / 1e9:.1f} GB and '{folder}' has {free / 1e9:.1f} GB left"
+            f"the result takes {size_text(needed)} and '{folder}' has {size_text(free)} left"
         )
 
 

@@ -23,7 +23,7 @@ from fusion_bench_nufilt.models.vocabulary import (
     new_rows_key,
 )
 from fusion_bench_nufilt.utils.devices import process_memory
-from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.files import Manifest, size_text
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
@@ -371,6 +371,6 @@ def _check_memory(plan: Plan) -> None:
     needed = process_memory(plan.settings.workers) + largest
     if needed > bound:
         raise ValueError(
-            f"max_memory of {bound / 1e9:.2f} GB is below the {needed / 1e9:.2f} GB that the "
+            f"max_memory of {size_text(bound)} is below the {size_text(needed)} that the "
             "largest layer needs by itself"
         )

@@ -327,6 +327,13 @@ def _count_values(content: Any, counts: dict[int, float]) -> float:
     return counts[id(content)]
 
 
+def size_text(count: float) -> str:
+    """Return a number of bytes in GB, or in MB where it is less than a tenth of one."""
+    if count < 1e8:
+        return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.2f} GB"
+
+
 def read_json(path: Path, kind: type[_T], advice: str = "fetch it again") -> _T | None:
     """Return the content of a JSON file, as :func:`validate` does, or None if there is no file.
 

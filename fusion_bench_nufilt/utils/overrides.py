@@ -36,7 +36,11 @@ def key_value(word: str) -> tuple[str, Any]:
     """Return the key and the value of a word that sets one value; refuse any other."""
     override = _parse(word)
     if override.type is not OverrideType.CHANGE or override.is_sweep_override():
-        raise ValueError(f"'{word}' is not of the form KEY=VALUE with one value")
+        hint = ""
+        key, _, values = word.partition("=")
+        if override.is_sweep_override():
+            hint = f"; a list is in brackets: '{key}=[{values}]'"
+        raise ValueError(f"'{word}' is not of the form KEY=VALUE with one value{hint}")
     return override.key_or_group, override.value()
 
 

@@ -1,6 +1,7 @@
 """The `nufilt merge` command: a merge said in a file, in words and in options."""
 
 import json
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -352,3 +353,35 @@ def test_weights_are_the_strengths_of_the_tasks_updates(tmp_path, monkeypatch):
     for key, theta_0 in base.items():
         expected = theta_0 + 0.25 * (task1[key] - theta_0) + (task2[key] - theta_0)
         torch.testing.assert_close(tensors(tmp_path / "out")[key], expected, rtol=0, atol=2e-7)
+
+
+def test_a_list_without_brackets_is_said_to_need_them(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2)
+    command = ("merge", *models(tmp_path, 2), "--out", tmp_path / "out", "--method", "sum")
+    code, text = nufilt(*command, "weights=0.5,0.5")
+    assert code == 1
+    remedy = "a list is in brackets: 'weights=[0.5,0.5]'"
+    assert remedy in text
+    code, text = nufilt(*command, "weights=[0.5,0.5]")
+    assert code == 0, text
+
+
+def test_folders_without_options_are_said_to_need_them(tmp_path, monkeypatch):
+    save_stream(tmp_path, llama(), tasks=2)
+    monkeypatch.chdir(tmp_path)
+    code, text = nufilt("analyze", "base", "task1", "task2")
+    assert code == 1
+    options = "--base base --task task1 --task task2"
+    assert f"folders are named by options, {options}" in text
+    code, text = nufilt("analyze", *options.split())
+    assert code == 0, text
+    code, text = nufilt("merge", "base", "task1", "task2")
+    assert (code, "models are named by --base and --task" in text) == (1, True)
+
+
+def test_sizes_below_a_tenth_of_a_gigabyte_are_in_megabytes(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    command = ("merge", *models(tmp_path, 1), "--out", tmp_path / "out", "--dry-run")
+    code, text = nufilt(*command)
+    assert code == 0, text
+    assert re.search(r"disk 0\.[1-9] MB in ", text)

@@ -269,3 +269,13 @@ def test_the_base_that_an_adapter_names_may_be_anywhere_but_is_the_one_that_is_g
     assert f"adapter' was trained on '{trained_on}', and the base given is '" in text
     change_json(tmp_path / "another" / "config.json", _name_or_path=f"owner/{given}")
     assert plan(tmp_path, ["adapter"], base="another").warnings == []
+
+
+def test_a_folder_of_somebodys_is_not_said_to_be_removed(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    planned = plan(tmp_path, ["task1"])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("somebody's")
+    with pytest.raises(ValueError, match=r"out' exists: name another folder$"):
+        merge_folders(planned, tmp_path / "out")
+    merge_folders(planned, tmp_path / "another")

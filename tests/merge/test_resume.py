@@ -278,7 +278,7 @@ def set_room_on_disk(monkeypatch, free):
 
 def test_no_room_on_the_disk(stream, monkeypatch):
     set_room_on_disk(monkeypatch, 1000)
-    refuse_late(stream, r"the result takes 0\.0 GB and '.*' has 0\.0 GB left")
+    refuse_late(stream, r"the result takes 0\.\d MB and '.*' has 0\.0 MB left")
     assert not work_folder(stream / "out").exists()
 
 
