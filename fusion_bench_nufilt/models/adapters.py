@@ -236,7 +236,7 @@ class LoraAdapter(ModelWeights):
         param = architecture.untied_name(f"{module}.weight")
         numbers = self.config.get("trainable_token_indices")
         if isinstance(numbers, dict):
-            of_module = [numbers[end] for end in numbers if f".{module}".endswith(f".{end}")]
+            of_module = [numbers[end] for end in numbers if _is_found(module, [end])]
             numbers = of_module[0] if of_module else None
         count = self.source.tensors[key].shape[0]
         rows = architecture.rows(param)
@@ -652,16 +652,19 @@ _WITHOUT_WEIGHTS = (
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def _is_in_module(name: str, ends: Sequence[str]) -> bool:
-    """Tell whether a tensor belongs to a module that peft finds by the end of its path, which need
-    not begin at a dot.
+def _is_found(module: str, ends: Sequence[str]) -> bool:
+    """Tell whether peft finds a module to train in full, or some rows of it, by one of some ends of
+    its path, which need not begin at a dot: ``head`` is the end of ``lm_head``.
     """
+    return module.endswith(tuple(ends))
+
+
+def _is_in_module(name: str, ends: Sequence[str]) -> bool:
+    """Tell whether a tensor belongs to a module that peft finds by one of some ends."""
     path = name.rpartition(".")[0]
-    while path:
-        if path.endswith(tuple(ends)):
-            return True
+    while path and not _is_found(path, ends):
         path = path.rpartition(".")[0]
-    return False
+    return bool(path)
 
 
 def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:

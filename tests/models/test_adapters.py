@@ -281,6 +281,7 @@ SAVED = {
     "head": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},
     "tokens": {"trainable_token_indices": [3, 7]},
     "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [1]}},
+    "tokens by the end of a word": {"trainable_token_indices": {"tokens": [3, 7]}},
     "whole tensors": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "tied tensors": {
         "modules_to_save": ["embed_tokens", "model.embed_tokens"],
