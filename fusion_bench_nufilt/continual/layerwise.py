@@ -204,9 +204,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         )
         log.info("%s", self._selection.coverage)
         shapes = [view.shape for view in self.layers.values()]
+        all_merged = not self._selection.coverage.left_out
         for warning in (
             self._selection.coverage.warning,
-            self.method.warning(shapes, self.entry_point),
+            self.method.warning(shapes, self.entry_point, all_merged=all_merged),
         ):
             if warning:
                 _warn_once("%s", warning)

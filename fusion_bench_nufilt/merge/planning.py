@@ -337,7 +337,8 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
     if plan.coverage.warning and not plan.is_adapter:
         warnings.append(plan.coverage.warning)
     shapes = [layer.view.shape for layer in plan.layers]
-    warning = plan.method.warning(shapes, "nufilt merge")
+    all_merged = not plan.coverage.left_out
+    warning = plan.method.warning(shapes, "nufilt merge", all_merged=all_merged)
     if warning is not None:
         warnings.append(warning)
     warnings += check_contents(plan)

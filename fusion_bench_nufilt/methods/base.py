@@ -138,9 +138,17 @@ class LayerMethod(ABC):
         ones.
         """
 
-    def warning(self, shapes: Sequence[tuple[int, int]], entry_point: EntryPoint) -> str | None:
+    def warning(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        entry_point: EntryPoint,
+        *,
+        all_merged: bool = False,
+    ) -> str | None:
         """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``,
         with others as they are typed at the entry point.
+
+        ``all_merged`` says that these are all linear layers in the model's blocks.
         """
         return None
 

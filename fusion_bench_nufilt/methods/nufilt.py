@@ -146,16 +146,24 @@ class Nufilt(LayerMethod):
             initial.append(A.to(theta.device).contiguous())
         return stack(initial)
 
-    def warning(self, shapes: Sequence[tuple[int, int]], entry_point: EntryPoint) -> str | None:
+    def warning(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        entry_point: EntryPoint,
+        *,
+        all_merged: bool = False,
+    ) -> str | None:
         rank = self.options.null_rank
         covered = sum(2 * min(self.options.ranks(d_i).null, d_i) > d_i for _, d_i in shapes)
         if self.options.null_space is not True or 2 * covered <= len(shapes):
             return None
         ranks = as_typed(entry_point, {"null_rank": 0.1667, "lora_rank": 0.0833}, method="nufilt")
+        consequence = "Unless all linear layers are merged, little of a later task gets in; the"
+        if all_merged:
+            consequence = "The"
         return (
             f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} "
-            "layers. Unless all linear layers are merged, little of a later task gets in; the "
-            f"paper's ranks as shares of the width are {ranks}"
+            f"layers. {consequence} paper's ranks as shares of the width are {ranks}"
         )
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:

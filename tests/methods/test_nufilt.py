@@ -11,6 +11,7 @@ from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.merge import plan_merge
 from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.methods.options import TargetConfig
 from tests.cli.helpers import nufilt
 from tests.merge.helpers import save_stream
 from tests.tiny_models import clip, finetuned, llama
@@ -65,6 +66,16 @@ def test_the_ranks_are_advised_as_they_are_typed_where_the_user_stands(tmp_path)
     code, text = nufilt(*merge, *words)
     assert code == 0, text
     assert "covers more than half" not in text
+
+
+def test_the_ranks_are_not_said_to_need_all_linear_layers_where_all_are_merged(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    condition = "Unless all linear layers are merged"
+    for targets, is_said in (("all-linear", False), ([r"q_proj"], True)):
+        config = TargetConfig(target_modules=targets)
+        planned = plan_merge(str(tmp_path / "base"), [str(tmp_path / "task1")], targets=config)
+        (text,) = [text for text in planned.warnings if "null_rank" in text]
+        assert (condition in text) == is_said
 
 
 @pytest.mark.parametrize("method", ["nufilt", "nufilt/all_linear"])
