@@ -4,6 +4,7 @@ goes on, between a finished one and the same command, and before a merge that go
 """
 
 import dataclasses
+import shutil
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +29,7 @@ from tests.merge.helpers import (
     save_stream,
     without_seconds,
 )
+from tests.models.test_adapters import save_all
 from tests.models.test_vocabulary import save as save_with_tokens
 from tests.tiny_models import SMALL, build, finetuned, llama
 
@@ -129,6 +131,8 @@ OF_SETTINGS = [
     *idle("sum", "state", True),
     *toggles("sum", "state", False),
     *toggles("nufilt", "state", True, models="bfloat16"),
+    *toggles("nufilt", "adapter", True, models="adapters"),
+    *toggles("nufilt", "rank", 2, models="adapters", adapter=True),
     *idle("nufilt", "dtype", "float32"),
     *toggles("nufilt", "dtype", "bfloat16"),
     *idle("nufilt", "dtype", "bfloat16", models="bfloat16"),
@@ -204,6 +208,13 @@ def save_models(folder, models):
         save_with_tokens(folder / "base", base)
         save_with_tokens(folder / "task1", finetuned(base, 1), "<a>", "<b>", "<c>", seed=1)
         save_with_tokens(folder / "task2", finetuned(base, 2), "<d>", "<e>", "<f>", seed=2)
+    elif models == "adapters":
+        for number, task in enumerate(TASKS, 1):
+            save_all(folder, llama(tie_word_embeddings=False), seed=number)
+            (folder / "adapter").rename(folder / f"of {task}")
+        for task in TASKS:
+            shutil.rmtree(folder / task, ignore_errors=True)
+            (folder / f"of {task}").rename(folder / task)
     elif models == "heads":
         config = hf.BertConfig(**SMALL, vocab_size=50, num_labels=2)
         save_stream(folder, build(hf.BertForSequenceClassification, config, 0), tasks=2)
@@ -272,6 +283,10 @@ def test_a_merge_that_goes_on_is_warned_of_what_another_option_changes(toggle, f
     folder = folders(toggle.models)
     first, second = options_of(toggle, tasks=1)
     merged = merge(folder, ["task1"], tmp_path / "first" / "merged", **first)
+    if toggle.name == "adapter":
+        with pytest.raises(ValueError, match="is a whole model, and --adapter merges adapters"):
+            merge(folder, ["task2"], tmp_path / "out", merged, **second)
+        return
     out = merge(folder, ["task2"], tmp_path / "out", merged, **second)
     is_warned = any("settings differ" in text for text in manifest(out)["warnings"])
     assert is_warned == (toggle.name in LASTING and not toggle.is_idle)
