@@ -4,7 +4,6 @@ card to people and to the hub.
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,14 @@ from torch import Tensor
 from fusion_bench_nufilt.models.architecture import Layer
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
 from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
-from fusion_bench_nufilt.utils.files import CARD, disk_full_errors, escape_html, size_text
+from fusion_bench_nufilt.utils.files import (
+    CARD,
+    disk_full_errors,
+    escape_html,
+    existing_parent,
+    is_writable,
+    size_text,
+)
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     in_one_line,
@@ -139,8 +145,8 @@ def check_output(plan: Plan, out: Path) -> bool:
                     f"edited inside a tensor; {remedy}"
                 )
         return True
-    folder = _existing_parent(out)
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    folder = existing_parent(out)
+    if not is_writable(folder):
         raise ValueError(f"'{out}' can't be made: '{folder}' is no folder that can be written to")
     return False
 
@@ -170,7 +176,7 @@ def check_disk(plan: Plan, out: Path) -> None:
     """Raise a ValueError if the disk has no room for the result, besides what an interrupted run
     wrote of it.
     """
-    folder = _existing_parent(out)
+    folder = existing_parent(out)
     needed = disk_bytes(plan)
     free = shutil.disk_usage(folder).free
     for path in work_folder(out).rglob("*.safetensors"):
@@ -181,11 +187,6 @@ def check_disk(plan: Plan, out: Path) -> None:
         raise ValueError(
             f"the result takes {size_text(needed)} and '{folder}' has {size_text(free)} left"
         )
-
-
-def _existing_parent(out: Path) -> Path:
-    """Return the folder that exists and is nearest to a path above it."""
-    return next(parent for parent in out.absolute().parents if parent.exists())
 
 
 def _fetch(plan: Plan) -> list[str]:

@@ -62,13 +62,27 @@ def lock_folder(folder: Path) -> BaseFileLock:
     return lock
 
 
+def existing_parent(path: Path) -> Path:
+    """Return what exists and is nearest above a path."""
+    return next(parent for parent in path.absolute().parents if parent.exists())
+
+
+def is_writable(folder: Path) -> bool:
+    """Tell whether a path is a folder in which files can be made."""
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
 def refuse_foreign(folder: Path, mark: str, begun: Collection[str] = ()) -> None:
-    """Refuse a folder for results that has files, but not the one that marks earlier results.
+    """Refuse a folder for results that can't be made or written to, or that has files, but not the
+    one that marks earlier results.
 
     ``begun`` names what is written before the mark: a process that was killed leaves it, with its
     lock.
     """
-    if not folder.is_dir():
+    nearest = folder if folder.exists() else existing_parent(folder)
+    if not is_writable(nearest):
+        raise ValueError(f"--out {folder}: '{nearest}' is no folder that can be written to")
+    if nearest != folder:
         return
     names = {path.name for path in folder.iterdir()}
     if mark in names:

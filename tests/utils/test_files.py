@@ -47,3 +47,12 @@ def test_a_folder_of_somebody_else_is_foreign(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=r"it has '.*' and no compare\.json"):
         files.refuse_foreign(tmp_path, "compare.json", ["moments"])
+
+
+@pytest.mark.parametrize("out", ["file", "file/out", "file/new/out"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, out):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"'.*file' is no folder that can be written to"):
+        files.refuse_foreign(tmp_path / out, "compare.json")
+    files.refuse_foreign(tmp_path / "new" / "out", "compare.json")
+    assert not (tmp_path / "new").exists()
