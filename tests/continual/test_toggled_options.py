@@ -6,19 +6,22 @@ import dataclasses
 import hashlib
 import shutil
 
+import pandas as pd
 import pytest
 from fusion_bench.taskpool import BaseTaskPool
 
 from fusion_bench_nufilt.continual import algorithm as protocol
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.methods.options import ProtocolConfig, TargetConfig
+from fusion_bench_nufilt.methods.options import VARIANTS, ProtocolConfig, TargetConfig
 from fusion_bench_nufilt.utils.options import choices
 from tests.continual.helpers import logging_to, pool
 
 RANKS = {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 2}
 #: What is run, by name: a method and its settings.
-RUNS = {name: (name, {}) for name in METHODS if name != "nufilt"} | {
+RUNS = {
+    **{name: (name, {}) for name in METHODS if not name.startswith("nufilt")},
+    **{name: (name, {**RANKS, **VARIANTS[name]}) for name in VARIANTS},
     "adam": ("nufilt", RANKS),
     "closed form": ("nufilt", {**RANKS, "solver": "closed_form"}),
     "no adapter": ("nufilt", {**RANKS, "lora_rank": 0}),
@@ -65,6 +68,9 @@ def other_value(field, value):
 
 
 ALL = [(run, option) for run in RUNS for option in options_of(run)]
+# Refused for nothing: an adapter that takes no step is the same at every rank but 0, which measures
+# no loss.
+ALL.remove(("no steps", "lora_rank"))
 #: Those that nothing depends on, and some others.
 FEW = [
     ("adam", "ridge"),
@@ -112,6 +118,9 @@ def files(folder):
         kept = file.suffix == ".safetensors" or file.name.startswith(("report_", "model_names"))
         if kept:
             digests[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    layers = pd.read_csv(folder / "layers.csv", dtype=str)
+    seconds = [column for column in layers if column.endswith("seconds")]
+    digests["layers.csv"] = layers.drop(columns=seconds).to_csv()
     return digests
 
 
