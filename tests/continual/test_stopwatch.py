@@ -68,10 +68,13 @@ STEPS = {
     "sequential_finetuning": "num_steps",
 }
 #: FusionBench's own loops, batch methods, our own, and those that need data.
-METHODS = ["opcm", "weight_average", "dop", "task_arithmetic", "knots_ties", "nufilt", *STEPS]
+METHODS = ["opcm", "nufilt", "adamerging"]
+for name in ("weight_average", "dop", "task_arithmetic", "knots_ties", *STEPS):
+    if name not in METHODS:
+        METHODS.append(pytest.param(name, marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize("name", list(dict.fromkeys(METHODS)))
+@pytest.mark.parametrize("name", METHODS)
 def test_the_seconds_of_a_method_are_those_of_merging_alone(
     name, demo, tmp_path, clock, monkeypatch
 ):

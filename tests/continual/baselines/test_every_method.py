@@ -131,10 +131,17 @@ def test_every_method_merges_and_scores_every_family_or_says_why_not(family, nam
     assert expected <= changed
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in METHODS])
+#: A decomposition, an optimiser and a batch method; the others take half a minute in all.
+QUICK = ("opcm", "dop", "ties_merging")
+IN_16_BITS = [pytest.param(name, torch.bfloat16) for name in QUICK]
+for name in NAMES:
+    if name not in METHODS:
+        IN_16_BITS.append(pytest.param(name, torch.float16, marks=pytest.mark.slow))
+        if name not in QUICK:
+            IN_16_BITS.append(pytest.param(name, torch.bfloat16, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize(("name", "dtype"), IN_16_BITS)
 def test_every_baseline_computes_in_float32_with_models_in_16_bits(name, dtype, request):
     """The result is that of the same weights in float32, rounded at each step."""
     algorithm, models, pool, taskpool = stream("clip", name, request)
@@ -155,7 +162,9 @@ def test_every_baseline_computes_in_float32_with_models_in_16_bits(name, dtype, 
     assert error < 4 * torch.finfo(dtype).eps * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["opcm", "dop", "iso_c"])
+@pytest.mark.parametrize(
+    "name", ["opcm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dop", "iso_c"))]
+)
 def test_a_stream_of_models_in_16_bits_is_resumed_with_the_same_bits(name, tmp_path):
     models = {key: model.bfloat16() for key, model in pool_of_clips(3).items()}
     options = []
