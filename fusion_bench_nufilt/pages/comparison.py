@@ -120,10 +120,16 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
     if len(results.seeds) == 1 and len(results.tasks) <= 10:
         step_names = results.matrices(results.seeds[0])[labels[0]].steps
     seen = means(select(results.measured, metric="seen"), "step", labels, steps)
+    accuracy = means(results.measured, "metric", list(results.methods), ["ACC"])["ACC"]
+    curve_names = {}
+    for label, mean in accuracy.items():
+        # A mean over fewer tasks is not to be read as one beside those over all.
+        part = results.missing_part(label, mean, "ACC")
+        curve_names[label] = f"{label} ({part})" if part else label
     rows: Rows = []
     for label in labels:
         for step, mean in zip(step_names, seen.loc[label], strict=True):
-            row: Json = {"name": label, "x": step, "y": 100 * mean.mean}
+            row: Json = {"name": curve_names[label], "x": step, "y": 100 * mean.mean}
             if len(labels) <= _MOST_BANDS and mean.count > 1:
                 row |= _band(mean, lowest=0)
             rows.append(row)
@@ -136,7 +142,7 @@ def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> Cha
         rows,
         "models merged",
         title,
-        among=list(results.methods),
+        among=list(curve_names.values()),
         ranked=True,
     )
 

@@ -213,3 +213,11 @@ def test_a_band_ends_where_scores_do_and_is_explained():
         assert 0 <= row["low"] <= row["value"] <= row["high"] <= 100
     one = charts(comparison({"m": [finished(42)]}))
     assert not encodings(one["accuracy_per_step"], "y")[0]["title"].endswith("std")
+
+
+def test_the_curve_of_a_method_that_lacks_scores_says_of_how_many_tasks_it_is():
+    lacking = {"a": 0.9, "b": float("nan"), "c": 0.3}
+    methods = {"whole": [finished(42)], "lacking": [finished(42, scores=lacking)]}
+    chart = charts_of(comparison(methods))["accuracy_per_step"]
+    names = {row["name"] for row in rows_of(chart) if "name" in row}
+    assert names == {"whole", "lacking (2 of 3 tasks)"}
