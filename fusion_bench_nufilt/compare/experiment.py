@@ -26,7 +26,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fusion_bench_nufilt.continual.content import describe_config
 from fusion_bench_nufilt.continual.errors import what_is_wrong
-from fusion_bench_nufilt.continual.evaluation import Evaluator, Report, SubsetIndices, score
+from fusion_bench_nufilt.continual.evaluation import (
+    Evaluator,
+    Report,
+    SubsetIndices,
+    score,
+    unaveraged,
+)
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.continual.models import (
     MERGED,
@@ -330,6 +336,7 @@ class Experiment:
                 extra_parameters=parameters - self.parameters,
                 changed_tensors=changed_tensors,
                 changed_share=changed_share,
+                unaveraged=unaveraged(algorithm.scores.last_report, algorithm.matrix.missing),
             )
         except Exception as error:
             trace = traceback.format_exc()

@@ -253,6 +253,19 @@ def score(result: dict[str, float | None]) -> float:
     return float(value)
 
 
+def unaveraged(report: Report, tasks: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Return the metrics of tasks without a score, which are in no mean."""
+    metrics_by_task = {}
+    for task in tasks:
+        metrics = {}
+        for metric, value in report.get(task, {}).items():
+            if value is not None:
+                metrics[metric] = value
+        if metrics:
+            metrics_by_task[task] = metrics
+    return metrics_by_task
+
+
 def task_aliases(task: str) -> tuple[str, str]:
     """Return both names of a task: FusionBench calls its Flan-T5 models glue-cola, and their tasks
     cola.

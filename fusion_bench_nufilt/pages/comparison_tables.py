@@ -1,14 +1,14 @@
 """The tables of a comparison, each a pivot of its long table of results."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import pandas as pd
 
 from .content import ComparisonContent
-from .metrics import COSTS, HEADLINE, METRICS, as_shown
+from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown
 from .page import counted, sentences
 from .results import long_table, means, printed_rows, select
 from .tables import Table
@@ -63,7 +63,7 @@ def main_table(results: ComparisonContent) -> Table:
     of_merged += ["extra params", "changed", *(COSTS[name].title for name in _SECONDS)]
     texts.loc[list(results.references), of_merged] = ""
 
-    title = f"{counted(len(results.tasks), 'model')} merged one after another"
+    title = results.stream
     metrics.columns = [METRICS[name].column for name in HEADLINE]
     table = _ranked(results, title, texts.fillna(""), metrics, "metric", HEADLINE)
     if "changed" not in table.texts:
@@ -102,8 +102,8 @@ def task_table(results: ComparisonContent) -> Table:
 def _measured_words(
     results: ComparisonContent, numbers: pd.DataFrame, by: _Columns
 ) -> pd.DataFrame:
-    """Return means as words; one that lacks scores says of how many it is, and a method whose runs
-    all failed says so.
+    """Return means as words; one that lacks scores says of how many it is, a task without a score
+    shows the metrics that it has, and a method whose runs all failed says so.
     """
     words = _words(numbers, by)
     for name in numbers:
@@ -112,8 +112,21 @@ def _measured_words(
             part = results.missing_part(label, mean, metric)
             if part:
                 words.loc[label, name] += f" ({part})"
+            if by == "task" and mean.count == 0:
+                other_metrics = results.unaveraged(label, name)
+                if other_metrics:
+                    words.loc[label, name] = _other_words(other_metrics)
     words.loc[results.failed] = "failed"
     return words
+
+
+def _other_words(other_metrics: Mapping[str, Mean]) -> str:
+    """Return metrics of unknown scale as words, such as ``points 11.95 ± 0.2``."""
+    words = []
+    for metric, mean in other_metrics.items():
+        deviation = "" if math.isnan(mean.std) else f" ± {mean.std:.2g}"
+        words.append(f"{metric} {mean.mean:.4g}{deviation}")
+    return ", ".join(words)
 
 
 def _printed_words(

@@ -60,6 +60,9 @@ class SeedRun:
     #: Tensors of the pretrained model that merging changed, and their share of its parameters.
     changed_tensors: int | None = None
     changed_share: float | None = None
+    #: After the last step, of tasks without a score: metrics that are in no mean, as their scale
+    #: is not known.
+    unaveraged: dict[str, dict[str, float]] = field(default_factory=dict)
     error: str | None = None
     traceback: str | None = None
 
@@ -198,6 +201,24 @@ class ComparisonContent:
             for run in method.finished.values():
                 orders.add(tuple(run.tasks or ()))
         return len(orders)
+
+    @property
+    def stream(self) -> str:
+        """What was merged, in words."""
+        if len(self.tasks) == 1:
+            return "1 model merged"
+        return f"{len(self.tasks)} models merged one after another"
+
+    def unaveraged(self, label: str, task: str) -> dict[str, Mean]:
+        """Return the means over the seeds of what a task without a score has in place of it, by
+        metric.
+        """
+        values: dict[str, list[float]] = {}
+        if label in self.methods:
+            for run in self.methods[label].finished.values():
+                for metric, value in run.unaveraged.get(task, {}).items():
+                    values.setdefault(metric, []).append(value)
+        return {metric: Mean.of(numbers) for metric, numbers in values.items()}
 
     def missing_part(self, label: str, mean: Mean, metric: str = "") -> str:
         """Return such as ``2 of 3 tasks`` or ``9 of 10 seeds`` for the mean of a row that lacks

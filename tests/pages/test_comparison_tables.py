@@ -392,3 +392,20 @@ def test_seconds_of_data_are_a_column_of_their_own():
     assert [row[name]["total s"].text for name in measured] == ["3.0", "7.0"]
     assert [row[name]["data set-up s"].text for name in measured] == ["-", "4.0"]
     assert any(note.startswith("total: merging and set-up of data") for note in costs.notes)
+
+
+def test_a_metric_of_unknown_scale_is_shown_for_its_task_and_is_in_no_mean():
+    scores = {"a": 0.9, "b": float("nan"), "c": 0.3}
+    points = []
+    for seed, value in ((42, 11.0), (43, 13.0)):
+        points.append(finished(seed, scores=scores, unaveraged={"b": {"points": value}}))
+    result = comparison({"m": points})
+    assert cells(task_table(result))["m"]["b"].text == "points 12 ± 1.4"
+    assert cells(main_table(result))["m"]["ACC %"].text.startswith("60.0")
+    assert final(result, "m", "b").count == 0
+
+
+def test_one_model_is_not_said_to_be_merged_after_another():
+    result = comparison({"m": [finished(42, scores={"a": 0.9})]}, tasks=["a"])
+    assert main_table(result).title == "1 model merged"
+    assert result.stream == "1 model merged"

@@ -12,6 +12,7 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import record_moments, shared_inputs, task_inputs
 from fusion_bench_nufilt.continual import Evaluator
+from fusion_bench_nufilt.continual.evaluation import unaveraged
 from fusion_bench_nufilt.continual.taskpools import LMEvalTaskPool
 from tests.analysis.helpers import second_moment
 from tests.tiny_models import finetuned, llama
@@ -215,6 +216,8 @@ def test_a_metric_of_unknown_scale_or_that_is_better_if_lower_is_shown_and_in_no
     algorithm.run(models, taskpool)
     assert algorithm.matrix.missing == ["one"]
     assert 0 <= algorithm.matrix.acc <= 1
+    shown = unaveraged(algorithm.scores.last_report, algorithm.matrix.missing)
+    assert list(shown["one"]) == [metric]
 
 
 def test_a_share_that_is_above_one_has_another_scale(folder):
