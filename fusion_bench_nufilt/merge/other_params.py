@@ -216,7 +216,7 @@ def write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
     of the update that the rule ``other_params`` makes of theirs.
     """
     record: Record = {"param": param, "written": [], "read": {}, "reports": []}
-    nothing = torch.empty(0, device="cpu")
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     joining = plan.joining(param)
     count = plan.models_in_mean(param)
     if not joining:

@@ -241,7 +241,7 @@ class PlannedLayers(LayerSource[Layer]):
         plan = self.plan
         if not any(earlier_directions(plan, layer)):
             return None, {}
-        no_values = torch.empty(0, device=device)
+        no_values = torch.empty(0, dtype=torch.float32, device=device)
         if plan.state is None or OUTPUTS % layer.name not in plan.state.keys:
             assert plan.merged is not None
             update, digests["merged"] = plan.merged.weight(layer.param, no_values)
@@ -448,7 +448,7 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     if layer.param not in task.params:
         return None
     if task.rank_of(layer.param) is not None:
-        factors, _ = task.weight(layer.param, torch.empty(0))
+        factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device="cpu"))
         # Factors have not been rounded to the digits of a whole weight.
         return spectrum(factors, rounding=0.0)
     theta_0, _ = base.read(layer.keys[0])
