@@ -594,5 +594,5 @@ def places() -> Iterator[Row]:
     )
     yield Row("OUT is where we are", nothing, "is inside|exists", (*STREAM, "--out", "."))
     yield Row("OUT is the root", nothing, "is inside|exists", (*STREAM, "--out", "/"))
-    yield Row("OUT in /proc", nothing, "GB left", (*STREAM, "--out", "/proc/out"))
+    yield Row("OUT in /proc", nothing, "MB left", (*STREAM, "--out", "/proc/out"))
     yield Row("OUT with a long name", nothing, "too long", (*STREAM, "--out", "o" * 300))
