@@ -464,12 +464,10 @@ def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many
 
 
 def test_if_the_tokenizer_of_the_base_cannot_be_read_the_warning_is_of_the_base(grown):
-    for name, template in (("one", "a"), ("two", "b")):  # their files differ from the base's
-        save(
-            grown / name,
-            finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4),
-            template=template,
-        )
+    for seed, name, template in ((4, "one", "a"), (5, "two", "b")):
+        base = AutoModelForCausalLM.from_pretrained(grown / "base")
+        # Their files differ from the base's.
+        save(grown / name, finetuned(base, seed), template=template)
     (grown / "base" / "tokenizer.json").write_text("{")
     warnings = [
         text for text in plan(grown, ["one", "two"]).warnings if "matched by their numbers" in text
@@ -516,11 +514,11 @@ def keep_template_in_the_configuration(folder):
 def test_the_chat_template_is_the_first_whether_a_vocabulary_grew_or_not(tmp_path, new, in_config):
     base = llama()
     templates = {"base": None, "plain": None, "code": "code", "chat": "chat"}
-    for name, template in templates.items():
+    for seed, (name, template) in enumerate(templates.items()):
         tokens = ()
         if name == "chat":
             tokens = new
-        save(tmp_path / name, finetuned(base, seed=len(name)), *tokens, template=template)
+        save(tmp_path / name, finetuned(base, seed, 0.002), *tokens, template=template)
         if in_config:
             keep_template_in_the_configuration(tmp_path / name)
     assert template_of(merge(tmp_path, ["plain"], "none", **MEAN)) is None
