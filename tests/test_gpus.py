@@ -19,6 +19,7 @@ from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm, fuse_la
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
+from fusion_bench_nufilt.continual.stopwatch import Stopwatch
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
 from fusion_bench_nufilt.merge.output import Output, work_folder
@@ -604,8 +605,11 @@ def test_fine_tuning_leaves_the_model_where_it_was(gpus, monkeypatch):
     algorithm = baseline("sequential_finetuning")
     algorithm._options = finetuning.FineTuningConfig()
     algorithm._taskpool = SimpleNamespace(data_processor=None)
+    algorithm.stopwatch = Stopwatch()
     algorithm.modelpool = SimpleNamespace(load_train_dataset=lambda name: [])
-    single = SimpleNamespace(clip_model=trained, zeroshot_weights=None)
+    single = torch.nn.Module()
+    single.clip_model = trained
+    single.zeroshot_weights = None
     monkeypatch.setattr(finetuning, "classifier", lambda *_: single)
     monkeypatch.setattr(
         finetuning._OneTaskFineTuning, "run", lambda self, pool: trained.to("cuda:0")

@@ -141,7 +141,7 @@ class TaskVector:
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
         exist = s > max(self.shape) * torch.finfo(dtype).eps * s[:1]
-        rounding = torch.tensor(self.rounding, dtype=torch.float64, device=s.device)
+        rounding = torch.full((), self.rounding, dtype=torch.float64, device=s.device)
         exist &= above_rounding(s.square(), self.energy, rounding, *self.shape)
         return Directions(U * exist, s * exist, V * exist)
 

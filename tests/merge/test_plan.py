@@ -61,7 +61,8 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
 
 def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(stream):
     settings = {key for key in plan(stream).options() if hasattr(Settings, key)}
-    assert settings == {"seed", "weights", "tokenizer", "state", "dtype", "max_shard_size"}
+    of_the_result = {"seed", "weights", "tokenizer", "state", "dtype", "max_shard_size"}
+    assert settings == of_the_result | {"adapter", "rank"}
 
 
 def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path):
