@@ -398,13 +398,14 @@ def _base(merged: str, folder: Path, manifest: Manifest) -> str:
         return name
     raise ValueError(
         f"--base must be given: '{name}', which '{merged}' was made from, is neither here nor "
-        "beside it"
+        "near it"
     )
 
 
 def find_model(model: Input, beside: Path) -> str:
     """Return the name of a model that a manifest names: on the hub at the same revision, or a
-    folder here or beside the result.
+    folder here, beside the result or one folder away from that; its content tells whether it is
+    the one.
 
     A ValueError refuses the path of a folder elsewhere, which none of our manifests has.
     """
@@ -419,6 +420,10 @@ def find_model(model: Input, beside: Path) -> str:
         # A branch in the name moves; the revision stays what it is.
         return f"{name.partition('@')[0]}@{model['revision']}"
     # A manifest names folders without their directories, which are the user's own.
-    if not Path(name).is_dir() and (beside / name).is_dir():
-        return str(beside / name)
+    folders = [Path(), beside, beside.absolute().parent]
+    if "/" not in name:
+        folders += sorted(path for path in beside.glob("*/") if (path / name).is_dir())
+    for folder in folders:
+        if (folder / name).is_dir():
+            return str(folder / name)
     return name

@@ -46,6 +46,21 @@ def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tm
     assert "solver" not in taken_over
 
 
+@pytest.mark.parametrize("folder", ["models", ".."])
+def test_a_base_one_folder_away_from_the_result_is_found(tmp_path, folder):
+    results = tmp_path / "results"
+    save_stream(tmp_path, llama(), tasks=2)
+    merge(tmp_path, ["task1"], "one")
+    expected = merge(tmp_path, ["task2"], "two", merged="one")
+    (results / folder).mkdir(parents=True, exist_ok=True)
+    for name in ("one", "task2"):
+        (tmp_path / name).rename(results / name)
+    (tmp_path / "base").rename(results / folder / "base")
+    code, text = go_on(results)
+    assert code == 0, text
+    assert same(tensors(results / "new"), tensors(expected))
+
+
 def test_what_the_user_says_wins_with_a_warning_that_names_both_values(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
     merge(tmp_path, ["task1"], "one")
@@ -105,7 +120,7 @@ def test_a_base_that_is_not_found_must_be_said(tmp_path):
     code, text = go_on(tmp_path)
     assert code == 1
     assert "--base must be given: 'base', which '" in text
-    assert "is neither here nor beside it" in text
+    assert "is neither here nor near it" in text
     assert go_on(tmp_path, "--base", tmp_path / "elsewhere")[0] == 0
 
 
