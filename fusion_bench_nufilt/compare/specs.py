@@ -45,9 +45,10 @@ class RunSpec:
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:
     """Read ``[LABEL=]NAME[:KEY=VALUE]…, …``; ``all`` and ``order_free`` stand for many.
 
-    >>> words = "nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10"
-    >>> [spec.label for spec in parse_methods(words)]
-    ['nufilt', 'NUFILT small']
+    Examples:
+        >>> words = "nufilt, NUFILT small=nufilt:null_rank=21:lora_rank=10"
+        >>> [spec.label for spec in parse_methods(words)]
+        ['nufilt', 'NUFILT small']
     """
     methods = _MethodConfigs(overrides)
     specs = []
