@@ -1,5 +1,5 @@
-"""NUFILT's mathematics on tensors. It needs nothing but torch, reads no files and prints
-nothing.
+"""NUFILT's mathematics on tensors. It needs nothing but torch, reads no files and
+prints nothing.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-r"""The LoRA adapter BA that gives back what the filter took from the new task (Sections 4.1 and
-4.2).
+r"""The LoRA adapter BA that gives back what the filter took from the new task (Sections
+4.1 and 4.2).
 
 For one layer and :math:`V = [V_t, V_p]`, the data-free objective is
 
@@ -7,17 +7,18 @@ For one layer and :math:`V = [V_t, V_p]`, the data-free objective is
     L(A, B) = \|T - \tau B A V\|_F^2, \qquad
     T = [\,\tau V_t - (\tilde\tau + \tau P) V_t, \; -\tau P V_p\,]
 
-whose first columns ask for plasticity and whose last ones for stability. With :math:`G =
-\tau^\top\tau`, :math:`H = \tau^\top T` and :math:`Y = AV` its gradients are
+whose first columns ask for plasticity and whose last ones for stability. With
+:math:`G = \tau^\top\tau`, :math:`H = \tau^\top T` and :math:`Y = AV` its gradients are
 
 .. math::
     \nabla_B L = 2\,(G B\, Y Y^\top - H Y^\top), \qquad
     \nabla_A L = 2\,(B^\top G B\, Y - B^\top H)\, V^\top
 
-so that with G, nothing in the loop has height d_o. Where :math:`\tau = Q K` with few orthonormal
-columns Q (a LoRA), K takes the place of :math:`\tau`, :math:`Q^\top T` takes that of T, and the
-part of T outside Q is a constant of the loss. The last columns of T, and so of H, vanish unless P =
-I, since :math:`P V_p = 0`; they are then not stored.
+so that with G, nothing in the loop has height d_o. Where :math:`\tau = Q K` with few
+orthonormal columns Q (a LoRA), K takes the place of :math:`\tau`, :math:`Q^\top T`
+takes that of T, and the part of T outside Q is a constant of the loss. The last columns
+of T, and so of H, vanish unless P = I, since :math:`P V_p = 0`; they are then not
+stored.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,8 @@ from .subspace import gram_matrix
 
 
 def loop_gram(tau: Tensor) -> Tensor | None:
-    r"""Return :math:`G = \tau^\top\tau`, or None where :math:`\tau^\top (\tau B)` costs less than
-    :math:`G B`.
+    r"""Return :math:`G = \tau^\top\tau`, or None where :math:`\tau^\top (\tau B)` costs
+    less than :math:`G B`.
     """
     d_o, d_i = tau.shape[-2:]
     return gram_matrix(tau) if d_i <= 2 * d_o else None
@@ -40,14 +41,14 @@ def loop_gram(tau: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Objective:
-    """The data-free objective of a stack of n layers of equal shape, reduced to what its gradients
-    need.
+    """The data-free objective of a stack of n layers of equal shape, reduced to what
+    its gradients need.
     """
 
     tau: Tensor  # (n, d_o, d_i), or (n, r, d_i) in a basis of r outputs
     gram: Tensor | None  # (n, d_i, d_i), see loop_gram
     V: Tensor  # (n, d_i, k): the columns of [V_t, V_p]
-    H: Tensor  # (n, d_i, h): the columns of tau^T T that need not be zero, the first h of k
+    H: Tensor  # (n, d_i, h): the first h columns of tau^T T; the others are zero
     target_norm2: Tensor  # (n,): ||T||_F^2, the loss where BA = 0
 
     @classmethod
@@ -79,15 +80,15 @@ class Objective:
 def fit_adapter(
     objective: Objective, A: Tensor, *, lr: float, max_steps: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimise the objective by full-batch Adam from A ``(n, r_l, d_i)``, which is not changed, and
-    B = 0.
+    """Minimise the objective by full-batch Adam from A ``(n, r_l, d_i)``, which is not
+    changed, and B = 0.
 
-    Fifty steps do not converge, and stopping there restrains forgetting. Each step costs d_i^2 r_l
-    multiplications and writes into the same buffers.
+    Fifty steps do not converge, and stopping there restrains forgetting. Each step
+    costs d_i^2 r_l multiplications and writes into the same buffers.
 
     Returns:
-        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)`` before each
-        update and after the last one.
+        A ``(n, r_l, d_i)``, B ``(n, d_i, r_l)`` and the losses ``(n, max_steps + 1)``
+        before each update and after the last one.
     """
     tau = objective.tau
     gram = objective.gram
@@ -139,18 +140,20 @@ def fit_adapter(
 def solve_adapter(
     objective: Objective, A: Tensor, *, ridge: float, float64: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Minimise :math:`L(A, B) + \lambda \|A\|^2` over A, with B fixed: a small linear system
-    instead of Adam's steps.
+    r"""Minimise :math:`L(A, B) + \lambda \|A\|^2` over A, with B fixed: a small linear
+    system instead of Adam's steps.
 
-    B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the directions in
-    which :math:`\tau` is large, with :math:`B^\top G B = \operatorname{diag}(g)`. With
-    :math:`V^\top V = W s W^\top` the minimiser is :math:`A = [(B^\top H W) / (g s^\top +
-    \lambda)]\, W^\top V^\top`. This is not in the paper; the ridge acts as stopping Adam early
-    does, and is given as :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G.
-    With ``float64``, matrices are decomposed in float64.
+    B is an orthonormal basis of the rows of the initial :math:`A G`, a sketch of the
+    directions in which :math:`\tau` is large, with
+    :math:`B^\top G B = \operatorname{diag}(g)`. With :math:`V^\top V = W s W^\top` the
+    minimiser is :math:`A = [(B^\top H W) / (g s^\top + \lambda)]\, W^\top V^\top`. This
+    is not in the paper; the ridge acts as stopping Adam early does, and is given as
+    :math:`\lambda` over the mean eigenvalue :math:`\|\tau\|_F^2 / d_i` of G. With
+    ``float64``, matrices are decomposed in float64.
 
     Returns:
-        As :func:`fit_adapter`; the losses ``(n, 2)`` are those before and after, without the ridge.
+        As :func:`fit_adapter`; the losses ``(n, 2)`` are those before and after,
+        without the ridge.
     """
     tau = objective.tau
     V = objective.V
@@ -189,6 +192,6 @@ SOLVERS: dict[
         objective, A, ridge=config.ridge, float64=float64
     ),
 }
-"""The solvers of ``FusionConfig``: functions of an objective, an initial A, the configuration and
-``float64``.
+"""The solvers of ``FusionConfig``: functions of an objective, an initial A, the
+configuration and ``float64``.
 """

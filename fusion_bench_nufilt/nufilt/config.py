@@ -14,8 +14,8 @@ class Ranks(NamedTuple):
 
 
 def option(default: Any, help: str, symbol: str = "", applies: str = "") -> Any:
-    """Return a field with its help, for command lines, its symbol in the paper, and the name of the
-    property that tells whether it has an effect, if it has not always one.
+    """Return a field with its help, for command lines, its symbol in the paper, and the
+    name of the property that tells whether it has an effect, if it has not always one.
     """
     metadata = {"help": help, "symbol": symbol, "applies": applies}
     return field(default=default, metadata=metadata)
@@ -23,12 +23,13 @@ def option(default: Any, help: str, symbol: str = "", applies: str = "") -> Any:
 
 @dataclass(frozen=True)
 class FusionConfig:
-    """NUFILT's settings, the same for all models and task orders; the defaults are the paper's or
-    its authors'.
+    """NUFILT's settings, the same for all models and task orders; the defaults are the
+    paper's or its authors'.
 
-    Field names are the YAML keys of ``method=nufilt``, and peft's where peft has one. A rank is a
-    whole number, or a share of a layer's input width between 0 and 1, see :meth:`ranks`.
-    ``null_rank`` and ``task_rank`` are clipped to ``min(d_o, d_i)`` of a layer.
+    Field names are the YAML keys of ``method=nufilt``, and peft's where peft has one. A
+    rank is a whole number, or a share of a layer's input width between 0 and 1, see
+    :meth:`ranks`. ``null_rank`` and ``task_rank`` are clipped to ``min(d_o, d_i)`` of a
+    layer.
 
     Raises:
         ValueError: a value is out of its range; the message names the key.
@@ -36,9 +37,9 @@ class FusionConfig:
 
     null_rank: int | float = option(
         128,
-        "Number of directions of the merged update that the filter protects. Like the other two "
-        "ranks, a number "
-        "between 0 and 1 is a share of the layer's input width.",
+        "Number of directions of the merged update that the filter protects. Like the "
+        "other two ranks, a number between 0 and 1 is a share of the layer's input "
+        "width.",
         symbol="r_p",
     )
     lora_rank: int | float = option(
@@ -49,8 +50,8 @@ class FusionConfig:
     )
     task_rank: int | float = option(
         8,
-        "Number of directions of the new task that the adapter is trained to keep; 0 means no "
-        "adapter.",
+        "Number of directions of the new task that the adapter is trained to keep; 0 "
+        "means no adapter.",
         symbol="r_v",
     )
     lr: float = option(1e-3, "Learning rate of Adam.", applies="takes_steps")
@@ -63,9 +64,8 @@ class FusionConfig:
     )
     null_space: bool | Literal["zero"] = option(
         True,
-        "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in the authors' "
-        "code. zero: P = 0, "
-        "as the paper prints that ablation.",
+        "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in "
+        "the authors' code. zero: P = 0, as the paper prints that ablation.",
         symbol="P",
     )
     first_task: Literal["paper", "release"] = option(
@@ -75,13 +75,14 @@ class FusionConfig:
     )
     solver: Literal["adam", "closed_form"] = option(
         "adam",
-        "How the adapter is found: by the paper's steps of Adam, or in closed form, without lr and "
-        "max_steps.",
+        "How the adapter is found: by the paper's steps of Adam, or in closed form, "
+        "without lr and max_steps.",
         applies="has_adapter",
     )
     ridge: float = option(
         10.0,
-        "Ridge of closed_form; a larger one restores less of the new task and forgets less.",
+        "Ridge of closed_form; a larger one restores less of the new task and forgets "
+        "less.",
         symbol="λ",
         applies="uses_closed_form",
     )
@@ -106,7 +107,8 @@ class FusionConfig:
         # 1 equals True, and is none of these.
         if not isinstance(self.null_space, bool) and self.null_space != "zero":
             raise ValueError(
-                f"null_space must be one of true, false, 'zero', got {self.null_space!r}"
+                "null_space must be one of true, false, 'zero', "
+                f"got {self.null_space!r}"
             )
         if self.first_task not in ("paper", "release"):
             raise ValueError(
@@ -153,8 +155,8 @@ class FusionConfig:
         return self.changes_adapter and self.init_std > 0
 
     def ranks(self, d_i: int) -> Ranks:
-        """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a whole number, at
-        least 1.
+        """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a
+        whole number, at least 1.
         """
 
         def number(rank: int | float) -> int:
@@ -173,8 +175,8 @@ def _is_number(value: object) -> bool:
 
 
 def _check_whole(key: str, value: Any, most: int, otherwise: str = "") -> None:
-    """Raise a ValueError if a value is not a whole number from 0 to ``most``; ``otherwise`` says
-    what else it may be.
+    """Raise a ValueError if a value is not a whole number from 0 to ``most``;
+    ``otherwise`` says what else it may be.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if is_whole and 0 <= value <= most:

@@ -1,4 +1,6 @@
-"""The mathematics of one merging step on a stack of layers of equal shape: filter, adapt, fuse."""
+"""The mathematics of one merging step on a stack of layers of equal shape: filter,
+adapt, fuse.
+"""
 
 import hashlib
 import time
@@ -21,7 +23,9 @@ from .subspace import (
 
 @dataclass(frozen=True)
 class LowRank:
-    r"""The factors of a task's update: :math:`\tau = L R` and :math:`\theta_t = \theta_0 + L R`."""
+    r"""The factors of a task's update: :math:`\tau = L R` and
+    :math:`\theta_t = \theta_0 + L R`.
+    """
 
     left: Tensor  # L, (..., d_o, r)
     right: Tensor  # R, (..., r, d_i)
@@ -63,11 +67,11 @@ class LowRank:
         return LowRank(self.left.double(), self.right.double())
 
     def in_basis(self) -> tuple[Tensor | None, Tensor]:
-        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K with
-        :math:`\tau = Q K`.
+        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K
+        with :math:`\tau = Q K`.
 
-        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a side of the
-        update, they are None and the update itself.
+        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a
+        side of the update, they are None and the update itself.
         """
         if self.rank >= min(self.shape[-2:]):
             return None, self.product()
@@ -84,8 +88,8 @@ class LayerReport:
     solving_seconds: float = 0.0  # the part of it that the solver took
     task_norm: float = 0.0  # Frobenius norm of the new task vector
     merged_norm: float = 0.0  # Frobenius norm of the cumulative update before this step
-    #: number of directions in the filter: r_p clipped to the numerical rank, which in 16 bits is
-    #: the number of those that are stronger than rounding
+    #: number of directions in the filter: r_p clipped to the numerical rank, which in
+    #: 16 bits is the number of those that are stronger than rounding
     protected_rank: float = 0.0
     #: share of the squared norm of tau that the filter took, in [0, 1]
     filtered_share: float = 0.0
@@ -116,20 +120,21 @@ def fuse_stack(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
-    It takes the memory of :func:`working_bytes`. ``is_first_task`` says that nothing has been
-    merged into the layers so far; a first task that is taken whole needs no step, see
-    :func:`measures_of_first`. With ``float64``, matrices are decomposed in float64. ``height`` is
-    the number of the layers' outputs, where all is given in a basis of fewer.
+    It takes the memory of :func:`working_bytes`. ``is_first_task`` says that nothing
+    has been merged into the layers so far; a first task that is taken whole needs no
+    step, see :func:`measures_of_first`. With ``float64``, matrices are decomposed in
+    float64. ``height`` is the number of the layers' outputs, where all is given in a
+    basis of fewer.
 
-    ``digits`` is the dtype of the models, by default that of ``theta_0``, and ``step`` the number
-    of the task. Directions of models in 16 bits that are no stronger than their rounding are no
-    directions of the tasks, and the filter does not protect them.
+    ``digits`` is the dtype of the models, by default that of ``theta_0``, and ``step``
+    the number of the task. Directions of models in 16 bits that are no stronger than
+    their rounding are no directions of the tasks, and the filter does not protect them.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
     """
-    # Everything but the new weights of a low-rank tau = Q K is computed as if the layer had only
-    # the outputs in Q.
+    # Everything but the new weights of a low-rank tau = Q K is computed as if the layer
+    # had only the outputs in Q.
     Q: Tensor | None = None
     if isinstance(tau, LowRank):
         Q, tau = tau.in_basis()
@@ -142,7 +147,8 @@ def fuse_stack(
     spacing = torch.finfo(digits or theta_0.dtype).eps
     if spacing > torch.finfo(torch.float32).eps:
         rounding_t = rounding_energy(theta_0, spacing)
-        # Of the first task alone; each later one and the model that it made may have been rounded.
+        # Of the first task alone; each later one and the model that it made may have
+        # been rounded.
         rounding_p = (2 * step - 3) * rounding_t
     V_t = top_right_singular_vectors(
         tau,
@@ -152,8 +158,8 @@ def fuse_stack(
         height=height,
         rounding=rounding_t if Q is None else None,  # factors have no rounding
     )
-    # The cumulative update is computed twice, so that it is not held while its singular vectors
-    # are found.
+    # The cumulative update is computed twice, so that it is not held while its singular
+    # vectors are found.
     if is_first_task:
         V_p = first_coordinates(
             difference(theta, theta_0, tau.dtype), ranks.null, height
@@ -209,7 +215,9 @@ def measures_of_first(tau: Tensor | LowRank) -> dict[str, Tensor]:
 def task_vectors(
     task: Tensor | LowRank, base: Tensor, dtype: torch.dtype
 ) -> Tensor | LowRank:
-    r"""Return :math:`\tau` of tasks that are given by their weights, or by the factors of it."""
+    r"""Return :math:`\tau` of tasks that are given by their weights, or by the factors
+    of it.
+    """
     if isinstance(task, LowRank):
         left, right = task.left.to(dtype), task.right.to(dtype)
         return LowRank(left.contiguous(), right.contiguous())
@@ -217,7 +225,9 @@ def task_vectors(
 
 
 def difference(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the difference of stored weights in a dtype, with the same bits in any layout."""
+    """Return the difference of stored weights in a dtype, with the same bits in any
+    layout.
+    """
     return weight.to(dtype).contiguous() - base.to(dtype).contiguous()
 
 
@@ -237,8 +247,8 @@ def _norm2(X: Tensor) -> Tensor:
 
 
 def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:
-    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at ``itemsize``
-    an element.
+    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at
+    ``itemsize`` an element.
     """
     d_o, d_i = shape
     shorter, longer = sorted(shape)
@@ -247,17 +257,17 @@ def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> 
     block = min(shorter, 2 * protected + 16)
     # The Gram matrix of tau is held twice, once stacked.
     gram = 2 * d_i**2 if d_i <= 2 * d_o else 0
-    # While singular vectors are computed, these are theta_0, theta, tau, and tau or tau_merged in
-    # float64; then the Gram matrix of the latter with its eigenvectors and the solver's workspace,
-    # or the eigenvectors and thin matrices, all in float64, too. Afterwards there is tau P with its
-    # temporary.
+    # While singular vectors are computed, these are theta_0, theta, tau, and tau or
+    # tau_merged in float64; then the Gram matrix of the latter with its eigenvectors
+    # and the solver's workspace, or the eigenvectors and thin matrices, all in float64,
+    # too. Afterwards there is tau P with its temporary.
     solver = max(
         8 * shorter**2,
         2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block,
     )
     subspaces = 5 * d_o * d_i + gram + solver
-    # While the adapter is fitted, these are tau, the new weights, and thin matrices: A and B with
-    # their gradients and what Adam keeps of them, and V and H.
+    # While the adapter is fitted, these are tau, the new weights, and thin matrices: A
+    # and B with their gradients and what Adam keeps of them, and V and H.
     columns = protected + min(ranks.task, shorter)
     adapter = (
         2 * d_o * d_i
@@ -271,8 +281,8 @@ def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> 
 def initial_A(
     name: str, d_i: int, config: FusionConfig, seed: int, step: int
 ) -> Tensor:
-    """Draw A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone or among
-    other layers.
+    """Draw A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone
+    or among other layers.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     cpu = torch.device("cpu")  # and float32, whatever torch's defaults are

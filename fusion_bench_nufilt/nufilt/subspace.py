@@ -1,8 +1,8 @@
-"""Singular subspaces of task vectors, how much two of them overlap, and the filter P = I - V_p
-V_p^T (Section 4.1).
+"""Singular subspaces of task vectors, how much two of them overlap, and the filter
+P = I - V_p V_p^T (Section 4.1).
 
-The columns of V_p are the top r_p right singular vectors of the cumulative update: the input
-directions in which the merged model already differs from the pretrained one.
+The columns of V_p are the top r_p right singular vectors of the cumulative update: the
+input directions in which the merged model already differs from the pretrained one.
 """
 
 import math
@@ -11,20 +11,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Perturbation theory may change a singular vector by this much in the first round and in the
-# second. The error that is left is about the square of the first change, or a tenth of the second.
-# A second round is needed only for spectra that are steeper than those of fine-tuned models.
+# Perturbation theory may change a singular vector by this much in the first round and
+# in the second. The error that is left is about the square of the first change, or a
+# tenth of the second. A second round is needed only for spectra that are steeper than
+# those of fine-tuned models.
 _LARGEST_CHANGES = 2e-3, 2e-4
 
 
-# A direction is stronger than rounding's if it is by this much: the edge of a finite matrix and the
-# estimate of its energy are a few per cent off.
+# A direction is stronger than rounding's if it is by this much: the edge of a finite
+# matrix and the estimate of its energy are a few per cent off.
 _MARGIN = 1.1
 
 
 class SteepSpectrumError(torch.linalg.LinAlgError):
-    """A spectrum falls too steeply for float32, as where a matrix has exactly low rank, or is so
-    flat that float32 can't tell its directions apart.
+    """A spectrum falls too steeply for float32, as where a matrix has exactly low rank,
+    or is so flat that float32 can't tell its directions apart.
     """
 
 
@@ -39,10 +40,10 @@ def top_right_singular_vectors(
 ) -> Tensor:
     r"""Return an orthonormal basis of the span of the top right singular vectors.
 
-    They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square matrix, and
-    :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back by :math:`\tau^\top`. A
-    Gram matrix squares the singular values and with them the rounding; :math:`\tau` itself then
-    corrects its eigenvectors.
+    They come from the smaller Gram matrix: :math:`\tau^\top\tau` for a tall or square
+    matrix, and :math:`\tau\tau^\top` for a wide one, whose left vectors are mapped back
+    by :math:`\tau^\top`. A Gram matrix squares the singular values and with them the
+    rounding; :math:`\tau` itself then corrects its eigenvectors.
 
     Args:
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
@@ -50,14 +51,15 @@ def top_right_singular_vectors(
         gram: :math:`\tau^\top\tau`, if it is at hand already.
         float64: compute in float64, without ``gram``.
         height: the outputs of the layer, where ``tau`` is given in a basis of fewer.
-        rounding: the expected energy ``(...)`` of what the rounding of stored weights added to
-            ``tau``, see :func:`rounding_energy`.
+        rounding: the expected energy ``(...)`` of what the rounding of stored weights
+            added to ``tau``, see :func:`rounding_energy`.
 
     Returns:
-        ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most ``max(d_o, d_i)
-        * eps`` times the largest, numpy's rule, with the layer's sides) are zero, so that ``V @
-        V.mT`` is the orthogonal projector on the matrix's span; so are those of directions that are
-        no stronger than rounding's, see :func:`above_rounding`.
+        ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most
+        ``max(d_o, d_i) * eps`` times the largest, numpy's rule, with the layer's sides)
+        are zero, so that ``V @ V.mT`` is the orthogonal projector on the matrix's span;
+        so are those of directions that are no stronger than rounding's, see
+        :func:`above_rounding`.
 
     Raises:
         SteepSpectrumError: the spectrum falls too steeply for float32.
@@ -87,8 +89,9 @@ def top_right_singular_vectors(
         )
         shape = "falls too steeply" if bool(is_steep.any()) else "is too flat"
         raise SteepSpectrumError(f"its spectrum {shape} for float32")
-    # The corrected vectors are not orthogonal where the spectrum is steep. QR keeps the span of the
-    # leading columns: the largest come first, the last may be rounding alone.
+    # The corrected vectors are not orthogonal where the spectrum is steep. QR keeps the
+    # span of the leading columns: the largest come first, the last may be rounding
+    # alone.
     V = block[..., :rank]
     V = torch.linalg.qr(tau.mT @ V if wide else V).Q
     exist = sigma > 0
@@ -108,19 +111,20 @@ def _refine(
     rank: int,
     cutoff: float,  # singular values up to this share of the largest count as zero
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Return right singular vectors of X from eigenvectors of its Gram matrix, without the
-    rounding of that matrix.
+    r"""Return right singular vectors of X from eigenvectors of its Gram matrix, without
+    the rounding of that matrix.
 
-    Rayleigh-Ritz within the block comes first. One step of perturbation theory follows for what
-    lies outside: with the residual :math:`R = X^\top X V - V \Lambda`, the component of :math:`v_j`
-    along another eigenvector :math:`u_i` is :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error
-    that is left is about its square. If the others are not known, a power step before takes their
-    place, and their eigenvalues count as zero.
+    Rayleigh-Ritz within the block comes first. One step of perturbation theory follows
+    for what lies outside: with the residual :math:`R = X^\top X V - V \Lambda`, the
+    component of :math:`v_j` along another eigenvector :math:`u_i` is
+    :math:`u_i^\top R_j / (\lambda_j - \mu_i)`. The error that is left is about its
+    square. If the others are not known, a power step before takes their place, and
+    their eigenvalues count as zero.
 
     Returns:
-        A better block, whose first ``rank`` columns are the wanted vectors, the largest singular
-        value first; their singular values, zero beyond the numerical rank; and how much they were
-        changed, both ``(..., 1, rank)``.
+        A better block, whose first ``rank`` columns are the wanted vectors, the largest
+        singular value first; their singular values, zero beyond the numerical rank; and
+        how much they were changed, both ``(..., 1, rank)``.
     """
     block = torch.linalg.qr(X.mT @ (X @ block) if others is None else block).Q
     Y = X @ block
@@ -144,8 +148,8 @@ def _refine(
 
 
 def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
-    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU where its
-    spectrum needs that.
+    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU
+    where its spectrum needs that.
     """
     try:
         return top_right_singular_vectors(tau, rank)
@@ -154,8 +158,8 @@ def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
 
 
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
-    r"""Return :math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``; half of its blocks are
-    computed, half copied.
+    r"""Return :math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``; half of its blocks
+    are computed, half copied.
     """
     d = X.shape[-1]
     gram = X.new_empty(*X.shape[:-2], d, d)
@@ -167,20 +171,20 @@ def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
 
 
 def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """Return the top eigenvectors ``(..., d, rank)`` of positive semidefinite ``(..., d, d)``, the
-    largest first.
+    """Return the top eigenvectors ``(..., d, rank)`` of a positive semidefinite matrix
+    ``(..., d, d)``, the largest first.
     """
     block, _ = _split_eigenvectors(gram, rank)
     return block[..., -rank:].flip(-1)
 
 
 def leading_basis(X: Tensor, rank: int, rounds: int) -> Tensor:
-    """Return an orthonormal basis ``(d, rank)`` that has about the leading right singular vectors
-    of a matrix ``(m, d)``.
+    """Return an orthonormal basis ``(d, rank)`` that has about the leading right
+    singular vectors of a matrix ``(m, d)``.
 
-    It is randomized subspace iteration of a fixed number of rounds (Halko et al., 2011), of two
-    products each: exact if the matrix has no more than ``rank`` directions, and the less so the
-    flatter the spectrum is.
+    It is randomized subspace iteration of a fixed number of rounds (Halko et al.,
+    2011), of two products each: exact if the matrix has no more than ``rank``
+    directions, and the less so the flatter the spectrum is.
     """
     basis = random_start(X.shape[1], rank).to(X)
     for _ in range(rounds):
@@ -192,13 +196,13 @@ def leading_basis(X: Tensor, rank: int, rounds: int) -> Tensor:
 def _split_eigenvectors(
     gram: Tensor, rank: int
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive semidefinite matrix,
-    and the others.
+    """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive
+    semidefinite matrix, and the others.
 
-    A few vectors of a large matrix come from block iteration, which does not know the others, and
-    otherwise from a full
-    solver: the faster choice, with the same residual of a few roundings of the norm. The others are
-    vectors ``(..., d, d - k)`` and their eigenvalues ``(..., d - k)``, or None.
+    A few vectors of a large matrix come from block iteration, which does not know the
+    others, and otherwise from a full solver: the faster choice, with the same residual
+    of a few roundings of the norm. The others are vectors ``(..., d, d - k)`` and their
+    eigenvalues ``(..., d - k)``, or None.
     """
     d = gram.shape[-1]
     if d >= 256 and 16 * rank <= d:
@@ -213,11 +217,12 @@ def _split_eigenvectors(
 
 
 def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor | None:
-    """Iterate a block of more than ``rank`` vectors, and return it, or None without convergence.
+    """Iterate a block of more than ``rank`` vectors, and return it, or None without
+    convergence.
 
-    Between two rounds of Rayleigh-Ritz, a Chebyshev polynomial of the matrix damps all eigenvalues
-    below those of the block (Zhou and Saad, 2007). On nearly flat spectra, powers of the matrix
-    would need several times the products.
+    Between two rounds of Rayleigh-Ritz, a Chebyshev polynomial of the matrix damps all
+    eigenvalues below those of the block (Zhou and Saad, 2007). On nearly flat spectra,
+    powers of the matrix would need several times the products.
     """
     start = random_start(gram.shape[-1], 2 * rank + 16)
     X = torch.linalg.qr(gram @ start.to(gram)).Q
@@ -247,8 +252,8 @@ def _block_iteration(gram: Tensor, rank: int, max_products: int = 96) -> Tensor 
 def random_start(d: int, rank: int) -> Tensor:
     """Return a matrix ``(d, rank)`` in float64 for an iteration to start from.
 
-    It is random, so that no direction is missed, and always the same, so that results repeat,
-    whatever torch's default device and dtype are.
+    It is random, so that no direction is missed, and always the same, so that results
+    repeat, whatever torch's default device and dtype are.
     """
     cpu = torch.device("cpu")
     generator = torch.Generator(cpu).manual_seed(0)
@@ -256,12 +261,12 @@ def random_start(d: int, rank: int) -> Tensor:
 
 
 def _chebyshev_degree(ratios: Tensor) -> int:
-    """Return a degree at which rounding in the largest of the wanted vectors does not drown the
-    smallest.
+    """Return a degree at which rounding in the largest of the wanted vectors does not
+    drown the smallest.
 
-    ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the damped
-    interval, beyond which the polynomial grows like exp(degree * arcosh(x)), whose squares must not
-    overflow float32.
+    ``ratios`` ``(..., 1, rank)``, ascending, are their Ritz values over the end of the
+    damped interval, beyond which the polynomial grows like exp(degree * arcosh(x)),
+    whose squares must not overflow float32.
     """
     growth = (2 * ratios.clamp_min(1) - 1).arccosh()
     largest = max(1e-3, float(growth.max()))
@@ -270,20 +275,21 @@ def _chebyshev_degree(ratios: Tensor) -> int:
 
 
 def rounding_energy(weight: Tensor, spacing: float) -> Tensor:
-    r"""Return the expected energy (squared Frobenius norm) of the rounding errors of stored
-    weights, ``(...)``, in float64.
+    r"""Return the expected energy (squared Frobenius norm) of the rounding errors of
+    stored weights, ``(...)``, in float64.
 
-    ``spacing`` is that of stored values, relative to the power of two below each, so that the error
-    of a value is spread evenly over one spacing. With magnitudes :math:`m\,2^e` whose logarithms
-    are, too, the mean of :math:`m^{-2}` is :math:`3 / (8 \ln 2)`.
+    ``spacing`` is that of stored values, relative to the power of two below each, so
+    that the error of a value is spread evenly over one spacing. With magnitudes
+    :math:`m\,2^e` whose logarithms are, too, the mean of :math:`m^{-2}` is
+    :math:`3 / (8 \ln 2)`.
     """
     norm = torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=torch.float64)
     return 3 / (8 * math.log(2)) / 12 * (spacing * norm).square()
 
 
 def share_of_strongest(d_o: int, d_i: int) -> float:
-    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over its energy
-    (Marchenko and Pastur, 1967).
+    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over
+    its energy (Marchenko and Pastur, 1967).
     """
     return (d_o**-0.5 + d_i**-0.5) ** 2
 
@@ -291,11 +297,11 @@ def share_of_strongest(d_o: int, d_i: int) -> float:
 def above_rounding(
     squares: Tensor, energy: Tensor, rounding: Tensor, d_o: int, d_i: int
 ) -> Tensor:
-    """Tell which directions of matrices ``(d_o, d_i)`` are stronger than any of their rounding
-    errors.
+    """Tell which directions of matrices ``(d_o, d_i)`` are stronger than any of their
+    rounding errors.
 
-    The energy of these errors is at most what is expected, and at most what is left without the
-    directions that are stronger: a matrix of exactly low rank has none.
+    The energy of these errors is at most what is expected, and at most what is left
+    without the directions that are stronger: a matrix of exactly low rank has none.
 
     Args:
         squares: the largest squared singular values ``(..., k)``, the largest first.
@@ -322,12 +328,12 @@ def above_rounding(
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
-    r"""Return the affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper, Section 3.4), in
-    [0, 1].
+    r"""Return the affinity :math:`\|W^\top V\|_F^2 / r` of two subspaces (paper,
+    Section 3.4), in [0, 1].
 
-    V ``(..., d, r)`` and W ``(..., d, s)`` have orthonormal (or zero) columns; r counts the
-    non-zero ones of V. The affinity ``(...)`` is 1 where span(V) lies inside span(W), and 0 where
-    they are orthogonal or V is zero.
+    V ``(..., d, r)`` and W ``(..., d, s)`` have orthonormal (or zero) columns; r counts
+    the non-zero ones of V. The affinity ``(...)`` is 1 where span(V) lies inside
+    span(W), and 0 where they are orthogonal or V is zero.
     """
     r = V.square().sum(dim=(-2, -1)).round().clamp_min(1)
     return (W.mT @ V).square().sum(dim=(-2, -1)) / r
@@ -336,8 +342,8 @@ def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
 def null_space_filter(
     tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero"] = True
 ) -> Tensor:
-    r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of ``FusionConfig.null_space``, which
-    is never formed.
+    r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of
+    ``FusionConfig.null_space``, which is never formed.
     """
     if null_space is True:
         return tau - (tau @ V_p) @ V_p.mT
@@ -347,12 +353,13 @@ def null_space_filter(
 
 
 def first_coordinates(tau: Tensor, rank: int, height: int | None = None) -> Tensor:
-    r"""Return the V_p ``(..., d_i, r)`` of the authors' released run at the first task: the first
-    input coordinates.
+    r"""Return the V_p ``(..., d_i, r)`` of the authors' released run at the first task:
+    the first input coordinates.
 
-    Its :math:`\tilde\tau` is zero there, and the "top singular vectors" of a zero matrix come out
-    as unit vectors. ``tau`` is ``(..., d_o, d_i)``, and the rank is clipped to ``min(d_o, d_i)``,
-    with the layer's ``height`` as d_o where ``tau`` is given in a basis of fewer outputs.
+    Its :math:`\tilde\tau` is zero there, and the "top singular vectors" of a zero
+    matrix come out as unit vectors. ``tau`` is ``(..., d_o, d_i)``, and the rank is
+    clipped to ``min(d_o, d_i)``, with the layer's ``height`` as d_o where ``tau`` is
+    given in a basis of fewer outputs.
     """
     d_o, d_i = tau.shape[-2:]
     unit = torch.eye(
