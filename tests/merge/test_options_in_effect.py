@@ -277,8 +277,17 @@ def test_what_an_option_does_not_change_is_kept_and_all_else_is_made_anew(
 LASTING = with_scope([*OPTIONS.values(), TargetConfig, Settings], "stream")
 
 
+def of_each_option():
+    """The first toggle of each option that changes something, and the first that does not."""
+    firsts = {}
+    for toggle in TOGGLES:
+        firsts.setdefault((toggle.name, toggle.is_idle), toggle)
+    for toggle in firsts.values():
+        yield pytest.param(toggle, id=str(toggle), marks=NEEDS.get(toggle.name, ()))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("toggle", list(parameters()))
+@pytest.mark.parametrize("toggle", list(of_each_option()))
 def test_a_merge_that_goes_on_is_warned_of_what_another_option_changes(toggle, folders, tmp_path):
     folder = folders(toggle.models)
     first, second = options_of(toggle, tasks=1)
