@@ -376,16 +376,8 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a manifest as they were given; an earlier version had `accumulate`
-    beside `state`.
-    """
-    today = {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
-    accumulate = today.pop("accumulate", None)
-    if accumulate == "float32":
-        today["state"] = True
-    elif accumulate == "stored" and today.get("state"):  # its default, of which NUFILT kept nothing
-        del today["state"]
-    return today
+    """Return the settings in a manifest as they were given."""
+    return {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
 
 
 def _base(merged: str, folder: Path, manifest: Manifest) -> str:

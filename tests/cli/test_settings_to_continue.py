@@ -1,7 +1,6 @@
 """`nufilt merge --merged OUT --task NEW`: what is not said is as it was."""
 
 import pytest
-import torch
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.cli.merging import settings_to_continue
@@ -9,7 +8,6 @@ from tests.cli.helpers import nufilt
 from tests.continual.helpers import logging_to
 from tests.merge.helpers import (
     RANKS,
-    STATE,
     change_json,
     manifest,
     merge,
@@ -138,29 +136,3 @@ def test_the_same_command_once_more_says_that_all_is_done(tmp_path, dry):
     assert "step 2, finished by an earlier run" in text
     assert "layers merged" not in text
     assert (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns == before
-
-
-def as_before(folder, **settings):
-    """Have a result's manifest say what the version with `accumulate` said."""
-    settings = {**manifest(folder)["settings"], "state": True, **settings}
-    change_json(folder / "nufilt.json", settings=settings)
-
-
-@pytest.mark.parametrize(("accumulate", "keeps"), [("float32", True), ("stored", False)])
-def test_a_folder_with_accumulate_is_gone_on_from_and_a_recipe(tmp_path, accumulate, keeps):
-    save_stream(tmp_path, llama(), tasks=2, dtype=torch.bfloat16)
-    settings = {"state": keeps}
-    merge(tmp_path, ["task1"], "one", settings=settings)
-    expected = merge(tmp_path, ["task2"], "two", merged="one", settings=settings)
-    as_before(tmp_path / "one", accumulate=accumulate)
-    code, text = go_on(tmp_path, "--no-verify")
-    assert code == 0, text
-    assert "warning" not in text
-    assert same(tensors(tmp_path / "new"), tensors(expected))
-    assert (tmp_path / "new" / STATE).is_file() == keeps
-    as_before(tmp_path / "new", accumulate=accumulate)
-    recipe = tmp_path / "new" / "nufilt.json"
-    code, text = nufilt("merge", recipe, "--out", tmp_path / "again", "--no-verify")
-    assert code == 0, text
-    assert same(tensors(tmp_path / "again"), tensors(expected))
-    assert (tmp_path / "again" / STATE).is_file() == keeps
