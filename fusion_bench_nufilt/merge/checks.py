@@ -283,10 +283,7 @@ def _check_stored(plan: Plan, param: str, like: Tensor) -> None:
     assert plan.state is not None
     stored = plan.state.source.tensors[plan.state.keys[param]]
     shape = tuple(like.shape)
-    # Earlier versions kept directions in float32.
-    in_float32_before = like.dtype == torch.float16 and stored.dtype == "F32"
-    same_dtype = in_float32_before or stored.dtype == describe(like).dtype
-    if stored.shape != shape or not same_dtype:
+    if stored.shape != shape or stored.dtype != describe(like).dtype:
         dtype = str(like.dtype).removeprefix("torch.")
         raise ValueError(
             f"'{plan.state.source.name}', tensor '{param}': {stored.dtype} {stored.shape} is not "
