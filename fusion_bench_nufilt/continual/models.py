@@ -191,7 +191,7 @@ def merged_before(
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
         return Manifest(), 1
     folder, manifest = merged_checkpoint(modelpool)
-    if folder is not None and verify:
+    if folder is not None and manifest and verify:
         verify_files(folder, manifest, CHANGED)
     num_merged = num_merged or manifest.get("step")
     if num_merged is None:

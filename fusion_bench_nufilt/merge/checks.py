@@ -305,6 +305,9 @@ def verify_merged(plan: Plan) -> list[str]:
     """
     if plan.merged is None or plan.merged.source.remote:
         return []
+    # A model that something else merged has no manifest.
+    if not plan.before:
+        return []
     merged = plan.merged.checkpoint
     small_files = []
     for name in plan.before.get("files", {}):

@@ -134,8 +134,8 @@ def read_whole_checkpoint(folder: Path) -> Manifest:
     """
     advice = "the step can be made again"
     manifest = read_manifest(folder, advice)
-    if manifest is None or "files" not in manifest:
-        raise ValueError(f"checkpoint '{folder}' has no {MANIFEST} that lists its files")
+    if manifest is None:
+        raise ValueError(f"checkpoint '{folder}' has no {MANIFEST}")
     verify_files(folder, manifest, advice)
     return manifest
 
@@ -152,21 +152,24 @@ def verify_files(
     alone tell.
 
     By default, the files are all that the manifest lists except the model card, which people edit.
-    With a manifest of an earlier version, which lists none, files must only be there.
     """
-    files = manifest.get("files")
+    files = manifest.get("files", {})
     if names is None:
-        names = set(files or ()) - {CARD}
+        if not files:
+            raise ValueError(f"'{folder}': {MANIFEST} does not list its files; {advice}")
+        names = files.keys() - {CARD}
     names = sorted(names)
     for name in names:
         path = PurePosixPath(name)
         # A manifest from elsewhere must not make this read a file outside the folder.
         if path.is_absolute() or ".." in path.parts or not (folder / path).is_file():
             raise ValueError(f"'{folder}' lacks {name}; {advice}")
-    if files is None:
-        return
     for name in names:
-        if name not in files or (folder / name).stat().st_size != files[name]["size"]:
+        if name not in files:
+            raise ValueError(
+                f"'{folder}': {MANIFEST} does not list {name} among its files; {advice}"
+            )
+        if (folder / name).stat().st_size != files[name]["size"]:
             raise ValueError(
                 f"'{folder}': {name} is not what was saved (its size differs); {advice}"
             )
@@ -233,10 +236,6 @@ def read_heads(folder: Path, manifest: Manifest, task: str | None = None) -> dic
     files = [head["file"] for name, head in heads.items() if task in (None, name)]
     verify_files(folder, manifest, advice, files)
     for file in files:
-        if file not in manifest.get("files", {}):
-            raise ValueError(
-                f"'{folder}': {MANIFEST} does not list {file} among its files; {advice}"
-            )
         # A result has them, too, and a link may lead to any file of the user's.
         if not is_inside(folder / file, folder):
             raise ValueError(f"'{folder}': {file} is a link out of the folder; {advice}")

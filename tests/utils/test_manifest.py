@@ -26,6 +26,7 @@ from fusion_bench_nufilt.utils.manifest import (
     read_manifest,
     read_whole_checkpoint,
     save_checkpoint,
+    verify_files,
     write_manifest,
 )
 from tests.tiny_models import Shared, clip, llava, t5
@@ -208,6 +209,14 @@ def test_a_damaged_checkpoint_is_known_and_named(tmp_path, damage):
     damage(tmp_path / "step" / "model.safetensors")
     with pytest.raises(ValueError, match="step"):
         read_whole_checkpoint(tmp_path / "step")
+
+
+def test_a_manifest_that_lists_no_files_is_refused_and_not_taken_for_a_whole_checkpoint(tmp_path):
+    save_checkpoint(nn.Linear(2, 2), tmp_path / "step", {}, {})
+    manifest = read_manifest(tmp_path / "step")
+    del manifest["files"]
+    with pytest.raises(ValueError, match=r"step': nufilt.json does not list its files; make it ag"):
+        verify_files(tmp_path / "step", manifest, "make it again")
 
 
 @pytest.mark.parametrize("listed", [True, False])
