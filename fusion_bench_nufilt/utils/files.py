@@ -5,6 +5,7 @@ A schema names what is read back; the files hold more, for people.
 """
 
 import errno
+import fcntl
 import hashlib
 import html
 import json
@@ -27,11 +28,6 @@ from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, Validat
 from rich.markup import escape
 from safetensors import SafetensorError
 from typing_extensions import TypedDict
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # on Windows
-    fcntl = None  # type: ignore[assignment]
 
 _T = TypeVar("_T")
 
@@ -117,8 +113,6 @@ def _lock(stream: BinaryIO) -> bool:
     """Lock an open file until it is closed; return whether no other process of any host, or thread,
     holds it. Where there are no locks, none does.
     """
-    if fcntl is None:
-        return True
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -211,13 +205,7 @@ def _give_usual_mode(file: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
-    windows = os.name == "nt"  # Windows can't open folders, and flushes only files open for writing
-    if windows and path.is_dir():
-        return
-    flags = os.O_RDONLY
-    if windows:
-        flags = os.O_RDWR
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
