@@ -504,4 +504,3 @@ class Manifest(TypedDict, total=False):
     merge_seconds: list[float]
     coverage: dict[str, Any]
     energy_kept: dict[str, Any]  # of an adapter: shares of the update's, in all and by tensor
-    strength: Any  # of the whole update and what it follows from, if the method found it
