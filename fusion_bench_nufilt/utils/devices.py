@@ -196,32 +196,11 @@ def _make_products_exact(restore: ExitStack) -> None:
         before = _precision(backend, "matmul")
         if before == "ieee":
             continue
-        if before != "none" and _follows(backend, before):
-            before = "none"  # as torch spells that there is no setting for these products
+        # Torch does not tell a setting for these products from the backend's that they follow.
+        if before == _precision(backend, "all"):
+            before = "none"
         restore.callback(_set_precision, backend, "matmul", before)
         _set_precision(backend, "matmul", "ieee")
-
-
-def _follows(backend: str, rounding: str) -> bool:
-    """Tell whether the rounding of a backend's products is set for the backend, or for all, and not
-    for its products.
-
-    Torch has no function for this. What is set above them is made exact for a moment, to see
-    whether they follow.
-    """
-    if _precision(backend, "all") != rounding:
-        return False
-    if _precision("generic", "all") == rounding:
-        _set_precision("generic", "all", "ieee")
-        products_follow = _precision(backend, "matmul") != rounding
-        backend_follows = _precision(backend, "all") != rounding
-        _set_precision("generic", "all", rounding)
-        if products_follow or backend_follows:
-            return products_follow
-    _set_precision(backend, "all", "ieee")
-    products_follow = _precision(backend, "matmul") != rounding
-    _set_precision(backend, "all", rounding)
-    return products_follow
 
 
 # Each worker's stack, allocator arena and buffers for matrix products: measured, and rounded up.

@@ -173,12 +173,18 @@ def no_precision_set():
 def test_a_merge_leaves_the_precision_of_products_where_the_user_set_it(
     no_precision_set, backend, are_set
 ):
-    """Set for all backends, for one, for its products, or for several of them."""
+    """Set for all backends, for one, for its products, or for several of them. Products with the
+    setting of what is above them follow that.
+    """
     levels = [("generic", "all"), (backend, "all"), (backend, "matmul")]
     expected = ["tf32" if is_set else "none" for is_set in are_set]
     for level, precision in zip(levels, expected, strict=True):
         torch._C._set_fp32_precision_setter(*level, precision)
+    before = torch._C._get_fp32_precision_getter(backend, "matmul")
     list(map_layers(str, range(2), CPU))
+    assert torch._C._get_fp32_precision_getter(backend, "matmul") == before
+    if "tf32" in expected[:2]:
+        expected[2] = "none"
     precisions_left = []
     for level in levels:  # without what is set above it, each says what is set for itself
         precisions_left.append(torch._C._get_fp32_precision_getter(*level))
