@@ -30,7 +30,7 @@ from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import MemorySource, Source
 from fusion_bench_nufilt.nufilt import LowRank, adapter
-from fusion_bench_nufilt.nufilt.step import working_bytes
+from fusion_bench_nufilt.nufilt.memory import working_bytes
 from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import REPO
 from tests.continual.baselines.helpers import baseline

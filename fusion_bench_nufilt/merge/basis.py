@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion_bench_nufilt.merge.engine import MergedLayer
-from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 
 _L = TypeVar("_L")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import LayerMethod, State
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
-from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
 from fusion_bench_nufilt.utils.devices import (
     DeviceOutOfMemoryError,

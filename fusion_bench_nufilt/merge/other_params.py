@@ -20,7 +20,7 @@ from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
-from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import add_head, read_heads
 from fusion_bench_nufilt.utils.tensors import (

@@ -44,7 +44,7 @@ from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
-from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.devices import free_memory, map_layers, process_memory
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import (

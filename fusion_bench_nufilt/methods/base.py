@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.options import EntryPoint
 
 # Lazy, so that the outermost number is the block's: experts inside it have numbers, too.

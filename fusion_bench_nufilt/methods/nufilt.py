@@ -7,15 +7,9 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.config import FusionConfig
-from fusion_bench_nufilt.nufilt.step import (
-    MEASURES,
-    LowRank,
-    fuse_stack,
-    initial_A,
-    measures_of_first,
-    task_vectors,
-    working_bytes,
-)
+from fusion_bench_nufilt.nufilt.low_rank import LowRank, task_vectors
+from fusion_bench_nufilt.nufilt.memory import working_bytes
+from fusion_bench_nufilt.nufilt.step import MEASURES, fuse_stack, initial_A, measures_of_first
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 from fusion_bench_nufilt.utils.tensors import (
@@ -107,6 +101,9 @@ class Nufilt(LayerMethod):
             return {"weight": weight}, measures
         wide = compute_dtype(theta)
         tau = task_vectors(task, base, wide)
+        Q: Tensor | None = None
+        if isinstance(tau, LowRank):
+            Q, tau = tau.in_basis()
         if is_first_task[0] and self.options.first_task == "paper":
             if isinstance(task, LowRank):
                 task = base.to(wide) + task.to(wide).product()
@@ -128,6 +125,7 @@ class Nufilt(LayerMethod):
             self.options,
             is_first_task=is_first_task[0],
             float64=float64 or fast_in_float64(theta.device),
+            Q=Q,
             height=self.shape_of(names[0], base)[0],  # the same in all layers of a stack
             step=step,
             digits=digits,

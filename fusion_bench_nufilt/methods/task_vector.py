@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.options import RTOL
 from fusion_bench_nufilt.nufilt import subspace
-from fusion_bench_nufilt.nufilt.step import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import (
     above_rounding,
     gram_matrix,

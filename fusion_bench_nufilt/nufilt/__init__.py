@@ -8,10 +8,11 @@ from fusion_bench_nufilt.utils import lazy_exports
 
 if TYPE_CHECKING:
     from .config import FusionConfig
-    from .step import LayerReport, LowRank
+    from .low_rank import LowRank
+    from .step import LayerReport
 
 __all__ = ["FusionConfig", "LayerReport", "LowRank"]
 
 __getattr__ = lazy_exports(
-    __name__, {"FusionConfig": "config", "LayerReport": "step", "LowRank": "step"}
+    __name__, {"FusionConfig": "config", "LayerReport": "step", "LowRank": "low_rank"}
 )

@@ -4,7 +4,6 @@ adapt, fuse.
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,64 +18,6 @@ from .subspace import (
     subspace_affinity,
     top_right_singular_vectors,
 )
-
-
-@dataclass(frozen=True)
-class LowRank:
-    r"""The factors of a task's update: :math:`\tau = L R` and
-    :math:`\theta_t = \theta_0 + L R`.
-    """
-
-    left: Tensor  # L, (..., d_o, r)
-    right: Tensor  # R, (..., r, d_i)
-
-    def __post_init__(self) -> None:
-        left, right = tuple(self.left.shape), tuple(self.right.shape)
-        if min(len(left), len(right)) < 2 or left[-1] != right[-2]:
-            raise ValueError(f"factors of shapes {left} and {right} have no product")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(..., d_o, d_i)``."""
-        return (*self.left.shape[:-1], self.right.shape[-1])
-
-    @property
-    def rank(self) -> int:
-        """r, the length of the common side."""
-        return self.left.shape[-1]
-
-    def product(self) -> Tensor:
-        r"""Return :math:`\tau`, in float32 at least."""
-        dtype = torch.promote_types(self.left.dtype, torch.float32)
-        return self.left.to(dtype) @ self.right.to(dtype)
-
-    def norm(self) -> Tensor:
-        """Return the Frobenius norm of the update, ``(...)``, in float64."""
-        left, right = self.left.double(), self.right.double()
-        squared_norm = ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1))
-        return squared_norm.clamp_min(0).sqrt()
-
-    def __getitem__(self, row: int) -> "LowRank":
-        """Return the factors of a layer in a stack."""
-        return LowRank(self.left[row], self.right[row])
-
-    def to(self, target: torch.device | torch.dtype) -> "LowRank":
-        return LowRank(self.left.to(target), self.right.to(target))
-
-    def double(self) -> "LowRank":
-        return LowRank(self.left.double(), self.right.double())
-
-    def in_basis(self) -> tuple[Tensor | None, Tensor]:
-        r"""Return an orthonormal basis Q of the outputs that the update reaches, and K
-        with :math:`\tau = Q K`.
-
-        Q is ``(..., d_o, r)`` and K is ``(..., r, d_i)``. Where r is no smaller than a
-        side of the update, they are None and the update itself.
-        """
-        if self.rank >= min(self.shape[-2:]):
-            return None, self.product()
-        Q, triangle = torch.linalg.qr(self.left)
-        return Q, triangle @ self.right
 
 
 @dataclass(frozen=True)
@@ -108,23 +49,27 @@ MEASURES = tuple(
 def fuse_stack(
     theta_0: Tensor,  # (n, d_o, d_i), as they are stored
     theta: Tensor,  # (n, d_o, d_i), as they are stored
-    tau: Tensor | LowRank,  # see task_vectors; it is in float32 at least
+    tau: Tensor,  # task vectors (n, d_o, d_i) in float32 at least, or K of tau = Q K
     A: Tensor | None,  # (n, r_l, d_i); None means no adapter
     config: FusionConfig,
     *,
     is_first_task: bool,
     float64: bool,
+    Q: Tensor | None = None,
     height: int | None = None,
     step: int = 1,
     digits: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
-    It takes the memory of :func:`working_bytes`. ``is_first_task`` says that nothing
-    has been merged into the layers so far; a first task that is taken whole needs no
-    step, see :func:`measures_of_first`. With ``float64``, matrices are decomposed in
-    float64. ``height`` is the number of the layers' outputs, where all is given in a
-    basis of fewer.
+    ``is_first_task`` says that nothing has been merged into the layers so far; a first
+    task that is taken whole needs no step, see :func:`measures_of_first`. With
+    ``float64``, matrices are decomposed in float64. ``height`` is the number of the
+    layers' outputs, where all is given in a basis of fewer.
+
+    With an orthonormal basis Q of the outputs that the tasks reach, ``tau`` is K of
+    :math:`\tau = Q K`, and all but the new weights is computed as if the layers had
+    only these outputs.
 
     ``digits`` is the dtype of the models, by default that of ``theta_0``, and ``step``
     the number of the task. Directions of models in 16 bits that are no stronger than
@@ -133,11 +78,6 @@ def fuse_stack(
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
     """
-    # Everything but the new weights of a low-rank tau = Q K is computed as if the layer
-    # had only the outputs in Q.
-    Q: Tensor | None = None
-    if isinstance(tau, LowRank):
-        Q, tau = tau.in_basis()
     tau_norm2 = _norm2(tau)
     measures = dict.fromkeys(MEASURES, torch.zeros_like(tau_norm2))
     measures["task_norm"] = tau_norm2.sqrt()
@@ -201,27 +141,13 @@ def fuse_stack(
     return weights, measures
 
 
-def measures_of_first(tau: Tensor | LowRank) -> dict[str, Tensor]:
+def measures_of_first(tau: Tensor) -> dict[str, Tensor]:
     """Return :data:`MEASURES` of a first task that is taken whole."""
-    if isinstance(tau, LowRank):
-        _, tau = tau.in_basis()
     task_norm = _norm2(tau).sqrt()
     return {
         **dict.fromkeys(MEASURES, torch.zeros_like(task_norm)),
         "task_norm": task_norm,
     }
-
-
-def task_vectors(
-    task: Tensor | LowRank, base: Tensor, dtype: torch.dtype
-) -> Tensor | LowRank:
-    r"""Return :math:`\tau` of tasks that are given by their weights, or by the factors
-    of it.
-    """
-    if isinstance(task, LowRank):
-        left, right = task.left.to(dtype), task.right.to(dtype)
-        return LowRank(left.contiguous(), right.contiguous())
-    return difference(task, base, dtype)
 
 
 def difference(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
@@ -244,38 +170,6 @@ def clock(device: torch.device) -> float:
 def _norm2(X: Tensor) -> Tensor:
     """Return the squared Frobenius norms, ``(n,)``."""
     return torch.linalg.vector_norm(X, dim=(-2, -1)).square()
-
-
-def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:
-    """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at
-    ``itemsize`` an element.
-    """
-    d_o, d_i = shape
-    shorter, longer = sorted(shape)
-    ranks = config.ranks(d_i)
-    protected = min(ranks.null, shorter)
-    block = min(shorter, 2 * protected + 16)
-    # The Gram matrix of tau is held twice, once stacked.
-    gram = 2 * d_i**2 if d_i <= 2 * d_o else 0
-    # While singular vectors are computed, these are theta_0, theta, tau, and tau or
-    # tau_merged in float64; then the Gram matrix of the latter with its eigenvectors
-    # and the solver's workspace, or the eigenvectors and thin matrices, all in float64,
-    # too. Afterwards there is tau P with its temporary.
-    solver = max(
-        8 * shorter**2,
-        2 * shorter**2 + 3 * longer * (block + protected) + 8 * shorter * block,
-    )
-    subspaces = 5 * d_o * d_i + gram + solver
-    # While the adapter is fitted, these are tau, the new weights, and thin matrices: A
-    # and B with their gradients and what Adam keeps of them, and V and H.
-    columns = protected + min(ranks.task, shorter)
-    adapter = (
-        2 * d_o * d_i
-        + gram
-        + d_i * (10 * ranks.lora + 4 * columns)
-        + 4 * ranks.lora * (columns + ranks.lora)
-    )
-    return itemsize * max(subspaces, adapter)
 
 
 def initial_A(

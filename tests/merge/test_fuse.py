@@ -385,10 +385,10 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
     config = replace(CONFIG, solver=solver, first_task="release", max_steps=2)
     left = torch.empty(3, shape[0], 2, device="meta")
     right = torch.empty(3, 2, shape[1], device="meta")
-    for task in (stack[2], LowRank(left, right)):
+    for Q, tau in ((None, stack[2]), LowRank(left, right).in_basis()):
         for is_first_task in (True, False):
             weights, measures = fuse_stack(
-                *stack[:2], task, A, config, is_first_task=is_first_task, float64=False
+                *stack[:2], tau, A, config, is_first_task=is_first_task, float64=False, Q=Q
             )
             assert weights.shape == (3, *shape)
             assert weights.device.type == "meta"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .config import FusionConfig
-from .step import fuse_stack, initial_A, measures_of_first, task_vectors
+from .step import difference, fuse_stack, initial_A, measures_of_first
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def fuse_layer(
     theta_0 = theta_0[None]
     theta = theta[None]
     theta_t = theta_t[None]
-    tau = task_vectors(theta_t, theta_0, dtype)
+    tau = difference(theta_t, theta_0, dtype)
     if is_first_task and config.first_task == "paper":
         weight = theta_t
         measures = measures_of_first(tau)
