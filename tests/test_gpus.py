@@ -29,7 +29,7 @@ from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import MemorySource, Source
-from fusion_bench_nufilt.nufilt import LowRank, adapter
+from fusion_bench_nufilt.nufilt import LowRank, solvers
 from fusion_bench_nufilt.nufilt.memory import working_bytes
 from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import REPO
@@ -140,7 +140,7 @@ def test_layers_of_a_shape_are_solved_together(gpus):
 
 
 def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
-    fit = adapter.fit_adapter
+    fit = solvers.fit_adapter
     new_events = []  # of each loop
 
     def events():
@@ -152,7 +152,7 @@ def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
         new_events.append(events() - before)
         return result
 
-    monkeypatch.setattr(adapter, "fit_adapter", watched)
+    monkeypatch.setattr(solvers, "fit_adapter", watched)
     # One batch at a time: others that are read and written meanwhile would count, too.
     monkeypatch.setattr("fusion_bench_nufilt.merge.fuse.BATCHES_PER_GPU", 1)
     fuse_layers(*models(), CONFIG, device="cuda:0")

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.nufilt.config import FusionConfig
+from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.utils.files import escape_markup
 from fusion_bench_nufilt.utils.logs import TerminalLog, quiet_requests
 from fusion_bench_nufilt.utils.options import choices

@@ -11,8 +11,8 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import LayerMethod, State
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
-from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
+from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.step import LayerReport
 from fusion_bench_nufilt.utils.devices import Devices, check_devices
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite

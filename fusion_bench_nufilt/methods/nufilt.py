@@ -6,9 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.config import FusionConfig
 from fusion_bench_nufilt.nufilt.low_rank import LowRank, task_vectors
 from fusion_bench_nufilt.nufilt.memory import working_bytes
+from fusion_bench_nufilt.nufilt.options import FusionConfig
+from fusion_bench_nufilt.nufilt.solvers import SOLVERS
 from fusion_bench_nufilt.nufilt.step import MEASURES, fuse_stack, initial_A, measures_of_first
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
@@ -117,14 +118,16 @@ class Nufilt(LayerMethod):
         A = None
         if self.options.has_adapter:
             A = self._initial_A(names, step, theta)
+        float64 = float64 or fast_in_float64(theta.device)
         weight, measures = fuse_stack(
             base,
             theta,
             tau,
             A,
             self.options,
+            SOLVERS[self.options.solver](self.options, float64),
             is_first_task=is_first_task[0],
-            float64=float64 or fast_in_float64(theta.device),
+            float64=float64,
             Q=Q,
             height=self.shape_of(names[0], base)[0],  # the same in all layers of a stack
             step=step,

@@ -1,4 +1,4 @@
-"""All options but NUFILT's own, which are in ``nufilt/config.py``: of the other methods, with the
+"""All options but NUFILT's own, which are in ``nufilt/options.py``: of the other methods, with the
 defaults of every method; of the layers that are merged; of a merge of folders; of a run, and of the
 devices that it uses.
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from fusion_bench_nufilt.nufilt.config import FusionConfig
+from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.utils.options import (
     check_choices,
     check_positive,

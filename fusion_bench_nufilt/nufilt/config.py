@@ -1,7 +1,7 @@
 """Hyper-parameters of a merging step."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 
@@ -13,21 +13,12 @@ class Ranks(NamedTuple):
     task: int  # r_v
 
 
-def option(default: Any, help: str, symbol: str = "", applies: str = "") -> Any:
-    """Return a field with its help, for command lines, its symbol in the paper, and the
-    name of the property that tells whether it has an effect, if it has not always one.
-    """
-    metadata = {"help": help, "symbol": symbol, "applies": applies}
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
-class FusionConfig:
-    """NUFILT's settings, the same for all models and task orders; the defaults are the
-    paper's or its authors'.
+class StepConfig:
+    """The paper's settings, the same for all models and task orders; the defaults are
+    the paper's or its authors'.
 
-    Field names are the YAML keys of ``method=nufilt``, and peft's where peft has one. A
-    rank is a whole number, or a share of a layer's input width between 0 and 1, see
+    A rank is a whole number, or a share of a layer's input width between 0 and 1, see
     :meth:`ranks`. ``null_rank`` and ``task_rank`` are clipped to ``min(d_o, d_i)`` of a
     layer.
 
@@ -35,57 +26,15 @@ class FusionConfig:
         ValueError: a value is out of its range; the message names the key.
     """
 
-    null_rank: int | float = option(
-        128,
-        "Number of directions of the merged update that the filter protects. Like the "
-        "other two ranks, a number between 0 and 1 is a share of the layer's input "
-        "width.",
-        symbol="r_p",
-    )
-    lora_rank: int | float = option(
-        64,
-        "Rank of the adapter BA; 0 means no adapter.",
-        symbol="r_l",
-        applies="can_have_adapter",
-    )
-    task_rank: int | float = option(
-        8,
-        "Number of directions of the new task that the adapter is trained to keep; 0 "
-        "means no adapter.",
-        symbol="r_v",
-    )
-    lr: float = option(1e-3, "Learning rate of Adam.", applies="takes_steps")
-    max_steps: int = option(50, "Number of Adam steps.", applies="uses_adam")
-    init_std: float = option(
-        0.02,
-        "Standard deviation of the adapter's initial A; B starts at zero.",
-        symbol="σ_init",
-        applies="changes_adapter",
-    )
-    null_space: bool | Literal["zero"] = option(
-        True,
-        "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in "
-        "the authors' code. zero: P = 0, as the paper prints that ablation.",
-        symbol="P",
-    )
-    first_task: Literal["paper", "release"] = option(
-        "paper",
-        "paper takes the first model's layers whole; release drops its first r_p input "
-        "coordinates, as the authors' released run does.",
-    )
-    solver: Literal["adam", "closed_form"] = option(
-        "adam",
-        "How the adapter is found: by the paper's steps of Adam, or in closed form, "
-        "without lr and max_steps.",
-        applies="has_adapter",
-    )
-    ridge: float = option(
-        10.0,
-        "Ridge of closed_form; a larger one restores less of the new task and forgets "
-        "less.",
-        symbol="λ",
-        applies="uses_closed_form",
-    )
+    null_rank: int | float = 128  # r_p: directions that the filter protects
+    lora_rank: int | float = 64  # r_l: of the adapter BA; 0 means no adapter
+    task_rank: int | float = 8  # r_v: directions of the task that the adapter keeps
+    lr: float = 1e-3  # of Adam
+    max_steps: int = 50  # of Adam
+    init_std: float = 0.02  # standard deviation of the initial A; B starts at zero
+    null_space: bool | Literal["zero"] = True  # P is I - V_p V_p^T, or I (False), or 0
+    # taken whole, or without its first r_p input coordinates as in the released run
+    first_task: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
         for key in ("null_rank", "lora_rank", "task_rank"):
@@ -98,10 +47,8 @@ class FusionConfig:
                     key, rank, most, ", or a share of the layer's width between 0 and 1"
                 )
         _check_whole("max_steps", self.max_steps, 2**31)
-        for key in ("lr", "ridge"):
-            value = getattr(self, key)
-            if not (_is_number(value) and value > 0):
-                raise ValueError(f"{key} must be a number > 0, got {value!r}")
+        if not (_is_number(self.lr) and self.lr > 0):
+            raise ValueError(f"lr must be a number > 0, got {self.lr!r}")
         if not (_is_number(self.init_std) and self.init_std >= 0):
             raise ValueError(f"init_std must be a number >= 0, got {self.init_std!r}")
         # 1 equals True, and is none of these.
@@ -114,45 +61,11 @@ class FusionConfig:
             raise ValueError(
                 f"first_task must be one of 'paper', 'release', got {self.first_task!r}"
             )
-        if self.solver not in ("adam", "closed_form"):
-            raise ValueError(
-                f"solver must be one of 'adam', 'closed_form', got {self.solver!r}"
-            )
-
-    @property
-    def can_have_adapter(self) -> bool:
-        """Whether an adapter would have directions of the task to keep."""
-        return self.task_rank > 0
 
     @property
     def has_adapter(self) -> bool:
         """Whether a merge trains an adapter, whatever the layer's width."""
-        return self.lora_rank > 0 and self.can_have_adapter
-
-    @property
-    def uses_adam(self) -> bool:
-        """Whether an adapter is trained by Adam."""
-        return self.has_adapter and self.solver == "adam"
-
-    @property
-    def takes_steps(self) -> bool:
-        """Whether Adam takes a step at all."""
-        return self.uses_adam and self.max_steps > 0
-
-    @property
-    def uses_closed_form(self) -> bool:
-        """Whether an adapter is found in closed form."""
-        return self.has_adapter and self.solver == "closed_form"
-
-    @property
-    def changes_adapter(self) -> bool:
-        """Whether the adapter becomes another than B = 0."""
-        return self.takes_steps or self.uses_closed_form
-
-    @property
-    def draws(self) -> bool:
-        """Whether the result depends on what is drawn at random."""
-        return self.changes_adapter and self.init_std > 0
+        return self.lora_rank > 0 and self.task_rank > 0
 
     def ranks(self, d_i: int) -> Ranks:
         """Return the ranks in a layer with ``d_i`` inputs; a share is rounded to a

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from .config import FusionConfig
+from .config import StepConfig
 
 
-def working_bytes(shape: Sequence[int], itemsize: int, config: FusionConfig) -> int:
+def working_bytes(shape: Sequence[int], itemsize: int, config: StepConfig) -> int:
     """Return the most bytes that a layer ``(d_o, d_i)`` takes while it is solved, at
     ``itemsize`` an element.
     """

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .adapter import SOLVERS, Objective, loop_gram
-from .config import FusionConfig
+from .adapter import Objective, Solver, loop_gram
+from .config import StepConfig
 from .subspace import (
     first_coordinates,
     null_space_filter,
@@ -51,7 +51,8 @@ def fuse_stack(
     theta: Tensor,  # (n, d_o, d_i), as they are stored
     tau: Tensor,  # task vectors (n, d_o, d_i) in float32 at least, or K of tau = Q K
     A: Tensor | None,  # (n, r_l, d_i); None means no adapter
-    config: FusionConfig,
+    config: StepConfig,
+    solve: Solver,
     *,
     is_first_task: bool,
     float64: bool,
@@ -62,10 +63,11 @@ def fuse_stack(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
-    ``is_first_task`` says that nothing has been merged into the layers so far; a first
-    task that is taken whole needs no step, see :func:`measures_of_first`. With
-    ``float64``, matrices are decomposed in float64. ``height`` is the number of the
-    layers' outputs, where all is given in a basis of fewer.
+    ``solve`` finds the adapters. ``is_first_task`` says that nothing has been merged
+    into the layers so far; a first task that is taken whole needs no step, see
+    :func:`measures_of_first`. With ``float64``, matrices are decomposed in float64.
+    ``height`` is the number of the layers' outputs, where all is given in a basis of
+    fewer.
 
     With an orthonormal basis Q of the outputs that the tasks reach, ``tau`` is K of
     :math:`\tau = Q K`, and all but the new weights is computed as if the layers had
@@ -131,9 +133,7 @@ def fuse_stack(
     del tau_filtered
     if A is not None:
         begin = clock(tau.device)
-        A, B, losses = SOLVERS[config.solver](
-            objective, A.to(tau.dtype), config, float64
-        )
+        A, B, losses = solve(objective, A.to(tau.dtype))
         seconds = (clock(tau.device) - begin) / len(tau)
         measures["solving_seconds"] = torch.full_like(tau_norm2, seconds)
         measures["loss_after"] = losses[:, -1]
@@ -172,9 +172,7 @@ def _norm2(X: Tensor) -> Tensor:
     return torch.linalg.vector_norm(X, dim=(-2, -1)).square()
 
 
-def initial_A(
-    name: str, d_i: int, config: FusionConfig, seed: int, step: int
-) -> Tensor:
+def initial_A(name: str, d_i: int, config: StepConfig, seed: int, step: int) -> Tensor:
     """Draw A ~ N(0, init_std^2), ``(lora_rank, d_i)``: the same on every device, alone
     or among other layers.
     """

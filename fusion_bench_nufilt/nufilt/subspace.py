@@ -343,7 +343,7 @@ def null_space_filter(
     tau: Tensor, V_p: Tensor, null_space: bool | Literal["zero"] = True
 ) -> Tensor:
     r"""Return :math:`\tau P`, ``(..., d_o, d_i)``, for the P of
-    ``FusionConfig.null_space``, which is never formed.
+    ``StepConfig.null_space``, which is never formed.
     """
     if null_space is True:
         return tau - (tau @ V_p) @ V_p.mT

@@ -15,6 +15,7 @@ from fusion_bench_nufilt.merge import fuse
 from fusion_bench_nufilt.methods import nufilt
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
+from fusion_bench_nufilt.nufilt.solvers import SOLVERS
 from fusion_bench_nufilt.nufilt.step import fuse_stack
 from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import every_device
@@ -383,12 +384,13 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
     stack = [torch.empty(3, *shape, device="meta") for _ in range(3)]
     A = torch.empty(3, 4, shape[1], device="meta")
     config = replace(CONFIG, solver=solver, first_task="release", max_steps=2)
+    solve = SOLVERS[solver](config, False)
     left = torch.empty(3, shape[0], 2, device="meta")
     right = torch.empty(3, 2, shape[1], device="meta")
     for Q, tau in ((None, stack[2]), LowRank(left, right).in_basis()):
         for is_first_task in (True, False):
             weights, measures = fuse_stack(
-                *stack[:2], tau, A, config, is_first_task=is_first_task, float64=False, Q=Q
+                *stack[:2], tau, A, config, solve, is_first_task=is_first_task, float64=False, Q=Q
             )
             assert weights.shape == (3, *shape)
             assert weights.device.type == "meta"

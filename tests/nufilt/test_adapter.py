@@ -5,7 +5,8 @@ autograd.
 import pytest
 import torch
 
-from fusion_bench_nufilt.nufilt.adapter import Objective, fit_adapter, solve_adapter
+from fusion_bench_nufilt.nufilt.adapter import Objective, fit_adapter
+from fusion_bench_nufilt.nufilt.solvers import solve_adapter
 from fusion_bench_nufilt.nufilt.subspace import null_space_filter, top_right_singular_vectors
 from tests.nufilt.matrices import random_layer
 

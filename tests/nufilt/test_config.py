@@ -11,7 +11,7 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.nufilt import FusionConfig
-from fusion_bench_nufilt.nufilt.adapter import SOLVERS
+from fusion_bench_nufilt.nufilt.solvers import SOLVERS
 from fusion_bench_nufilt.utils.options import choices
 from tests.nufilt.matrices import random_layer
 

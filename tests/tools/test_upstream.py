@@ -194,13 +194,12 @@ def one_thread():
         {"null_space": False},
         {"null_space": "zero"},
         {"first_task": "release"},
-        {"solver": "closed_form"},
     ],
 )
 def test_each_step_has_the_plugins_bits(method, options):
     theirs = method("nufilt.fusion")
     our_config = FusionConfig(**SMALL, **options)
-    their_config = theirs.FusionConfig(**SMALL, **options)
+    their_config = theirs.StepConfig(**SMALL, **options)
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 16), (16, 16), (12, 40)]
     if not options:
@@ -238,7 +237,7 @@ def test_a_step_in_float64_has_the_plugins_bits(method, caplog):
         {"layer": pretrained}, {"layer": merged}, {"layer": task}, FusionConfig(**SMALL), step=2
     )
     theirs = method("nufilt")
-    config = theirs.FusionConfig(**SMALL)
+    config = theirs.StepConfig(**SMALL)
     weight, _ = theirs.fuse_layer("layer", pretrained, merged, task, config, step=2)
     assert "float64 takes over" in caplog.text
     assert torch.equal(weight, expected["layer"])

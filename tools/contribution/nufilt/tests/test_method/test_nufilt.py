@@ -21,7 +21,7 @@ from transformers import (
 
 from fusion_bench.constants import PROJECT_ROOT_PATH
 from fusion_bench.method import NUFILTMerging
-from fusion_bench.method.nufilt import FusionConfig, fuse_layer, select_layers
+from fusion_bench.method.nufilt import StepConfig, fuse_layer, select_layers
 from fusion_bench.method.nufilt.step import initial_A
 
 SMALL = dict(null_rank=4, lora_rank=3, task_rank=2, max_steps=5)
@@ -90,7 +90,7 @@ class TestNUFILT(unittest.TestCase):
         for shape in ((24, 16), (16, 16), (6, 16)):
             for null_space in (True, False, "zero"):
                 ranks = dict(null_rank=6, lora_rank=4, task_rank=3, max_steps=20)
-                config = FusionConfig(**ranks, null_space=null_space)
+                config = StepConfig(**ranks, null_space=null_space)
                 generator = torch.Generator().manual_seed(0)
                 draw = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
                 theta_0 = merged = expected = draw[0]

@@ -1,12 +1,14 @@
 """One step of NUFILT on one layer; the mathematics is in ``step.py``."""
 
 import logging
+from functools import partial
 from typing import Dict, Tuple
 
 import torch
 from torch import Tensor
 
-from .config import FusionConfig
+from .adapter import fit_adapter
+from .config import StepConfig
 from .step import difference, fuse_stack, initial_A, measures_of_first
 
 log = logging.getLogger(__name__)
@@ -18,7 +20,7 @@ def fuse_layer(
     theta_0: Tensor,
     theta: Tensor,
     theta_t: Tensor,
-    config: FusionConfig,
+    config: StepConfig,
     seed: int = 42,
     step: int = 1,
 ) -> Tuple[Tensor, Dict[str, float]]:
@@ -51,6 +53,7 @@ def fuse_layer(
         weight = theta_t
         measures = measures_of_first(tau)
     else:
+        solve = partial(fit_adapter, lr=config.lr, max_steps=config.max_steps)
         A = None
         if config.has_adapter:
             A = initial_A(name, theta.shape[-1], config, seed, step)[None]
@@ -63,6 +66,7 @@ def fuse_layer(
                 weight, measures = fuse_stack(
                     *stack,
                     config,
+                    solve,
                     is_first_task=is_first_task,
                     float64=float64,
                     step=step,

@@ -23,7 +23,7 @@ from fusion_bench import BaseAlgorithm, BaseModelPool, auto_register_config
 from fusion_bench.mixins import LightningFabricMixin, SimpleProfilerMixin
 from fusion_bench.utils.json import save_to_json
 
-from .config import FusionConfig
+from .config import StepConfig
 from .fusion import fuse_layer
 from .step import MEASURES
 from .targets import select_layers
@@ -47,8 +47,6 @@ class NUFILTMerging(
         init_std: float = 0.02,
         null_space: Union[bool, Literal["zero"]] = True,
         first_task: Literal["paper", "release"] = "paper",
-        solver: Literal["adam", "closed_form"] = "adam",
-        ridge: float = 10.0,
         target_modules: Union[str, List[str]] = "auto",
         shuffle_order: bool = True,
         seed: int = 42,
@@ -60,7 +58,7 @@ class NUFILTMerging(
         Merge a stream of models one after another, without data.
 
         At no time are more than three models held: the pretrained, the merged and the
-        new one. The first ten arguments are those of :class:`FusionConfig`; the
+        new one. The first eight arguments are those of :class:`StepConfig`; the
         defaults are the paper's: one setting for all models, task counts, orders.
 
         Args:
@@ -75,12 +73,12 @@ class NUFILTMerging(
             evaluate_on_every_step (bool): write ``report_{step}.json``, the task pool's
                 report on the merged model.
         """
-        self._fusion_config()  # refuses values out of their range
+        self._step_config()  # refuses values out of their range
         super().__init__(**kwargs)
 
-    def _fusion_config(self) -> FusionConfig:
-        names = [field.name for field in fields(FusionConfig)]
-        return FusionConfig(**{name: getattr(self, name) for name in names})
+    def _step_config(self) -> StepConfig:
+        names = [field.name for field in fields(StepConfig)]
+        return StepConfig(**{name: getattr(self, name) for name in names})
 
     @torch.no_grad()
     def run(self, modelpool: Union[BaseModelPool, Dict[str, nn.Module]]) -> nn.Module:
@@ -155,7 +153,7 @@ class NUFILTMerging(
         if device.type not in ("cpu", "cuda"):  # mps has no eigenvalue solver
             device = torch.device("cpu")
         models = (pretrained_model, merged_model, task_model)
-        config = self._fusion_config()
+        config = self._step_config()
 
         def merge_layer(name: str) -> Dict[str, float]:
             weights = [model.get_submodule(name).weight.data for model in models]
