@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix, top_eigenvectors
+from fusion_bench_nufilt.nufilt.bases import top_eigenvectors
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 
 from .surrogates import mean_square
 

@@ -15,12 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.subspace import (
-    gram_matrix,
-    leading_basis,
-    subspace_affinity,
-    top_eigenvectors,
-)
+from fusion_bench_nufilt.nufilt.bases import leading_basis, top_eigenvectors
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix, subspace_affinity
 
 Floats = NDArray[np.float64]
 

@@ -23,8 +23,9 @@ from fusion_bench_nufilt.methods.options import (
     WudiConfig,
 )
 from fusion_bench_nufilt.methods.task_vector import TaskVector, rounding_energy
+from fusion_bench_nufilt.nufilt.bases import leading_basis
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, leading_basis
+from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 # Products in float32 know directions down to this share of the strongest.

@@ -16,14 +16,9 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.options import RTOL
 from fusion_bench_nufilt.nufilt import subspace
+from fusion_bench_nufilt.nufilt.bases import leading_basis, top_eigenvectors
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import (
-    above_rounding,
-    gram_matrix,
-    leading_basis,
-    share_of_strongest,
-    top_eigenvectors,
-)
+from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, share_of_strongest
 from fusion_bench_nufilt.utils.tensors import compute_dtype
 
 NUM_TAKEN_OUT = 16  # the leading directions that are taken out

@@ -75,7 +75,7 @@ def top_right_singular_vectors(
         tau, gram = tau.double(), None
     wide = gram is None and d_i > d_o
     X = tau.mT if wide else tau
-    block, others = _split_eigenvectors(gram_matrix(X) if gram is None else gram, rank)
+    block, others = split_eigenvectors(gram_matrix(X) if gram is None else gram, rank)
     for largest_change in _LARGEST_CHANGES:
         block, sigma, change = _refine(X, block, others, rank, cutoff)
         converged = bool((change <= largest_change).all())
@@ -147,16 +147,6 @@ def _refine(
     return torch.cat([V, block[..., rank:]], dim=-1), sigma, size
 
 
-def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
-    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU
-    where its spectrum needs that.
-    """
-    try:
-        return top_right_singular_vectors(tau, rank)
-    except torch.linalg.LinAlgError:
-        return top_right_singular_vectors(tau.cpu(), rank, float64=True).to(tau.device)
-
-
 def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
     r"""Return :math:`X^\top X`, ``(..., d, d)``, of ``(..., m, d)``; half of its blocks
     are computed, half copied.
@@ -170,30 +160,7 @@ def gram_matrix(X: Tensor, block: int = 256) -> Tensor:
     return gram
 
 
-def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:
-    """Return the top eigenvectors ``(..., d, rank)`` of a positive semidefinite matrix
-    ``(..., d, d)``, the largest first.
-    """
-    block, _ = _split_eigenvectors(gram, rank)
-    return block[..., -rank:].flip(-1)
-
-
-def leading_basis(X: Tensor, rank: int, rounds: int) -> Tensor:
-    """Return an orthonormal basis ``(d, rank)`` that has about the leading right
-    singular vectors of a matrix ``(m, d)``.
-
-    It is randomized subspace iteration of a fixed number of rounds (Halko et al.,
-    2011), of two products each: exact if the matrix has no more than ``rank``
-    directions, and the less so the flatter the spectrum is.
-    """
-    basis = random_start(X.shape[1], rank).to(X)
-    for _ in range(rounds):
-        outputs = torch.linalg.qr(X @ basis).Q
-        basis = torch.linalg.qr(X.mT @ outputs).Q
-    return basis
-
-
-def _split_eigenvectors(
+def split_eigenvectors(
     gram: Tensor, rank: int
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Return more than ``rank`` top eigenvectors ``(..., d, k)`` of a positive

@@ -5,15 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion_bench_nufilt.nufilt.bases import right_singular_basis, top_eigenvectors
 from fusion_bench_nufilt.nufilt.subspace import (
     SteepSpectrumError,
     _block_iteration,
     first_coordinates,
     gram_matrix,
     null_space_filter,
-    right_singular_basis,
     subspace_affinity,
-    top_eigenvectors,
     top_right_singular_vectors,
 )
 from tests.nufilt.matrices import matrix_with_spectrum, orthonormal, random_layer

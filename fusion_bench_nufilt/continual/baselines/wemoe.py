@@ -20,7 +20,7 @@ from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.continual.precision import widen
 from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.methods.options import ProtocolConfig
-from fusion_bench_nufilt.nufilt.subspace import right_singular_basis
+from fusion_bench_nufilt.nufilt.bases import right_singular_basis
 from fusion_bench_nufilt.utils.options import (
     check_choices,
     option,
