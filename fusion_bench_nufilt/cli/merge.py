@@ -5,15 +5,16 @@ from typing import Annotated, Any
 
 import typer
 
-from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS, Settings, TargetConfig
+from fusion_bench_nufilt.methods.options import METHOD_TABLE, Settings, TargetConfig
 
 from .terminal import AsJson, Quiet, takes_options, terminal, typed_values
 
-KINDS = (*dict.fromkeys(OPTIONS.values()), TargetConfig, Settings)
+_OF_METHODS = dict.fromkeys(entry.Options for entry in METHOD_TABLE.values())
+KINDS = (*_OF_METHODS, TargetConfig, Settings)
 #: The options that most merges need, which stand first, with those in the signature.
 _COMMON = ("target_modules", "device")
 #: The options for which some methods have defaults of their own.
-_VARIED = set(chain.from_iterable(DEFAULTS.values()))
+_VARIED = set(chain.from_iterable(entry.defaults for entry in METHOD_TABLE.values()))
 
 
 @takes_options(*KINDS, varied=_VARIED, common=_COMMON)
@@ -44,10 +45,10 @@ def merge(
         str,
         typer.Option(
             metavar="NAME",
-            help=f"One of {', '.join(DEFAULTS)}. All but nufilt and nufilt/… keep sums over the "
-            "tasks, whose order then does not matter; by default they merge all linear layers and "
-            "average the rest.",
-            autocompletion=lambda: list(DEFAULTS),
+            help=f"One of {', '.join(METHOD_TABLE)}. All but nufilt and nufilt/… keep sums over "
+            "the tasks, whose order then does not matter; by default they merge all linear layers "
+            "and average the rest.",
+            autocompletion=lambda: list(METHOD_TABLE),
         ),
     ] = "nufilt",
     dry_run: Annotated[

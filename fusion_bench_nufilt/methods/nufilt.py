@@ -22,6 +22,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .base import LayerMethod, Measures, State
+from .options import METHOD_TABLE
 
 
 class Nufilt(LayerMethod):
@@ -30,7 +31,7 @@ class Nufilt(LayerMethod):
     name = "nufilt"
     label = "NUFILT"
     citation = "null-space filtering ([Qiu et al., ICLR 2026](https://arxiv.org/abs/2509.21413))"
-    Options = FusionConfig
+    Options = METHOD_TABLE[name].Options
     is_stateless = True
     solves_together = True
     supports_low_rank = True

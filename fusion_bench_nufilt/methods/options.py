@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.utils.options import (
@@ -119,17 +119,6 @@ class SpectralConfig(RampConfig):
     )
 
 
-#: The class of the options of each method, by the method's name.
-OPTIONS: dict[str, type] = {
-    "nufilt": FusionConfig,
-    "spectral": SpectralConfig,
-    "sum": SumConfig,
-    "isotropic": ScaleConfig,
-    "wudi_sums": WudiConfig,
-    "tsv_stream": TsvConfig,
-    "best": ScaleConfig,
-}
-
 #: Other defaults of NUFILT, by name; `config/method` says what each is for.
 VARIANTS: dict[str, dict[str, Any]] = {
     "nufilt/all_linear": {
@@ -147,17 +136,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: Of a method that keeps sums.
 ORDER_FREE_DEFAULTS: dict[str, Any] = {"target_modules": "all-linear", "other_params": "mean"}
 
-#: What each method sets otherwise than its options, and what is merged, do by default.
-DEFAULTS: dict[str, Mapping[str, Any]] = {
-    "nufilt": {},
-    "spectral": ORDER_FREE_DEFAULTS,
-    "sum": ORDER_FREE_DEFAULTS,
-    "isotropic": ORDER_FREE_DEFAULTS,
-    "wudi_sums": ORDER_FREE_DEFAULTS,
-    "tsv_stream": ORDER_FREE_DEFAULTS,
-    "best": {**ORDER_FREE_DEFAULTS, "ramp": 0.4},
-    **VARIANTS,
+
+class MethodEntry(NamedTuple):
+    """What is known of a method before its class is imported, which takes torch."""
+
+    module: str  # of this package
+    class_name: str
+    Options: type
+    #: What it sets otherwise than its options, and what is merged, do by default.
+    defaults: Mapping[str, Any]
+
+
+#: The methods of this package, by the names that users give. Their classes, their options on the
+#: command line and its help are made of this table.
+METHOD_TABLE: dict[str, MethodEntry] = {
+    "nufilt": MethodEntry("nufilt", "Nufilt", FusionConfig, {}),
+    "spectral": MethodEntry("spectral", "Spectral", SpectralConfig, ORDER_FREE_DEFAULTS),
+    "sum": MethodEntry("order_free", "Sum", SumConfig, ORDER_FREE_DEFAULTS),
+    "isotropic": MethodEntry("order_free", "Isotropic", ScaleConfig, ORDER_FREE_DEFAULTS),
+    "wudi_sums": MethodEntry("order_free", "WudiSums", WudiConfig, ORDER_FREE_DEFAULTS),
+    "tsv_stream": MethodEntry("spectral", "TsvStream", TsvConfig, ORDER_FREE_DEFAULTS),
+    "best": MethodEntry("spectral", "Best", ScaleConfig, {**ORDER_FREE_DEFAULTS, "ramp": 0.4}),
 }
+for _name, _defaults in VARIANTS.items():
+    METHOD_TABLE[_name] = METHOD_TABLE["nufilt"]._replace(defaults=_defaults)
 
 
 OtherParams = Literal["pretrained", "first", "mean"]

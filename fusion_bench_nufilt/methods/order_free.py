@@ -15,11 +15,11 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State, block_of
 from fusion_bench_nufilt.methods.options import (
+    METHOD_TABLE,
     ORDER_FREE_DEFAULTS,
     RTOL,
     RampConfig,
     ScaleConfig,
-    SumConfig,
     WudiConfig,
 )
 from fusion_bench_nufilt.methods.task_vector import TaskVector, rounding_energy
@@ -232,7 +232,7 @@ class Sum(OrderFree):
         "task arithmetic ([Ilharco et al., ICLR 2023](https://arxiv.org/abs/2212.04089)) on the "
         "running sum"
     )
-    Options: ClassVar[type] = SumConfig
+    Options = METHOD_TABLE[name].Options
 
     state_axes: ClassVar[Mapping[str, str]] = {"sum": "oi"}
 
@@ -258,7 +258,7 @@ class Isotropic(Sum):
         "isotropic merging, Iso-C ([Marczak et al., 2025](https://arxiv.org/abs/2502.04959)), on "
         "the running sum"
     )
-    Options = ScaleConfig
+    Options = METHOD_TABLE[name].Options
 
     def merged_update(
         self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
@@ -292,7 +292,7 @@ class WudiSums(OrderFree):
         "the minimum of WUDI's loss ([Cheng et al., 2025](https://arxiv.org/abs/2503.08099)) from "
         "running sums, as in SWUDI ([2606.07289](https://arxiv.org/abs/2606.07289))"
     )
-    Options = WudiConfig
+    Options = METHOD_TABLE[name].Options
 
     options: WudiConfig
 

@@ -1,24 +1,33 @@
 """The registry of the layer-wise methods, to which other packages add their own."""
 
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from fusion_bench_nufilt.utils.options import unknown
 
 from .base import LayerMethod, variant
-from .nufilt import Nufilt
-from .options import VARIANTS
-from .order_free import Isotropic, Sum, WudiSums
-from .spectral import Best, Spectral, TsvStream
+from .options import METHOD_TABLE, MethodEntry
+from .order_free import OrderFree
 
-ORDER_FREE = (Spectral, Sum, Isotropic, WudiSums, TsvStream, Best)
-"""The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
-METHODS: dict[str, type[LayerMethod]] = {method.name: method for method in (Nufilt, *ORDER_FREE)}
-"""The methods of `fusion_bench`, `nufilt merge` and `nufilt compare`, by name."""
 #: The entry points by which another package adds a subclass of LayerMethod each.
 GROUP = "fusion_bench_nufilt.methods"
 
-for _name, _defaults in VARIANTS.items():
-    METHODS[_name] = variant(Nufilt, _name, **_defaults)
+
+def _class_of(name: str, entry: MethodEntry) -> type[LayerMethod]:
+    """Return the method of an entry of the table: its class, or that with other defaults."""
+    module = import_module(f"{__package__}.{entry.module}")
+    method: type[LayerMethod] = getattr(module, entry.class_name)
+    if method.name == name:
+        return method
+    return variant(method, name, **entry.defaults)
+
+
+METHODS: dict[str, type[LayerMethod]] = {
+    name: _class_of(name, entry) for name, entry in METHOD_TABLE.items()
+}
+"""The methods of `fusion_bench`, `nufilt merge` and `nufilt compare`, by name."""
+ORDER_FREE = tuple(method for method in METHODS.values() if issubclass(method, OrderFree))
+"""The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 
 
 def find_method(name: str) -> type[LayerMethod]:

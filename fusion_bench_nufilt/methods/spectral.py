@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.methods.options import (
-    DEFAULTS,
+    METHOD_TABLE,
     RTOL,
     ScaleConfig,
     SpectralConfig,
@@ -94,7 +94,7 @@ class Spectral(FirstWhole):
     name = "spectral"
     label = "spectral voting"
     citation = "spectral voting, an unpublished method of fusion-bench-nufilt"
-    Options = SpectralConfig
+    Options = METHOD_TABLE[name].Options
 
     scale_option = "kappa"
     options: SpectralConfig
@@ -161,7 +161,7 @@ class TsvStream(OrderFree):
         "TSV-M ([Gargiulo et al., CVPR 2025](https://arxiv.org/abs/2412.00081)), one task after "
         "another"
     )
-    Options = TsvConfig
+    Options = METHOD_TABLE[name].Options
     direction_names = ("left", "right")
 
     options: TsvConfig
@@ -302,7 +302,8 @@ class Best(FirstWhole):
     name = "best"
     label = "TSV-M with spectral voting"
     citation = f"the mean of the updates by {TsvStream.citation} and by {Spectral.citation}"
-    defaults = DEFAULTS[name]
+    Options = METHOD_TABLE[name].Options
+    defaults = METHOD_TABLE[name].defaults
     direction_names = TsvStream.direction_names
     weighs_tasks = True
 

@@ -12,7 +12,8 @@ import torch
 import transformers as hf
 
 from fusion_bench_nufilt.methods.options import (
-    OPTIONS,
+    METHOD_TABLE,
+    VARIANTS,
     DeviceConfig,
     ProtocolConfig,
     Settings,
@@ -33,6 +34,8 @@ from tests.models.test_adapters import save_all
 from tests.models.test_vocabulary import save as save_with_tokens
 from tests.tiny_models import SMALL, build, finetuned, llama
 
+#: The class of the options of each method, but for those that differ in their defaults alone.
+OPTIONS = {name: METHOD_TABLE[name].Options for name in METHOD_TABLE if name not in VARIANTS}
 TASKS = ["task1", "task2"]
 MANY_BYTES = 10**9
 

@@ -2,17 +2,23 @@
 same result.
 """
 
+import re
+from dataclasses import fields
+from importlib import import_module
+from inspect import isabstract
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 import yaml
 from fusion_bench.utils import instantiate
 from safetensors.torch import load_file
 
+from fusion_bench_nufilt import methods
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.methods import METHODS
-from fusion_bench_nufilt.methods.options import DEFAULTS, OPTIONS
+from fusion_bench_nufilt.methods import METHODS, LayerMethod
+from fusion_bench_nufilt.methods.options import METHOD_TABLE, VARIANTS
 from tests.cli.helpers import nufilt
 from tests.continual.helpers import logging_to, pool, saved_pool
 from tests.merge.helpers import STATE, manifest, same, tensors
@@ -131,8 +137,28 @@ def test_the_help_says_that_a_default_depends_on_the_method():
     assert "depends on the" in ramp
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_the_options_without_torch_are_those_of_the_method(name):
+@pytest.mark.parametrize("name", METHOD_TABLE)
+def test_a_method_has_the_name_the_options_and_the_defaults_that_the_table_says(name):
+    entry = METHOD_TABLE[name]
     method = METHODS[name]
-    assert method.Options is OPTIONS[name.partition("/")[0]]
-    assert method.defaults == DEFAULTS[name]
+    assert method.name == name
+    assert method.Options is entry.Options
+    assert method.defaults == entry.defaults
+
+
+def test_every_method_in_the_package_is_in_the_table():
+    """Else no entry point knew its name, and no help its options."""
+    in_package = set()
+    for module in iter_modules(methods.__path__):
+        for kind in vars(import_module(f"{methods.__name__}.{module.name}")).values():
+            if isinstance(kind, type) and issubclass(kind, LayerMethod) and not isabstract(kind):
+                in_package.add(kind)
+    assert in_package == {METHODS[name] for name in METHOD_TABLE if name not in VARIANTS}
+
+
+def test_help_has_every_method_and_each_of_its_options():
+    _, text = nufilt("merge", "--help")
+    words = set(re.findall(r"[\w/-]+", text))
+    for name, entry in METHOD_TABLE.items():
+        flags = {f"--{option.name.replace('_', '-')}" for option in fields(entry.Options)}
+        assert {name, *flags} <= words
