@@ -27,6 +27,7 @@ from .terminal import (
     raise_failures,
     takes_options,
     terminal,
+    typed_values,
     warn,
     was_typed,
 )
@@ -88,7 +89,7 @@ def analyze(
     """
     with terminal(quiet) as console:
         out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
-        config = AnalysisConfig(**options)
+        config = AnalysisConfig(**typed_values(context, options))
         targets = patterns(target_modules) or "auto"
         from fusion_bench_nufilt.analysis.folders import analyze_folders
         from fusion_bench_nufilt.analysis.summary import save_analysis

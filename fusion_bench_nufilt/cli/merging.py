@@ -38,7 +38,12 @@ from fusion_bench_nufilt.utils.files import (
     validate,
 )
 from fusion_bench_nufilt.utils.manifest import read_manifest
-from fusion_bench_nufilt.utils.options import split_options, unknown, with_scope
+from fusion_bench_nufilt.utils.options import (
+    split_options,
+    unknown,
+    with_current_names,
+    with_scope,
+)
 from fusion_bench_nufilt.utils.overrides import key_value
 
 _KINDS = [*(method.Options for method in METHODS.values()), TargetConfig, Settings]
@@ -258,6 +263,7 @@ def gather(
         recipe = read_recipe(Path(files[0]))
     named = dict(key_value(word) for word in words if word not in files)
     named.update(typed)
+    named = with_current_names(named)
     if "inputs" in recipe:
         # A model that the user names need not be the one that the manifest knows.
         inputs = {}
@@ -309,7 +315,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
         recipe = validate(content, _Recipe)
         settings = recipe.pop("settings", None) or {}
         # Once more, since a model's name may stand under settings, too.
-        return dict(validate({**recipe, **settings}, _Recipe))
+        return with_current_names(validate({**recipe, **settings}, _Recipe))
     except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
@@ -377,7 +383,8 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def given_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a manifest as they were given."""
-    return {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
+    settings = {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
+    return with_current_names(settings)
 
 
 def _base(merged: str, folder: Path, manifest: Manifest) -> str:

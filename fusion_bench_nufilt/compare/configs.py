@@ -23,7 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.utils.options import unknown
-from fusion_bench_nufilt.utils.overrides import PLUGIN, key_of, user_folders
+from fusion_bench_nufilt.utils.overrides import (
+    PLUGIN,
+    key_of,
+    user_folders,
+    with_current_name,
+)
 
 PROGRAM = "fabric_model_fusion"
 
@@ -39,11 +44,13 @@ def composing() -> Iterator[None]:
 
 
 def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """Return what `fusion_bench` composes from overrides; a ValueError says why it can't."""
+    """Return what `fusion_bench` composes from overrides, in which options may have former names; a
+    ValueError says why it can't.
+    """
     # FusionBench would prefer a `config` in the current directory, even an empty one.
     with composing(), config_loader(overrides) as loader:
         try:
-            return compose(PROGRAM, list(overrides))
+            return compose(PROGRAM, [with_current_name(word) for word in overrides])
         except MissingConfigException as error:
             group, _, name = str(error.missing_cfg_file).rpartition("/")
             searchpath = [word for word in overrides if word.startswith("hydra.searchpath")]

@@ -59,7 +59,12 @@ from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads
-from fusion_bench_nufilt.utils.options import options_of, split_options, takes_options
+from fusion_bench_nufilt.utils.options import (
+    options_of,
+    split_options,
+    takes_options,
+    with_current_names,
+)
 
 from .algorithm import UNKNOWN, ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, refuse_missing_keys
@@ -112,7 +117,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.layer_method = layer_method
         self.method_class = find_method(layer_method)
         values = dict(self.method_class.defaults)
-        for key, value in kwargs.items():
+        for key, value in with_current_names(kwargs, self.method_class.defaults).items():
             # Hydra's lists are of this type, which is no list for the options' checks.
             if isinstance(value, ListConfig):
                 value = list(value)

@@ -29,6 +29,7 @@ from fusion_bench_nufilt.utils.manifest import (
     read_whole_checkpoint,
     save_checkpoint,
 )
+from fusion_bench_nufilt.utils.options import with_current_names
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
     Models and training data are compared by their content, which may have come from another place.
     """
     before: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
-    saved_settings = saved.get("settings", {})
+    saved_settings = with_current_names(saved.get("settings", {}))
     # Early in a run, it is not known whether some settings have an effect.
     for key in run["settings"]:
         before[key] = saved_settings.get(key)

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
-from fusion_bench_nufilt.utils.options import split_options
+from fusion_bench_nufilt.utils.options import split_options, with_current_names
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .fuse import MatrixLayers, check_layers, merge_matrices
@@ -47,14 +47,19 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             "weight", FiniteFloat, mergekit.ParameterScope.NON_BASE, 1.0
         )
         parameters = [weight]
-        for option in fields(Settings):
-            if option.name == "seed":
-                parameters.append(_parameter(Settings, option, kind))
-        for options_class in (kind.Options, TargetConfig):
+        self.former_names: list[str] = []
+        for options_class in (Settings, kind.Options, TargetConfig):
             for option in fields(options_class):
+                if options_class is Settings and option.name != "seed":
+                    continue
                 # mergekit takes tensors of equal shapes alone.
-                if option.name not in ("heads", "on_shape_mismatch"):
-                    parameters.append(_parameter(options_class, option, kind))
+                if option.name in ("heads", "on_shape_mismatch"):
+                    continue
+                parameters.append(_parameter(options_class, option, kind))
+                former_name = option.metadata.get("formerly")
+                if former_name:
+                    self.former_names.append(former_name)
+                    parameters.append(_former_parameter(options_class, option))
         url = re.search(r"https://[^)]+", getattr(kind, "citation", ""))
         self.spec = mergekit.MergeMethodSpec(
             kind.name,
@@ -70,6 +75,10 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         """Merge the layers that a tensor holds; ``other_params`` says what becomes of a tensor
         without any.
         """
+        for name in self.former_names:
+            if parameters[name] is None:
+                del parameters[name]
+        parameters = with_current_names(parameters, self.kind.defaults)
         (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
         base = group.base.tensor
         wide = compute_dtype(base)
@@ -119,18 +128,29 @@ def _parameter(
     """Return an option as a parameter of mergekit, which checks its values when it plans the
     merge.
     """
+    return mergekit.ParameterSpec(
+        option.name,
+        _checked(options_class, option),
+        mergekit.ParameterScope.SHARED,
+        method_class.defaults.get(option.name, option.default),
+    )
+
+
+def _former_parameter(options_class: type, option: Field[Any]) -> mergekit.ParameterSpec:
+    """Return an option by its former name as a parameter of mergekit, None if it is not given."""
+    kind: Any = _checked(options_class, option) | None
+    shared = mergekit.ParameterScope.SHARED
+    return mergekit.ParameterSpec(option.metadata["formerly"], kind, shared, None)
+
+
+def _checked(options_class: type, option: Field[Any]) -> Any:
+    """Return the type of an option, with the check of its value that its class makes."""
 
     def check(value: Any) -> Any:
         options_class(**{option.name: value})
         return value
 
-    typed: Any = Annotated[option.type, AfterValidator(check)]
-    return mergekit.ParameterSpec(
-        option.name,
-        typed,
-        mergekit.ParameterScope.SHARED,
-        method_class.defaults.get(option.name, option.default),
-    )
+    return Annotated[option.type, AfterValidator(check)]
 
 
 class _Base(NamedTuple):

@@ -35,6 +35,7 @@ from fusion_bench_nufilt.utils.files import (
     write_json,
     write_text,
 )
+from fusion_bench_nufilt.utils.options import with_current_names
 from fusion_bench_nufilt.utils.tensors import digest
 
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
@@ -122,10 +123,17 @@ def write_manifest(folder: Path, about: Mapping[str, Any], name: str = MANIFEST)
 
 
 def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
-    """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives
-    the advice.
+    """Return the manifest of a folder, if it has one, with the options' names of today; a
+    ValueError names a damaged field and gives the advice.
     """
-    return read_json(folder / MANIFEST, Manifest, advice)
+    manifest = read_json(folder / MANIFEST, Manifest, advice)
+    if manifest is None:
+        return None
+    if "settings" in manifest:
+        manifest["settings"] = with_current_names(manifest["settings"])
+    if "without_effect" in manifest:
+        manifest["without_effect"] = with_current_names(manifest["without_effect"])
+    return manifest
 
 
 def read_whole_checkpoint(folder: Path) -> Manifest:
@@ -302,8 +310,12 @@ def merge_differences(
 
 
 def _without_names(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a merge's description in which its inputs are not named."""
+    """Return the part of a merge's description in which its inputs are not named, with the options'
+    names of today.
+    """
     others = {key: value for key, value in description.items() if key not in ("inputs", "tasks")}
+    if "settings" in others:
+        others["settings"] = with_current_names(others["settings"])
     vocabulary = others.get("vocabulary") or {}
     if "new_tokens" in vocabulary:  # with the names of the models that have each
         others["vocabulary"] = {**vocabulary, "new_tokens": list(vocabulary["new_tokens"])}

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
+from fusion_bench_nufilt.utils.options import EntryPoint, as_typed, current_names
 
 _PACKAGE = Path(__file__).parents[1]
 #: The configurations: a wheel carries them inside the package, a checkout has them beside it.
@@ -19,7 +19,8 @@ if not CONFIG.is_dir():
 def refuse_misplaced(
     words: Sequence[str], entry_point: EntryPoint, folders: Sequence[str] = ()
 ) -> None:
-    """Raise a ValueError, with the right spelling, for a word such as ``+null_rank=0.1667``.
+    """Raise a ValueError, with the right spelling, for a word such as ``+null_rank=0.1667``, and in
+    `fusion_bench` for an option of a method by a former name.
 
     Hydra adds a key that begins with ``+`` at the top level of the configuration, where nothing
     reads it: the run would have the method's default, and nothing would say so.
@@ -31,8 +32,10 @@ def refuse_misplaced(
         folders: Hydra's search path (``file://…``) ahead of this package's configurations: a method
             of the same name there is another one.
     """
-    if entry_point == "fusion_bench" and not _name_a_method(words, folders):
-        return
+    if entry_point == "fusion_bench":
+        if not _name_a_method(words, folders):
+            return
+        _refuse_former_names(words)
     options = None
     for word in words:
         match = re.fullmatch(r"\+{0,2}(\w+)=(.*)", word, re.DOTALL)
@@ -41,8 +44,24 @@ def refuse_misplaced(
         if options is None:
             options = _options_of_methods()
         name, value = match.groups()
+        name = current_names().get(name, name)
         if name in options:
             _refuse(word, name, value, words, entry_point)
+
+
+def _refuse_former_names(words: Sequence[str]) -> None:
+    """Raise a ValueError for an option of the method by a former name, which Hydra does not find in
+    the method's configuration.
+    """
+    for word in words:
+        match = re.fullmatch(r"\+{0,2}method\.(\w+)=(.*)", word, re.DOTALL)
+        if match is None:
+            continue
+        former_name, value = match.groups()
+        if former_name in current_names():
+            name = current_names()[former_name]
+            spelling = as_typed("fusion_bench", {name: value})
+            raise ValueError(f"'{word}': {former_name} is called {name} now: say {spelling}")
 
 
 def _refuse(

@@ -9,6 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
+from fusion_bench_nufilt.utils.options import with_current_names
+
 #: The name of this plugin in Hydra's search path.
 PLUGIN = "fusion-bench-nufilt"
 
@@ -47,6 +49,18 @@ def key_value(word: str) -> tuple[str, Any]:
 def key_of(word: str) -> str:
     """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``."""
     return _parse(word).key_or_group
+
+
+def with_current_name(word: str) -> str:
+    """Return a word that sets an option, of a method or of all of them, by the name that the option
+    has today.
+    """
+    key, equals, value = word.partition("=")
+    section, dot, name = key.rpartition(".")
+    if section.lstrip("+") not in ("", "method", "method.base_method"):
+        return word
+    (current_name,) = with_current_names({name: value})
+    return f"{section}{dot}{current_name}{equals}{value}"
 
 
 def with_config_dir(folder: Path | None, words: Sequence[str]) -> list[str]:
