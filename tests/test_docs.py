@@ -214,6 +214,7 @@ def run_with(site, *words):
 NUFILT = ("-c", "from fusion_bench_nufilt.cli.app import app; app()")
 
 
+@pytest.mark.slow
 def test_the_method_of_ones_own_on_the_page_merges_folders(own_method):
     words = ["merge", "--base", "base", "--task", "math", "--task", "code"]
     done = run_with(

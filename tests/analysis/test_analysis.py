@@ -67,6 +67,7 @@ def folders(tmp_path):
     return {name: str(tmp_path / name) for name in models}
 
 
+@pytest.mark.slow
 def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -64,6 +64,7 @@ def test_a_method_that_cannot_be_built_is_refused(demo, tmp_path, methods, messa
     assert message in text
 
 
+@pytest.mark.slow
 def test_the_others_are_run_where_that_is_asked_for_and_the_exit_code_tells_that_one_failed(
     demo, tmp_path
 ):
@@ -79,6 +80,7 @@ def test_the_others_are_run_where_that_is_asked_for_and_the_exit_code_tells_that
 FAILING = "broken=opcm:base_method.alpha=much"  # is first computed with in the second step
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_leaves_the_others_and_ends_the_command_with_its_reason_and_code_1(
     demo, tmp_path
 ):
@@ -199,6 +201,7 @@ def test_pools_that_cannot_be_compared_are_one_line(demo, tmp_path, words, messa
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_one_line_and_not_a_success(demo, full_disk):
     code, text = nufilt("compare", "--methods", "nufilt/naive", "--out", full_disk, *QUICK)
     assert code == 1, text

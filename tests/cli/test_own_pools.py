@@ -28,6 +28,7 @@ def words_on_the_page(command):
     raise LookupError(command)
 
 
+@pytest.mark.slow
 def test_a_comparison_scores_its_tasks(here):
     quick = ("--methods", "nufilt:max_steps=1", "--evaluate", "last", "--json")
     code, text = nufilt(*words_on_the_page("compare"), *quick)
@@ -36,6 +37,7 @@ def test_a_comparison_scores_its_tasks(here):
     assert sorted(results["tasks"]) == ["birds", "cars"]
 
 
+@pytest.mark.slow
 def test_an_analysis_measures_its_task_vectors(here):
     code, text = nufilt(*words_on_the_page("analyze"), "--methods", "none", "--samples", "10")
     assert code == 0, text

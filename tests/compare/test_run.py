@@ -149,6 +149,7 @@ def test_a_killed_process_is_said_and_what_is_finished_is_kept(tmp_path, monkeyp
     assert (tmp_path / "references.json").exists()
 
 
+@pytest.mark.slow
 def test_finished_pairs_are_kept_and_methods_and_seeds_can_be_added(tmp_path, started):
     first = run(tmp_path, "nufilt", **CHEAP)
     again = run(tmp_path, seeds=(42, 43), **CHEAP)
@@ -194,6 +195,7 @@ def test_a_method_that_fails_is_reported_and_tried_again_and_the_others_go_on(
     assert not run(tmp_path, seeds=(42, 43), **CHEAP).methods["nufilt"].failures
 
 
+@pytest.mark.slow
 def test_a_methods_own_setting_wins_and_one_that_it_lacks_is_refused_or_fails_that_method_alone(
     tmp_path,
 ):
@@ -230,6 +232,7 @@ def other_weights(monkeypatch, task):
     monkeypatch.setattr(Experiment, "modelpool", property(modelpool))
 
 
+@pytest.mark.slow
 def test_results_of_other_settings_or_weights_are_refused_until_told_otherwise(
     tmp_path, monkeypatch, started
 ):
@@ -261,6 +264,7 @@ def other_pictures(monkeypatch, name):
     monkeypatch.setattr(fusion_bench_nufilt.demo, "load_test_dataset", load_changed)
 
 
+@pytest.mark.slow
 def test_results_on_other_test_data_are_refused(tmp_path, monkeypatch, started):
     run(tmp_path, "nufilt", **CHEAP)
     other_pictures(monkeypatch, "digits")
@@ -269,6 +273,7 @@ def test_results_on_other_test_data_are_refused(tmp_path, monkeypatch, started):
     assert len(started) == 1
 
 
+@pytest.mark.slow
 def test_what_changes_no_result_is_gone_on_with(tmp_path, demo, started):
     run(tmp_path / "out", "nufilt", **CHEAP)
     shutil.copytree(demo / "digits", tmp_path / "renamed")
@@ -281,6 +286,7 @@ def test_what_changes_no_result_is_gone_on_with(tmp_path, demo, started):
     assert len(started) == 1
 
 
+@pytest.mark.slow
 def test_an_option_without_an_effect_keeps_a_finished_run(tmp_path, started):
     closed_form = "nufilt=nufilt:solver=closed_form"
     run(tmp_path, closed_form, overrides=THREE, **CHEAP)
@@ -291,6 +297,7 @@ def test_an_option_without_an_effect_keeps_a_finished_run(tmp_path, started):
         run(tmp_path, f"{closed_form}:ridge=5.0", overrides=THREE, **CHEAP)
 
 
+@pytest.mark.slow
 def test_fast_dev_run_scores_one_batch_and_says_so(tmp_path, capsys):
     batch = "modelpool.taskpool.dataloader_kwargs.batch_size=4"
     overrides = [*THREE, batch, "fast_dev_run=true"]
@@ -360,6 +367,7 @@ def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
     assert specs[label].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
 
 
+@pytest.mark.slow
 def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(tmp_path):
     sizes = {}
     for validation in (True, False):
@@ -432,6 +440,7 @@ def test_a_comparison_compares_all_names_before_it_loads_a_model(tmp_path, monke
         preset_specs("ranks", "nufilt_demo", [*QUICK, *renamed])
 
 
+@pytest.mark.slow
 def test_a_comparison_says_what_each_method_changed_of_the_pretrained_model(tmp_path):
     """NUFILT the merged layers alone, task arithmetic every tensor."""
     result = run(tmp_path, "nufilt, task_arithmetic", overrides=THREE, **CHEAP)

@@ -61,6 +61,7 @@ def algorithm_in(folder, **options):
     return logging_to(folder, LayerwiseMergingAlgorithm("running_sum", **options))
 
 
+@pytest.mark.slow
 def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(registered, demo, tmp_path):
     pool = instantiate(compose_run(["modelpool=nufilt_demo"]).modelpool, _recursive_=False)
     merged = algorithm_in(tmp_path / "whole", scale=0.3).run(pool)

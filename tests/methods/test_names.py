@@ -50,9 +50,7 @@ def test_every_method_has_a_file_of_its_name_and_the_other_files_are_of_fusion_b
     assert {name for name in files if not name.startswith("continual/")} == {*METHODS}
 
 
-@pytest.mark.parametrize(
-    "name", ["nufilt", "nufilt/all_linear", "nufilt/release", "best", "spectral", "wudi_sums"]
-)
+@pytest.mark.parametrize("name", ["nufilt", "nufilt/all_linear", "best"])
 def test_a_name_is_the_same_merge_at_every_entry_point(name, tmp_path):
     models = saved_pool(tmp_path, pool(tasks=2))
     run = fusion_bench(tmp_path / "run", name, models)

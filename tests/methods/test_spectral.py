@@ -202,6 +202,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     assert "nufilt_state/model.safetensors" in last[0]["files"]
 
 
+@pytest.mark.slow
 def test_a_model_is_merged_onto_an_earlier_merge(tmp_path):
     models = pool()
     whole = algorithm_in(tmp_path / "whole").run(deepcopy(models))

@@ -234,8 +234,10 @@ def test_the_first_task_alone_decides_where_the_others_change_no_other_parameter
 
 
 @pytest.mark.parametrize("options", ANY_LAYERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [2.0, 0.5, 1.0]])
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.float32, [1.0, 1.0, 1.0]), (torch.bfloat16, [2.0, 0.5, 1.0])],
+)
 def test_rows_of_a_token_are_the_same_one_model_at_a_time(trained, options, dtype, weights):
     tasks = ["code", "other", "third"]
     for name in ("base", *tasks):
@@ -509,8 +511,7 @@ def keep_template_in_the_configuration(folder):
         path.unlink()
 
 
-@pytest.mark.parametrize("in_config", [False, True])
-@pytest.mark.parametrize("new", [(), ("<new>",)])
+@pytest.mark.parametrize(("new", "in_config"), [((), False), (("<new>",), True)])
 def test_the_chat_template_is_the_first_whether_a_vocabulary_grew_or_not(tmp_path, new, in_config):
     base = llama()
     templates = {"base": None, "plain": None, "code": "code", "chat": "chat"}

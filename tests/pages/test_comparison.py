@@ -176,6 +176,7 @@ def test_the_ablation_ends_in_dots_beside_the_papers_numbers():
     assert not any("paper" in row for row in rows_of(chart, panel=bwt))
 
 
+@pytest.mark.slow
 def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
     result = sensitivity_of(3)
     acc, bwt = parts(charts(result)["sensitivity"])

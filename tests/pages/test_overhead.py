@@ -53,6 +53,7 @@ def test_the_printed_table_is_the_papers():
     assert table["wudi"][:4] == ["50", "28.9", "-", "37.7"]
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_cost(tmp_path, demo):
     specs = parse_methods("nufilt:max_steps=3, task_arithmetic")
     result = compare("nufilt_demo", specs, [42], tmp_path, evaluate="last", preset="overhead")
