@@ -65,7 +65,6 @@ def test_a_method_is_given_no_more_than_the_directions_of_the_adapters(tmp_path,
 
 
 ALL = ("math", "code", "chat")
-TURNING = [name for name, method in METHODS.items() if method.sides_in_basis]
 
 
 def adapter_of(folder, tasks=ALL, out="adapter", merged=None, rank=None, **options):
@@ -106,29 +105,6 @@ def adapters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     save_adapters(folder)
     return folder
-
-
-@pytest.mark.parametrize("method", TURNING)
-def test_an_adapter_of_adapters_is_the_model_that_their_models_give(adapters, tmp_path, method):
-    """In one go, and one by one; the models are merged as any others, on the base."""
-    options = {"method": method, "target_modules": "all-linear"}
-    merge(adapters, whole_models(ALL), tmp_path / "model", **options)
-    expected = updates(adapters, tmp_path / "model")
-    at_once = adapter_of(adapters, out=tmp_path / "at_once", method=method)
-    assert_close(on_base(adapters, at_once), expected)
-    merged = None
-    for task in ALL:
-        merged = adapter_of(adapters, [task], tmp_path / task, merged, method=method)
-    assert_close(on_base(adapters, merged), expected)
-
-
-@pytest.mark.parametrize("method", ["nufilt", "sum", "best", "tsv_stream"])
-def test_a_single_adapter_is_what_peft_makes_of_it(adapters, tmp_path, method):
-    options = {"scale": 1.0} if method == "sum" else {}
-    if method == "tsv_stream":
-        options = {"scale": 1.0}
-    out = adapter_of(adapters, ["code"], tmp_path / "one", method=method, **options)
-    assert_close(on_base(adapters, out), updates(adapters, "code_whole"))
 
 
 @pytest.mark.parametrize("method", ["nufilt", "best"])

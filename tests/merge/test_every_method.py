@@ -1,0 +1,287 @@
+"""Every method makes of adapters, as an adapter, what it makes of whole models on any base.
+
+A method that is added to the table is tried by itself. The base is in float64, and on a base of
+zeros a whole model has no rounding but that of the product, so that both are references.
+"""
+
+import json
+import shutil
+from copy import deepcopy
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+
+from fusion_bench_nufilt.methods import METHODS
+from tests.merge.helpers import RANKS, manifest, merge, save_stream, tensors
+from tests.tiny_models import llama
+
+TASKS = ("math", "code", "chat")
+TARGETS = ["q_proj", "up_proj", "down_proj"]  # square, tall and wide
+SHAPES = {"self_attn.q_proj": (32, 32), "mlp.up_proj": (64, 32), "mlp.down_proj": (32, 64)}
+#: Of the length of a layer's update: what float32 rounds.
+TOLERANCE = 2e-5
+#: Of a copy of the task before it, NUFILT's filter leaves rounding alone, and Adam's steps are as
+#: long for that; on two bases in float64, too, results of `nufilt/release` differ by 2e-4.
+TOLERANCE_OF_COPIES = 2e-3
+#: What takes a single task whole, and by which options.
+WHOLE = {
+    "nufilt": {},
+    "nufilt/all_linear": {},
+    "spectral": {},
+    "best": {},
+    "sum": {"scale": 1.0},
+    "tsv_stream": {"scale": 1.0},
+}
+
+
+def unrelated_factors():
+    """By task and layer: factors of other ranks, in all layers."""
+    factors = {}
+    for number, task in enumerate(TASKS):
+        generator = torch.Generator().manual_seed(number)
+        for block in range(2):
+            for name, shape in SHAPES.items():
+                layer = f"model.layers.{block}.{name}"
+                factors[task, layer] = draw(shape, 2 + number, generator)
+    return factors
+
+
+def draw(shape, rank, generator):
+    d_o, d_i = shape
+    B = torch.randn(d_o, rank, generator=generator, dtype=torch.float64) * 0.1 * d_o**-0.5
+    A = torch.randn(rank, d_i, generator=generator, dtype=torch.float64) * d_i**-0.5
+    return B, A
+
+
+def related_factors():
+    """The same, but for layers in which adapters have much in common, or which some leave alone."""
+    factors = unrelated_factors()
+    generator = torch.Generator().manual_seed(5)
+    first_block = "model.layers.0"
+    second_block = "model.layers.1"
+    with_one_A = f"{first_block}.self_attn.q_proj"
+    _, A = draw((32, 32), 3, generator)
+    for task in TASKS:
+        B, _ = draw((32, 32), 3, generator)
+        factors[task, with_one_A] = (B, A)
+    half_as_strong = f"{first_block}.mlp.up_proj"
+    B, A = factors["math", half_as_strong]
+    factors["code", half_as_strong] = (B / 2, A)
+    taken_back = f"{first_block}.mlp.down_proj"
+    B, A = factors["math", taken_back]
+    factors["code", taken_back] = (-B / 2, A)
+    left_alone = f"{second_block}.self_attn.q_proj"
+    del factors["math", left_alone]
+    B, A = factors["code", left_alone]
+    factors["code", left_alone] = (torch.zeros_like(B), A)
+    # Together more directions than the layer has.
+    thick = f"{second_block}.mlp.up_proj"
+    for task in TASKS:
+        factors[task, thick] = draw((64, 32), 12, generator)
+    return factors
+
+
+def equal_factors():
+    """The same of two tasks."""
+    factors = unrelated_factors()
+    for (task, layer), update in list(factors.items()):
+        if task == "math":
+            factors["code", layer] = update
+    return factors
+
+
+FACTORS = {"unrelated": unrelated_factors, "related": related_factors, "equal": equal_factors}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models by how related they are, which are made as they are asked for."""
+    made = {}
+
+    def folder(kind):
+        if kind not in made:
+            made[kind] = save_models(tmp_path_factory.mktemp(kind), FACTORS[kind]())
+        return made[kind]
+
+    return folder
+
+
+def save_models(path, factors):
+    """Save adapters, the base that they name, and what peft makes of them; and in `zeros` the same
+    on a base of zeros.
+    """
+    save_stream(path, llama(tie_word_embeddings=False), tasks=0, dtype=torch.float64, shards="1GB")
+    base = tensors(path / "base")
+    on_zeros = {}
+    for key, value in base.items():
+        on_zeros[key] = value
+        if any(f"{target}.weight" in key for target in TARGETS):
+            on_zeros[key] = torch.zeros_like(value)
+    save_copy(path / "base", path / "zeros" / "base", on_zeros)
+    for task in TASKS:
+        of_task = {}
+        for (name, layer), update in factors.items():
+            if name == task:
+                of_task[layer] = update
+        save_adapter(path / task, path / "base", of_task)
+        whole = dict(on_zeros)
+        for layer, (B, A) in of_task.items():
+            whole[f"{layer}.weight"] = B @ A
+        save_copy(path / "base", path / "zeros" / task, whole)
+        model = PeftModel.from_pretrained(load(path), path / task).merge_and_unload()
+        model.save_pretrained(path / f"{task}_whole")
+    return path
+
+
+def save_copy(source, target, state):
+    shutil.copytree(source, target)
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_adapter(folder, base, factors):
+    """Save factors B and A by layer, of scaling 1."""
+    ranks = {layer: len(A) for layer, (_, A) in factors.items()}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": 1,
+        "lora_alpha": 1,
+        "rank_pattern": ranks,
+        "alpha_pattern": ranks,
+        "target_modules": list(ranks),
+    }
+    state = {}
+    for layer, (B, A) in factors.items():
+        state[f"base_model.model.{layer}.lora_A.weight"] = A.clone()
+        state[f"base_model.model.{layer}.lora_B.weight"] = B.clone()
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(state, folder / "adapter_model.safetensors")
+
+
+def load(folder):
+    return type(llama()).from_pretrained(folder / "base", dtype=torch.float64)
+
+
+def merge_any(folder, method, tasks, out, merged=None, settings=None, **options):
+    # Equal adapters would be refused as one task that comes twice.
+    settings = {"verify": False, **(settings or {})}
+    options = {"target_modules": TARGETS, **options}
+    if METHODS[method].is_stateless:
+        # The default ranks of NUFILT are those of wide layers.
+        options = {**RANKS, **METHODS[method].defaults, **options}
+    return merge(folder, tasks, out, merged, settings=settings, method=method, **options)
+
+
+def merge_adapters(*args, settings=None, **options):
+    return merge_any(*args, settings={"adapter": True, **(settings or {})}, **options)
+
+
+def updates(base, merged):
+    """The updates of layers in a merged model, by name."""
+    before = tensors(base)
+    changes = {}
+    for key, value in tensors(merged).items():
+        if any(f"{target}.weight" in key for target in TARGETS):
+            changes[key] = value - before[key]
+    return changes
+
+
+def updates_by_peft(folder, adapter, tmp_path):
+    model = PeftModel.from_pretrained(deepcopy(load(folder)), adapter).merge_and_unload()
+    whole = tmp_path / f"{adapter.name}_by_peft"
+    model.save_pretrained(whole)
+    return updates(folder / "base", whole)
+
+
+def assert_close(changes, expected, tolerance=TOLERANCE):
+    assert changes.keys() == expected.keys()
+    for key, update in expected.items():
+        # As long as a task's, where the layer has none left.
+        length = update.norm().clamp_min(1e-2)
+        assert (changes[key] - update).norm() <= tolerance * length, key
+
+
+def cases():
+    for kind in FACTORS:
+        for method in METHODS:
+            # The variants of NUFILT go the same way through all of this.
+            marks = []
+            if "/" in method and kind != "unrelated":
+                marks.append(pytest.mark.slow)
+            yield pytest.param(kind, method, marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "method"), list(cases()))
+def test_adapters_are_merged_as_whole_models_on_any_base(folders, tmp_path, kind, method):
+    """At once, one by one, and with a cut after which the merge goes on; into an adapter, and into
+    the base.
+    """
+    folder = folders(kind)
+    tolerance = TOLERANCE
+    if kind == "equal" and METHODS[method].is_stateless:
+        tolerance = TOLERANCE_OF_COPIES
+    zeros = folder / "zeros"
+    on_zeros = merge_any(zeros, method, TASKS, tmp_path / "zeros")
+    expected = updates(zeros / "base", on_zeros)
+    whole_models = [f"{task}_whole" for task in TASKS]
+
+    at_once = merge_adapters(folder, method, TASKS, tmp_path / "at_once")
+    assert_close(updates_by_peft(folder, at_once, tmp_path), expected, tolerance)
+    one_by_one = None
+    for task in TASKS:
+        one_by_one = merge_adapters(folder, method, [task], tmp_path / task, one_by_one)
+    assert_close(updates_by_peft(folder, one_by_one, tmp_path), expected, tolerance)
+    cut = {"rank": 1, "state": True}
+    first = tmp_path / TASKS[0]
+    goes_on = merge_adapters(folder, method, [TASKS[1]], tmp_path / "cut", first, settings=cut)
+    goes_on = merge_adapters(folder, method, [TASKS[2]], tmp_path / "after_cut", goes_on)
+    assert_close(updates_by_peft(folder, goes_on, tmp_path), expected, tolerance)
+
+    into_base = merge_any(folder, method, TASKS, tmp_path / "into_base")
+    assert_close(updates(folder / "base", into_base), expected, tolerance)
+    of_models = merge_any(folder, method, whole_models, tmp_path / "of_models")
+    assert_close(updates(folder / "base", of_models), expected, tolerance)
+    mixed = [whole_models[0], *TASKS[1:]]
+    of_both = merge_any(folder, method, mixed, tmp_path / "of_both")
+    assert_close(updates(folder / "base", of_both), expected, tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cut_is_the_best_approximation_of_its_rank(folders, tmp_path, method):
+    """Which is not the only one where directions are equally strong, as Iso-C's are."""
+    folder = folders("unrelated")
+    whole = merge_adapters(folder, method, TASKS, tmp_path / "whole")
+    cut = merge_adapters(folder, method, TASKS, tmp_path / "cut", settings={"rank": 2})
+    uncut = updates_by_peft(folder, whole, tmp_path)
+    approximations = updates_by_peft(folder, cut, tmp_path)
+    shares = manifest(cut)["energy_kept"]["tensors"]
+    assert len(shares) == len(uncut)
+    for key, update in uncut.items():
+        strengths = torch.linalg.svdvals(update)
+        energies = strengths.square()
+        left_out = (update - approximations[key]).norm()
+        assert torch.linalg.matrix_rank(approximations[key], rtol=1e-5) == 2, key
+        torch.testing.assert_close(left_out, energies[2:].sum().sqrt(), rtol=1e-4, atol=1e-6)
+        share = (energies[:2].sum() / energies.sum()).item()
+        assert shares[key.removesuffix(".weight")] == pytest.approx(share, rel=1e-5), key
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("task", ["math", "chat"])
+def test_a_single_adapter_is_what_peft_makes_of_it_where_a_single_task_is_whole(
+    folders, tmp_path, method, task
+):
+    """Otherwise it is what the method makes of that."""
+    folder = folders("related")
+    options = WHOLE.get(method, {})
+    alone = merge_adapters(folder, method, [task], tmp_path / "alone", **options)
+    if method in WHOLE:
+        expected = updates(folder / "base", folder / f"{task}_whole")
+    else:
+        whole = merge_any(folder, method, [f"{task}_whole"], tmp_path / "whole")
+        expected = updates(folder / "base", whole)
+    assert_close(updates_by_peft(folder, alone, tmp_path), expected)
