@@ -376,7 +376,9 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
             settings.pop("tokenizer", None)
         settings = {name: value for name, value in settings.items() if name not in recipe}
     makes_adapter = recipe.get("adapter", settings.get("adapter"))
-    if not recipe.get("base") and not makes_adapter:
+    # Of an adapter, the base is an input only if weights of it were read.
+    needs_base = not makes_adapter or "base" in manifest.get("inputs", {})
+    if needs_base and not recipe.get("base"):
         settings["base"] = _base(merged, folder, manifest)
     return settings
 

@@ -1,19 +1,26 @@
 """Plan a merge of adapters into an adapter, for which no weight of their base is read.
 
 Layers are merged in a basis of the adapters' factors, where the base is zero, and the result has
-the factors of what comes out. What an adapter holds besides factors of single layers has no place
-in such a merge, and is refused.
+the factors of what comes out. What adapters hold in full outside these layers is kept in full: its
+mean, for which the base must be given. What no adapter holds is refused.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench_nufilt.methods import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.absent_base import AbsentBase
-from fusion_bench_nufilt.models.adapters import EMBEDDING_A, PREFIX, LoraAdapter, adapter_config
+from fusion_bench_nufilt.models.adapters import (
+    EMBEDDING_A,
+    PREFIX,
+    TRAINED_ROWS,
+    LoraAdapter,
+    adapter_config,
+)
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import (
     ADAPTER_CONFIG,
@@ -31,7 +38,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .checks import check_shapes
 from .other_params import find_heads
-from .plan import DTYPES, Files, Plan, Selection, select
+from .plan import DTYPES, Files, Plan, SavedTensor, Selection, select
 from .planned import shape_in_basis
 
 # The ranks that vLLM has for its option max_lora_rank end here.
@@ -57,41 +64,43 @@ def plan_adapter(
             "--adapter out, and name the base with --base"
         )
     checkpoints = [_open_adapter(name) for name in tasks]
-    merged_checkpoint = None if merged is None else _open_adapter(merged)
-    merged_checkpoints = [] if merged_checkpoint is None else [merged_checkpoint]
-    absent_base = AbsentBase([*merged_checkpoints, *checkpoints], base)
-    architecture = Architecture.of_checkpoint(absent_base)
-    pretrained = ModelWeights(absent_base, architecture)
-    opened: list[LoraAdapter] = []
     weights = settings.weights or [1.0] * len(tasks)
     if len(weights) != len(tasks):
         raise ValueError(f"there are {len(weights)} weights for {len(tasks)} tasks")
-    for checkpoint, weight in zip(checkpoints, weights, strict=True):
-        task = LoraAdapter(checkpoint, architecture)
-        task.strength = weight
-        opened.append(task)
-    merged_adapter = None
+    merged_checkpoint = None
     before = Manifest()
-    state = None
-    if merged_checkpoint is not None:
-        merged_adapter = LoraAdapter(merged_checkpoint, architecture)
+    if merged is not None:
+        merged_checkpoint = _open_adapter(merged)
         before = read_manifest(merged_checkpoint.folder, "merge or fetch it again") or Manifest()
-        if merged_checkpoint.revision is None or STATE_FILE in before.get("files", {}):
-            state_checkpoint = merged_checkpoint.open_inside(STATE_FILE)
-            if state_checkpoint is not None:
-                state = ModelWeights(state_checkpoint, architecture)
-    adapters = opened if merged_adapter is None else [merged_adapter, *opened]
-    for adapter in adapters:
-        _refuse_all_but_factors(adapter)
-
     first_step = settings.step or before.get("step", 0) + 1
+    merged_checkpoints = [] if merged_checkpoint is None else [merged_checkpoint]
+    absent_base = AbsentBase([*merged_checkpoints, *checkpoints], base)
+    models = _open_models(absent_base, checkpoints, weights, merged_checkpoint)
+    _refuse_what_no_adapter_holds(models, targets, before)
+    for adapter in models.sources_outside(targets, first_step):
+        if adapter.keys:
+            with_weights = _open_base(base, adapter)
+            models = _open_models(with_weights, checkpoints, weights, merged_checkpoint)
+            break
+    architecture = models.architecture
+    pretrained = models.pretrained
+    merged_adapter = models.merged
+    opened = models.tasks
+    state = None
+    if merged_checkpoint is not None and (
+        merged_checkpoint.revision is None or STATE_FILE in before.get("files", {})
+    ):
+        state_checkpoint = merged_checkpoint.open_inside(STATE_FILE)
+        if state_checkpoint is not None:
+            state = ModelWeights(state_checkpoint, architecture)
+    adapters = models.adapters
     lasting: list[ModelWeights] = [pretrained]
     if merged_adapter is not None:
         lasting.append(merged_adapter)
     tie_weights(architecture, lasting, opened, targets, first_step)
     complete_base(architecture, pretrained, adapters)
     heads = find_heads("none", pretrained, opened, architecture, before)
-    selection = _adapted(select(pretrained, architecture, targets, heads), adapters, first_step)
+    selection = _adapted(select(pretrained, architecture, targets, heads), models, first_step)
     selection = dataclasses.replace(
         selection,
         coverage=coverage(
@@ -109,6 +118,8 @@ def plan_adapter(
         for param in check_shapes(selection, task, architecture):
             task.ignore(param)
         task.check_layers(selection.layers, pretrained, architecture, can_exclude=True)
+    for adapter in adapters:
+        _refuse_full_layers(adapter, selection)
     plan = Plan(
         **vars(selection),
         tasks=list(opened),
@@ -117,14 +128,16 @@ def plan_adapter(
         before=before,
         merged=merged_adapter,
         state=state,
-        adapter_keys=_keys_by_param(selection, adapters),
     )
-    ranks = _ranks(plan, adapters)
+    saved = _saved_tensors(plan, models.sources_outside(targets, first_step))
+    keys = _keys_by_param(selection, adapters, saved)
+    plan = dataclasses.replace(plan, adapter_keys=keys, saved_tensors=saved)
+    ranks = _ranks(plan)
     plan = dataclasses.replace(
         plan,
-        settings=_settings_in_effect(plan, ranks, adapters),
+        settings=_settings_in_effect(plan, ranks),
         files=_files(plan, ranks),
-        small_files=_small_files(plan, adapters, ranks),
+        small_files=_small_files(plan, adapters, absent_base.trained_on, ranks),
     )
     warnings = _check_tokenizers(plan)
     if max(ranks.values()) > _HIGHEST_RANK_OF_VLLM:
@@ -150,55 +163,152 @@ def _open_adapter(name: str) -> Checkpoint:
     return checkpoint
 
 
-def _refuse_all_but_factors(adapter: LoraAdapter) -> None:
-    """Refuse an adapter that holds something that is no factor of a single layer's update."""
-    full = [adapter.name_of(key) for key in dict.fromkeys(adapter.keys.values())]
-    experts = [param for param, update in adapter.updates.items() if update.expert is not None]
-    reason = ""
-    if full:
-        reason = f"holds {format_names(full)} in full, of which a merge needs the base's"
-    elif adapter.magnitudes:
-        names = format_names(adapter.magnitudes)
-        reason = f"is a DoRA, whose lengths of {names} are of the base's rows, too"
-    elif experts:
-        reason = f"is of fused experts ({format_names(experts)}), which it can't hold one by one"
-    if reason:
+@dataclass(frozen=True)
+class _Models:
+    """The models of a merge, as their base has them."""
+
+    architecture: Architecture
+    pretrained: ModelWeights
+    tasks: list[LoraAdapter]
+    merged: LoraAdapter | None
+
+    @property
+    def adapters(self) -> list[LoraAdapter]:
+        """All of them, the merged one first."""
+        return self.tasks if self.merged is None else [self.merged, *self.tasks]
+
+    def sources_outside(self, targets: TargetConfig, first_step: int) -> list[LoraAdapter]:
+        """Return the adapters from which the result has tensors outside the merged layers."""
+        sources = [] if self.merged is None else [self.merged]
+        if targets.other_params == "mean":
+            sources += self.tasks
+        elif targets.changes_others(first_step):
+            sources.append(self.tasks[0])
+        return sources
+
+
+def _open_models(
+    base: Checkpoint,
+    tasks: Sequence[Checkpoint],
+    weights: Sequence[float],
+    merged: Checkpoint | None,
+) -> _Models:
+    architecture = Architecture.of_checkpoint(base)
+    pretrained = ModelWeights(base, architecture)
+    opened = []
+    for checkpoint, weight in zip(tasks, weights, strict=True):
+        task = LoraAdapter(checkpoint, architecture)
+        task.strength = weight
+        opened.append(task)
+    merged_adapter = None if merged is None else LoraAdapter(merged, architecture)
+    return _Models(architecture, pretrained, opened, merged_adapter)
+
+
+def _open_base(name: str | None, adapter: LoraAdapter) -> Checkpoint:
+    """Open the base with its weights, since an adapter holds tensors in full."""
+    if name is None:
+        full = [adapter.name_of(key) for key in dict.fromkeys(adapter.keys.values())]
         raise ValueError(
-            f"adapter '{adapter.source.name}' {reason}: leave --adapter out, and name the base "
-            "with --base, for a full model"
+            f"adapter '{adapter.source.name}' holds {format_names(full)} in full, of which a mean "
+            "needs the base's: name the folder of the base with --base, or leave them as they are "
+            "in it with --other-params pretrained"
+        )
+    return Checkpoint.open(name)
+
+
+def _refuse_what_no_adapter_holds(models: _Models, targets: TargetConfig, before: Manifest) -> None:
+    heads = find_heads(targets.heads, models.pretrained, models.tasks, models.architecture, before)
+    for adapter in models.adapters:
+        of_heads = heads.of(adapter.keys)
+        experts = [
+            *(param for param, update in adapter.updates.items() if update.expert is not None),
+            *adapter.saved_experts,
+        ]
+        reason = ""
+        if adapter.magnitudes:
+            names = format_names(adapter.magnitudes)
+            reason = f"is a DoRA, whose lengths of {names} are of the base's rows, too"
+        elif experts:
+            reason = (
+                f"is of fused experts ({format_names(experts)}), which it can't hold one by one"
+            )
+        elif of_heads:
+            reason = f"has a head of its own ({format_names(of_heads)}), of which it can hold one"
+        if reason:
+            raise ValueError(f"adapter '{adapter.source.name}' {reason}: {_INTO_A_MODEL}")
+
+
+_INTO_A_MODEL = "leave --adapter out, and name the base with --base, for a full model"
+
+
+def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
+    full = [layer.param for layer in selection.layers if layer.param in adapter.keys]
+    if full:
+        raise ValueError(
+            f"adapter '{adapter.source.name}' holds {format_names(full)} in full, which is merged "
+            f"as a layer and has no factors: {_INTO_A_MODEL}"
         )
 
 
-def _adapted(selection: Selection, adapters: Sequence[LoraAdapter], first_step: int) -> Selection:
+def _adapted(selection: Selection, models: _Models, first_step: int) -> Selection:
     """Return what adapters change of a selection."""
-    changed = {param for adapter in adapters for param in adapter.params}
+    changed = {param for adapter in models.adapters for param in adapter.params}
     layers = [layer for layer in selection.layers if layer.param in changed]
     if not layers:
         layers = selection.layers  # a check names them
+    changed_outside: set[str] = set()
+    for adapter in models.sources_outside(selection.targets, first_step):
+        changed_outside.update(adapter.params)
     others = {}
-    if selection.targets.changes_others(first_step) or first_step > 1:
-        for param, keys in selection.others.items():
-            if param in changed:
-                others[param] = keys
+    for param, keys in selection.others.items():
+        if param in changed_outside:
+            others[param] = keys
     return dataclasses.replace(selection, layers=layers, others=others)
 
 
+def _saved_tensors(plan: Plan, sources: Sequence[LoraAdapter]) -> dict[str, SavedTensor]:
+    """Return what the result holds in full, as the first adapter that does calls it.
+
+    Rows that were trained stay the rows of these tokens, unless an adapter changes others, too.
+    """
+    saved = {}
+    for param in plan.others:
+        changing = [adapter for adapter in sources if param in adapter.params]
+        holding = [adapter for adapter in changing if param in adapter.keys]
+        if not holding:
+            continue
+        first = holding[0]
+        if all(param in adapter.trained_rows for adapter in changing):
+            tokens = {token for adapter in changing for token in adapter.trained_rows[param]}
+            saved[param] = SavedTensor(first.keys[param], tuple(sorted(tokens)))
+            continue
+        name = first.name_of(first.keys[param])
+        if param in first.trained_rows:
+            name = f"{name.removesuffix(TRAINED_ROWS)}.weight"
+        module, _, kind = name.rpartition(".")
+        # peft wraps a layer that has factors, and its bias with it.
+        if kind == "bias" and any(f"{module}.weight" in adapter.updates for adapter in sources):
+            name = f"{module}.base_layer.bias"
+        saved[param] = SavedTensor(PREFIX + name)
+    return saved
+
+
 def _keys_by_param(
-    selection: Selection, adapters: Sequence[LoraAdapter]
+    selection: Selection, adapters: Sequence[LoraAdapter], saved: Collection[str]
 ) -> dict[str, tuple[str, str]]:
-    """Return the keys of A and B of each tensor that is changed, as the first adapter has them."""
+    """Return the keys of A and B of each tensor that is changed and not ``saved`` in full, as the
+    first adapter has them.
+    """
     keys: dict[str, tuple[str, str]] = {}
     for param in (*(layer.param for layer in selection.layers), *selection.others):
         for adapter in adapters:
-            if param in adapter.updates:
+            if param in adapter.updates and param not in saved:
                 update = adapter.updates[param]
                 keys.setdefault(param, (update.key_a, update.key_b))
     return keys
 
 
-def _settings_in_effect(
-    plan: Plan, ranks: Mapping[str, int], adapters: Sequence[LoraAdapter]
-) -> Settings:
+def _settings_in_effect(plan: Plan, ranks: Mapping[str, int]) -> Settings:
     """Return the settings of a plan, each at its default where these adapters have the same result
     by it.
     """
@@ -208,29 +318,31 @@ def _settings_in_effect(
     if settings.dtype == "float32":
         settings = dataclasses.replace(settings, dtype="auto")
     uncut = dataclasses.replace(settings, rank=None)
-    if _ranks(dataclasses.replace(plan, settings=uncut), adapters) == ranks:
+    if _ranks(dataclasses.replace(plan, settings=uncut)) == ranks:
         settings = uncut
     return settings
 
 
-def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
-    """Return the rank of each tensor in the result, by param."""
+def _ranks(plan: Plan) -> dict[str, int]:
+    """Return the rank of each tensor in the result that has factors, by param."""
     ranks = {}
     for layer in plan.layers:
         shape = shape_in_basis(plan, layer)
         if shape is not None and layer.param in plan.adapter_keys:
             ranks[layer.param] = min(shape)
     for param in plan.others:
-        total = sum(adapter.rank_of(param) or 0 for adapter in adapters)
-        ranks[param] = min(total, *plan.pretrained.params[param])
+        if param not in plan.saved_tensors:
+            total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0
+            for task in plan.joining(param).values():
+                total += task.rank_of(param) or 0
+            ranks[param] = min(total, *plan.pretrained.params[param])
     if plan.settings.rank is not None:
         ranks = {param: min(rank, plan.settings.rank) for param, rank in ranks.items()}
     return ranks
 
 
 def _files(plan: Plan, ranks: Mapping[str, int]) -> Files:
-    dtype = DTYPES.get(plan.settings.dtype, "F32")
-    tensors = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     views = {layer.param: layer.view for layer in plan.layers}
     for param, rank in ranks.items():
         key_a, key_b = plan.adapter_keys[param]
@@ -240,13 +352,22 @@ def _files(plan: Plan, ranks: Mapping[str, int]) -> Files:
             d_o, d_i = plan.pretrained.params[param]
         if key_a.endswith(EMBEDDING_A):
             d_o, d_i = d_i, d_o
-        tensors[key_a] = TensorInfo(ADAPTER_WEIGHTS, "F32", (rank, d_i), 0, 0).with_dtype(dtype)
-        tensors[key_b] = TensorInfo(ADAPTER_WEIGHTS, "F32", (d_o, rank), 0, 0).with_dtype(dtype)
+        shapes[key_a] = (rank, d_i)
+        shapes[key_b] = (d_o, rank)
+    for param, saved in plan.saved_tensors.items():
+        shape = plan.pretrained.params[param]
+        if saved.tokens is not None:
+            shape = (len(saved.tokens), *shape[1:])
+        shapes[saved.key] = shape
+    dtype = DTYPES.get(plan.settings.dtype, "F32")
+    tensors = {}
+    for key, shape in shapes.items():
+        tensors[key] = TensorInfo(ADAPTER_WEIGHTS, "F32", shape, 0, 0).with_dtype(dtype)
     return {ADAPTER_WEIGHTS: tensors}
 
 
 def _small_files(
-    plan: Plan, adapters: Sequence[LoraAdapter], ranks: Mapping[str, int]
+    plan: Plan, adapters: Sequence[LoraAdapter], base_name: str | None, ranks: Mapping[str, int]
 ) -> dict[str, bytes]:
     """Return the configuration of the result, and the tokenizer of the first adapter with one."""
     ranks_by_module = {}
@@ -255,9 +376,21 @@ def _small_files(
         module = key_a.removeprefix(PREFIX).removesuffix(EMBEDDING_A)
         ranks_by_module[module.removesuffix(".lora_A.weight")] = rank
     configs = [adapter.checkpoint.adapter_config for adapter in adapters]
-    base = plan.pretrained.source
-    assert isinstance(base, AbsentBase)
-    content = adapter_config(configs, base.trained_on, ranks_by_module)
+    content = adapter_config(configs, base_name, ranks_by_module)
+    modules: dict[str, None] = {}
+    tokens_by_module = {}
+    for param, saved in plan.saved_tensors.items():
+        name = saved.key.removeprefix(PREFIX)
+        if saved.tokens is not None:
+            tokens_by_module[name.removesuffix(TRAINED_ROWS)] = list(saved.tokens)
+        elif any(param in adapter.trained_params for adapter in adapters):
+            modules[name.rpartition(".")[0]] = None
+        elif name.endswith(".bias"):
+            content["bias"] = "all"
+    if modules:
+        content["modules_to_save"] = list(modules)
+    if tokens_by_module:
+        content["trainable_token_indices"] = tokens_by_module
     files = {ADAPTER_CONFIG: (json.dumps(content, indent=2) + "\n").encode()}
     for adapter in adapters:
         tokenizer = adapter.checkpoint.small_files(TOKENIZER_FILES)

@@ -50,7 +50,7 @@ from .inputs import (
     refuse_edited,
     unchanged_records,
 )
-from .other_params import NOT_FINITE, head_files, write_other, write_update
+from .other_params import NOT_FINITE, head_files, write_other
 from .output import Output, Record, clear_work_folder, refuse_long_name, work_folder
 from .plan import Plan
 from .planned import (
@@ -227,9 +227,6 @@ def _merge(
         output.add(merged.record, serialize_layer(plan, state_places, merged, merged_weight))
 
     def write_other_param(param: str) -> None:
-        if plan.is_adapter:
-            write_update(plan, param, output)
-            return
         write_other(plan, param, state_places, output)
 
     if plan.settings.engine == "ray":

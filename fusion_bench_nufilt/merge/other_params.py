@@ -161,10 +161,7 @@ def digests_of_other(plan: Plan, param: str) -> dict[str, str]:
     model's role in the merge.
     """
     output = _NoOutput()
-    if plan.is_adapter:
-        write_update(plan, param, output)
-    else:
-        write_other(plan, param, {}, output)
+    write_other(plan, param, {}, output)
     return output.recorded["read"]
 
 
@@ -175,6 +172,12 @@ def write_other(
 
     ``state_places`` has the places in the file of the state, by key.
     """
+    if plan.is_adapter:
+        if param in plan.saved_tensors:
+            _write_saved(plan, param, output)
+        else:
+            _write_update(plan, param, output)
+        return
     record: Record = {"param": param, "written": [], "read": {}, "reports": []}
     read: dict[str, list[str]] = {}
     mean_writer = None
@@ -211,7 +214,28 @@ def write_other(
     output.record(record)
 
 
-def write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
+def _write_saved(plan: Plan, param: str, output: Output | _NoOutput) -> None:
+    """Write to an adapter what it holds in full of a tensor outside the merged layers, all of it or
+    the rows of some tokens.
+    """
+    saved = plan.saved_tensors[param]
+    digests = ReadDigests()
+    tensor = OtherParam(plan, param, plan.others[param][0], digests)
+    parts = [(0, tensor.numel)]
+    if saved.tokens is not None:
+        width = tensor.numel // tensor.info.shape[0]
+        parts = [(token * width, (token + 1) * width) for token in saved.tokens]
+    writer = _Writer(output, plan.places[saved.key])
+    for first, end in parts:
+        for start, stop in _bounds(first, end, tensor.piece_length):
+            value = tensor.piece(start, stop)
+            writer.write(_rounded(value, saved.key, FLOATS[writer.place.dtype]))
+    record: Record = {"param": param, "written": [writer.entry()], "read": {}, "reports": []}
+    record["read"] = digests.by_source()
+    output.record(record)
+
+
+def _write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
     """Write to an adapter what adapters change of a tensor outside the merged layers: the factors
     of the update that the rule ``other_params`` makes of theirs.
     """

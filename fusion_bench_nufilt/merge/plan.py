@@ -92,6 +92,14 @@ def select(
 
 
 @dataclass(frozen=True)
+class SavedTensor:
+    """What an adapter holds in full of a tensor outside the merged layers."""
+
+    key: str
+    tokens: tuple[int, ...] | None = None  # whose rows these are, of an embedding; else all of it
+
+
+@dataclass(frozen=True)
 class Plan(Selection):
     """A merge whose models have passed all checks that need no more than headers and samples.
 
@@ -111,8 +119,10 @@ class Plan(Selection):
     small_files: dict[str, bytes] = field(default_factory=dict)
     files: Files = field(default_factory=dict)  # the tensors in each file of the result
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    #: Of an adapter, the keys of A and B of each tensor that it changes, by param.
+    #: Of an adapter, the keys of A and B of each tensor that it changes by factors, by param.
     adapter_keys: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: Of an adapter, what it holds in full, by param.
+    saved_tensors: dict[str, SavedTensor] = field(default_factory=dict)
     #: The options that were given and are not those of :meth:`options`, by name.
     without_effect: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)  # of the checks
@@ -121,7 +131,7 @@ class Plan(Selection):
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the result is an adapter, for which no weight of the base is read."""
+        """Whether the result is an adapter, whose layers are merged without the base's weights."""
         return self.settings.adapter
 
     @cached_property
@@ -225,6 +235,8 @@ class Plan(Selection):
         """Return the dtype of a tensor between tasks: the wider one of the base's and the
         result's.
         """
+        if self.is_adapter:
+            return torch.float32
         info = self.base.tensors[key]
         written = as_written(info, self.settings.dtype)
         # A float32 result of a bfloat16 base must not be rounded after each of its tasks.

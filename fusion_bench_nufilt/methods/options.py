@@ -278,7 +278,7 @@ class Settings:
     )
     adapter: bool = _file_option(
         False,
-        "Merge adapters into an adapter, for which no weight of the base is read.",
+        "Merge adapters into an adapter, without the weights of their base.",
         scope="merge",
     )
     rank: int | None = _file_option(

@@ -34,7 +34,8 @@ EMBEDDING_A = ".lora_embedding_A"
 # peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
 _SAVED = ".modules_to_save."
 _ORIGINAL = ".original_module."
-_TOKENS = ".token_adapter.trainable_tokens_delta"
+#: What the name of an embedding's trained rows ends with.
+TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 _MAGNITUDE = ".lora_magnitude_vector"
 # In a model, names have that of the adapter, without which peft saves it; in a file with another
 # name than 'default', peft passes over them and merges nothing.
@@ -121,8 +122,8 @@ class LoraAdapter(ModelWeights):
                     )
                 else:
                     self._add_pair(architecture.untied_name(f"{module}.weight"), module, key)
-            elif name.endswith(_TOKENS):
-                self._add_tokens(architecture, name.removesuffix(_TOKENS), key)
+            elif name.endswith(TRAINED_ROWS):
+                self._add_tokens(architecture, name.removesuffix(TRAINED_ROWS), key)
             elif self.config.get("use_dora") and name.endswith(_MAGNITUDE):
                 param = architecture.untied_name(name.removesuffix(_MAGNITUDE) + ".weight")
                 self.magnitudes[param] = key
@@ -254,7 +255,7 @@ class LoraAdapter(ModelWeights):
                 f"adapter '{name}' has {claim}: load its base, resize its embeddings as for the "
                 f"training (resize_token_embeddings), merge the adapter into that {WITH_PEFT}"
             )
-        self._check_new(param, f"{module}{_TOKENS}")
+        self._check_new(param, f"{module}{TRAINED_ROWS}")
         self.trained_rows[param] = {number: place for place, number in enumerate(numbers)}
         self._add_tensor(param, key)
         self.match_rows(param, range(rows))

@@ -45,11 +45,11 @@ def plan(
     merged=None,
     settings=None,
     method="nufilt",
-    base="base",
+    base=None,
     **options,
 ):
     """Plan a merge of tasks by the names of their folders, with options of the method and of the
-    targets.
+    targets; by default, the base is the folder `base`, and for an adapter none is given.
     """
     kind = METHODS[method]
     defaults = dict(kind.defaults)
@@ -61,7 +61,9 @@ def plan(
     if merged is not None:
         merged = str(folder / merged)
     settings = Settings(**(settings or {}))
-    base_name = None if settings.adapter else str(folder / base)
+    if base is None and not settings.adapter:
+        base = "base"
+    base_name = None if base is None else str(folder / base)
     return plan_merge(base_name, task_folders, merged, config, targets, settings, method=method)
 
 

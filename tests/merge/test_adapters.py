@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from peft import PeftModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.methods import METHODS
@@ -22,7 +23,7 @@ from tests.merge.helpers import (
     tensors,
 )
 from tests.models.test_adapters import random_adapter
-from tests.tiny_models import llama
+from tests.tiny_models import SMALL, build, llama
 
 BOTH = ("math", "code")
 
@@ -185,17 +186,109 @@ def test_layers_of_other_ranks_and_embeddings_are_what_peft_reads(tmp_path):
     assert_close(on_base(tmp_path, one_by_one), expected)
 
 
+KEPT_IN_FULL = {
+    "modules_to_save": {"modules_to_save": ["lm_head", "norm"]},
+    "trained tokens": {"trainable_token_indices": [1, 4]},
+    "biases": {"bias": "all"},
+    "biases of layers": {"bias": "lora_only"},
+}
+
+
+def save_with_full_tensors(folder, kind, *, tie_word_embeddings=False):
+    """A base, two adapters that hold tensors in full, not all the same ones, and one that holds
+    none.
+    """
+    base = build(
+        LlamaForCausalLM,
+        LlamaConfig(
+            **SMALL,
+            vocab_size=50,
+            attention_bias=True,
+            tie_word_embeddings=tie_word_embeddings,
+        ),
+        seed=0,
+    )
+    save_stream(folder, base, tasks=0, dtype=torch.float64)
+    configs = {"math": KEPT_IN_FULL[kind], "code": dict(KEPT_IN_FULL[kind]), "chat": {}}
+    if kind == "trained tokens":
+        configs["code"] = {"trainable_token_indices": [4, 7, 2]}
+    if kind == "modules_to_save":
+        configs["code"] = {"modules_to_save": ["lm_head"]}
+    for number, name in enumerate(ALL):
+        model = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
+        options = {"r": 2, "target_modules": ["q_proj", "up_proj"], **configs[name]}
+        random_adapter(folder / name, folder / f"{name}_whole", model, number, **options)
+
+
+MEAN = {"target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
+
+
+@pytest.mark.parametrize("kind", KEPT_IN_FULL)
+def test_what_adapters_hold_in_full_is_kept_in_full_with_the_base_given(tmp_path, kind):
+    """As the mean, of which a model that leaves a tensor alone has the base's part."""
+    save_with_full_tensors(tmp_path, kind)
+    merge(tmp_path, whole_models(ALL), "model", **MEAN)
+    expected = updates(tmp_path, "model")
+    options = {**MEAN, "base": "base"}
+    at_once = adapter_of(tmp_path, out="at_once", **options)
+    assert_close(on_base(tmp_path, at_once), expected)
+    one_by_one = None
+    for task in ALL:
+        one_by_one = adapter_of(tmp_path, [task], f"after_{task}", one_by_one, **options)
+    assert_close(on_base(tmp_path, one_by_one), expected)
+    # Without a weight that is the base's own.
+    kept = [key for key in tensors(at_once) if "lora_" not in key]
+    held = [key for key in tensors(tmp_path / "math") if "lora_" not in key]
+    assert len(kept) == len(held) > 0
+
+
+def test_tokens_that_were_trained_are_those_of_a_tied_head_too(tmp_path):
+    save_with_full_tensors(tmp_path, "trained tokens", tie_word_embeddings=True)
+    merge(tmp_path, whole_models(ALL), "model", **MEAN)
+    adapter = adapter_of(tmp_path, out="adapter", base="base", **MEAN)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["trainable_token_indices"] == {"model.embed_tokens": [1, 2, 4, 7]}
+    words = torch.tensor([[1, 2, 3, 4, 5, 7]])
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    with torch.no_grad():
+        expected = model(words).logits
+        logits = PeftModel.from_pretrained(base, adapter)(words).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mean_of_full_tensors_needs_the_base_or_is_left_to_it(tmp_path):
+    """Both ways that the refusal names are gone."""
+    save_with_full_tensors(tmp_path, "modules_to_save")
+    with pytest.raises(ValueError, match=r"adapter '.*math' holds 'lm_head.weight', ") as no:
+        adapter_of(tmp_path, **MEAN)
+    assert "name the folder of the base with --base, or leave them" in str(no.value)
+    adapter_of(tmp_path, out="with_base", base="base", **MEAN)
+    left = {**MEAN, "other_params": "pretrained"}
+    out = adapter_of(tmp_path, out="left", **left)
+    assert not [key for key in tensors(out) if "lora_" not in key]
+    assert any("also changes" in warning for warning in manifest(out)["warnings"])
+    merge(tmp_path, whole_models(ALL), "model", **left)
+    assert_close(on_base(tmp_path, out), updates(tmp_path, "model"))
+
+
+def test_an_update_outside_the_layers_that_is_not_merged_is_left_out_of_the_next_merge(tmp_path):
+    save_adapters(tmp_path, tasks=2, target_modules=["q_proj", "embed_tokens"])
+    first = adapter_of(tmp_path, ["math"], "first", target_modules=["q_proj"])
+    second = adapter_of(tmp_path, ["code"], "second", first, target_modules=["q_proj"])
+    assert not [key for key in tensors(second) if "embed" in key]
+
+
 @pytest.mark.parametrize(
     ("config", "part"),
     [
         ({"use_dora": True}, "is a DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "holds 'lm_head.weight' in full"),
-        ({"trainable_token_indices": [1, 2]}, "in full"),
+        ({"modules_to_save": ["up_proj"], "target_modules": ["q_proj"]}, "is merged as a layer"),
     ],
 )
-def test_what_is_no_factor_is_refused_and_merged_into_a_full_model(tmp_path, config, part):
+def test_what_no_adapter_holds_is_refused_and_merged_into_a_full_model(tmp_path, config, part):
     targets = ["q_proj", "up_proj"]
-    save_adapters(tmp_path, tasks=1, target_modules=targets, **config)
+    save_adapters(tmp_path, tasks=1, **{"target_modules": targets, **config})
     with pytest.raises(ValueError, match=f"adapter '.*math' .*{part}.*leave --adapter out"):
         adapter_of(tmp_path, ["math"], target_modules=targets)
     merge(tmp_path, ["math"], target_modules=targets)
@@ -242,3 +335,16 @@ def test_the_command_line_goes_on_from_an_adapter_and_makes_it_again(adapters, t
     words = ["--task", str(adapters / "chat"), "--merged", first, "--out", again]
     nufilt("merge", f"{second}/nufilt.json", *words)
     assert same(tensors(tmp_path / "again"), tensors(tmp_path / "second"))
+
+
+def test_the_command_line_goes_on_with_the_base_of_full_tensors(tmp_path):
+    save_with_full_tensors(tmp_path, "modules_to_save")
+    merge(tmp_path, whole_models(["math", "code"]), "model", method="sum")
+    names = {name: str(tmp_path / name) for name in ("math", "code", "base", "first", "second")}
+    words = ["--task", names["math"], "--base", names["base"], "--adapter", "--method", "sum"]
+    code, text = nufilt("merge", *words, "--out", names["first"])
+    assert code == 0, text
+    words = ["--merged", names["first"], "--task", names["code"], "--out", names["second"]]
+    code, text = nufilt("merge", *words)
+    assert code == 0, text
+    assert_close(on_base(tmp_path, tmp_path / "second"), updates(tmp_path, "model"))

@@ -3,6 +3,7 @@ downloaded.
 """
 
 import hashlib
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -25,9 +26,19 @@ from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.tensors import TensorFile
-from tests.merge.helpers import RANKS, STATE, manifest, merge, never, same, save_stream, tensors
+from tests.merge.helpers import (
+    RANKS,
+    STATE,
+    change_json,
+    manifest,
+    merge,
+    never,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.merge.test_heads import save as save_classifiers
-from tests.models.test_adapters import save_adapter
+from tests.models.test_adapters import random_adapter, save_adapter
 from tests.models.test_quantised import quantise
 from tests.models.test_small_files import encoder
 from tests.tiny_models import llama
@@ -372,3 +383,22 @@ def test_weights_beside_an_adapter_on_the_hub_are_refused_without_a_download(
         plan("lora")
     names.pop()
     plan("lora")
+
+
+def test_adapters_become_an_adapter_without_a_file_of_their_base(tmp_path, hub):
+    remote = tmp_path / "remote"
+    for number, name in enumerate(("math", "code")):
+        base = type(llama()).from_pretrained(remote / "base")
+        random_adapter(remote / name, tmp_path / f"{name}_whole", base, number)
+        change_json(remote / name / "adapter_config.json", base_model_name_or_path="owner/base")
+    settings = Settings(adapter=True)
+    names = ["owner/math", "owner/code"]
+    planned = plan_merge(None, names, None, FusionConfig(**RANKS), settings=settings)
+    out = merge_folders(planned, tmp_path / "out")
+    assert {file.rpartition("/")[0] for file in hub} == set(names)
+    expected = merge(remote, ["math", "code"], "here", settings={"adapter": True})
+    assert same(tensors(out), tensors(expected))
+    assert metadata_load(out / "README.md")["base_model"] == "owner/base"
+    for folder in (out, expected):
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == "owner/base"
