@@ -48,7 +48,9 @@ class TaskVector:
         """Return how many directions hold this share of the energy, or None if more than were
         computed.
         """
-        reached = self.energy.cumsum(0) >= share - 1e-6  # sums are rounded
+        # Each direction's share is rounded once.
+        rounding = len(self.energy) * torch.finfo(self.energy.dtype).eps
+        reached = self.energy.double().cumsum(0) >= share - rounding
         if not reached.any():
             return None
         return int(reached.nonzero()[0]) + 1
