@@ -1,9 +1,10 @@
 """FusionBench's methods under the protocol: batch methods by a rule, continual ones as they are."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import torch
 from fusion_bench import BaseModelPool, auto_register_config
 from fusion_bench.utils import import_object, instantiate
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.data_sets import check_train_sets
@@ -287,6 +288,10 @@ class ContinualMethodBaseline(_Baseline):
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         # Of a CLIP pool, FusionBench would read the test sets, which only the protocol scores.
         self._method = self.make_base_method(SimpleNamespace(_test_datasets=None))
+        if hasattr(self._method, "_optimize_weight"):  # DOP
+            self._method._optimize_weight = partial(
+                _optimize_unless_unchanged, self._method._optimize_weight
+            )
         self._method.seed = self.seed
         self._method.shuffle_order = self.shuffle_order
         # The method hands its steps to `save_merged_model`, which `observe` stands in for.
@@ -391,6 +396,21 @@ def _undo_division_by_zero(
         if all(update.any() for update in updates):
             continue  # the check of the result says what is not finite
         values[key].copy_(theta_0 + sum(updates))
+
+
+def _optimize_unless_unchanged(
+    optimize: Callable[..., Tensor], theta_0: Tensor, weights: Mapping[str, Tensor], *args: Any
+) -> Tensor:
+    """Return what DOP makes of two models' weights of a layer, or the base's with both updates,
+    where one of these is zero.
+
+    DOP's loss of such a model is zero everywhere, and it divides by it. Where the other model has
+    the layer, so is that model's loss.
+    """
+    updates = [(weight - theta_0).detach() for weight in weights.values()]
+    if all(update.any() for update in updates):
+        return optimize(theta_0, weights, *args)
+    return theta_0.detach() + sum(updates)
 
 
 def _is_numeric(value: Any) -> bool:

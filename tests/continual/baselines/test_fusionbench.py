@@ -57,20 +57,41 @@ def assert_close(model, other):
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
 
 
-@pytest.mark.parametrize("name", ["wudi", "tsvm", "tsvm_svc", "iso_c", "opcm"])
-def test_a_layer_that_a_task_leaves_as_it_was_is_merged(name):
-    """WUDI divides by the length of its update, which is zero."""
+LEFT_AS_IT_WAS = "encoder.layers.1.mlp.fc1.weight"
+
+
+def merge_with_a_layer_left(name, *tasks):
+    """Merge two tasks, of which some leave a layer as it was; return the layer of all models, by
+    name.
+    """
     models = pool(2)
-    key = "encoder.layers.1.mlp.fc1.weight"
-    (key,) = [name for name, _ in models["task2"].named_parameters() if name.endswith(key)]
-    theta_0 = models["_pretrained_"].get_parameter(key)
+    keys = [key for key, _ in models["task2"].named_parameters()]
+    (key,) = [key for key in keys if key.endswith(LEFT_AS_IT_WAS)]
     with torch.no_grad():
-        models["task2"].get_parameter(key).copy_(theta_0)
-    theta_1 = models["task1"].get_parameter(key).clone()
-    merged = baseline(name, IN_ORDER).run(models).get_parameter(key)
-    assert torch.isfinite(merged).all()
-    if name == "wudi":
-        torch.testing.assert_close(merged, theta_1)
+        for task in tasks:
+            models[task].get_parameter(key).copy_(models["_pretrained_"].get_parameter(key))
+    weights = {}
+    for model, module in models.items():
+        weights[model] = module.get_parameter(key).detach().clone()
+    options = ["method.base_method.num_steps=2"] if name == "dop" else []
+    merged = baseline(name, IN_ORDER, *options).run(models)
+    return {**weights, "merged": merged.get_parameter(key)}
+
+
+@pytest.mark.parametrize("name", ["wudi", "tsvm", "tsvm_svc", "iso_c", "opcm", "dop"])
+def test_a_layer_that_a_task_leaves_as_it_was_is_merged(name):
+    """WUDI and DOP divide by the length of its update, which is zero."""
+    weights = merge_with_a_layer_left(name, "task2")
+    assert torch.isfinite(weights["merged"]).all()
+    if name in ("wudi", "dop"):
+        torch.testing.assert_close(weights["merged"].data, weights["task1"])
+
+
+def test_dop_takes_a_layer_from_the_only_task_that_changes_it():
+    weights = merge_with_a_layer_left("dop", "task1")
+    torch.testing.assert_close(weights["merged"].data, weights["task2"])
+    weights = merge_with_a_layer_left("dop", "task1", "task2")
+    assert torch.equal(weights["merged"], weights["_pretrained_"])
 
 
 @pytest.mark.parametrize("name", ["opcm", "weight_average", "dop"])
