@@ -33,7 +33,7 @@ class FusionConfig(StepConfig):
         StepConfig.lora_rank,
         "Rank of the adapter BA; 0 means no adapter.",
         symbol="r_l",
-        applies="can_have_adapter",
+        applies="rank_matters",
     )
     task_rank: int | float = option(
         StepConfig.task_rank,
@@ -82,9 +82,13 @@ class FusionConfig(StepConfig):
         check_choices(self)
 
     @property
-    def can_have_adapter(self) -> bool:
-        """Whether an adapter would have directions of the task to keep."""
-        return self.task_rank > 0
+    def rank_matters(self) -> bool:
+        """Whether another rank of the adapter would change anything: those that stay at
+        B = 0 are the same at every rank, and none at all is reported otherwise.
+        """
+        if self.lora_rank == 0:
+            return self.task_rank > 0
+        return self.changes_adapter
 
     @property
     def uses_adam(self) -> bool:

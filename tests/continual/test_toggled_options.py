@@ -69,9 +69,6 @@ def other_value(field, value):
     return 1.5 * value
 
 
-# Refused for nothing: an adapter that takes no step is the same at every rank but 0, which measures
-# no loss.
-REFUSED_FOR_NOTHING = ("no steps", "lora_rank")
 #: Those that nothing depends on, and some others.
 FEW = [
     ("adam", "ridge"),
@@ -82,6 +79,7 @@ FEW = [
     ("closed form", "max_steps"),
     ("no adapter", "seed"),
     ("no adapter", "solver"),
+    ("no steps", "lora_rank"),
     ("sum", "seed"),
     ("sum", "scale"),
 ]
@@ -105,7 +103,6 @@ def representatives():
             if option not in options or option in conditional:
                 pairs.append((run, option))
             options.add(option)
-    pairs.remove(REFUSED_FOR_NOTHING)
     return [pair for pair in pairs if pair not in FEW]
 
 

@@ -72,6 +72,7 @@ OF_METHODS = [
     *toggles("nufilt", "null_rank", 5, 0.25),
     *toggles("nufilt", "lora_rank", 3, 0),
     *idle("nufilt", "lora_rank", 3, task_rank=0),
+    *idle("nufilt", "lora_rank", 3, max_steps=0),
     *toggles("nufilt", "task_rank", 2, 0),
     *toggles("nufilt", "lr", 2e-3),
     *idle("nufilt", "lr", 2e-3, **CLOSED_FORM),
