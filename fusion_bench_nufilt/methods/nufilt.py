@@ -14,6 +14,7 @@ from fusion_bench_nufilt.nufilt.step import MEASURES, fuse_stack, initial_A, mea
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 from fusion_bench_nufilt.utils.tensors import (
+    coarser_dtype,
     compute_dtype,
     replace_rows,
     select_rows,
@@ -113,8 +114,8 @@ class Nufilt(LayerMethod):
             return {"weight": task.to(wide).to(theta.dtype)}, measures_of_first(tau)
         # A result in float32 of models in bfloat16 has their rounding, too.
         digits = base.dtype
-        if isinstance(task, Tensor) and torch.finfo(task.dtype).eps > torch.finfo(digits).eps:
-            digits = task.dtype
+        if isinstance(task, Tensor):
+            digits = coarser_dtype(base.dtype, task.dtype)
         del task  # as large as anything that follows
         A = None
         if self.options.has_adapter:

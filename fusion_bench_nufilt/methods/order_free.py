@@ -26,7 +26,12 @@ from fusion_bench_nufilt.methods.task_vector import TaskVector, rounding_energy
 from fusion_bench_nufilt.nufilt.bases import leading_basis
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix
-from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
+from fusion_bench_nufilt.utils.tensors import (
+    coarser_dtype,
+    compute_dtype,
+    stack,
+    to_compute_dtype,
+)
 
 # Products in float32 know directions down to this share of the strongest.
 RTOL_OF_FLOAT32 = 1e-4
@@ -64,13 +69,9 @@ class OrderFree(LayerMethod):
         """
 
     @abstractmethod
-    def merged_update(
-        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
-    ) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         """Return the merged update ``(d_o, d_i)`` of at least one task; the state is that of
         :meth:`accumulate`, and ``shape`` that of the layer, of which all may be given in a basis.
-
-        ``rounding`` is the expected energy of the rounding errors of each task's weight.
         """
 
     def state_shapes(
@@ -124,7 +125,10 @@ class OrderFree(LayerMethod):
                 if float64:
                     after = self._in_float64(before)
                 after["count"] = after["count"] + 1
-                task_vector = TaskVector(tau, strength, rounding_of(base[row]), shape)
+                rounding = 0.0  # factors are exact
+                if isinstance(task, Tensor):
+                    rounding = rounding_of(base[row], task.dtype)
+                task_vector = TaskVector(tau, strength, rounding, shape)
                 after = self.accumulate(after, task_vector)
             states.append({key: after[key].to(value.dtype) for key, value in before.items()})
             task_norms.append(tau.norm())
@@ -148,7 +152,7 @@ class OrderFree(LayerMethod):
             else:
                 shape = self.shape_of(name, base)
                 scale = self._scales[name]
-                update = self.merged_update(layer_state, scale, shape, rounding_of(theta_0))
+                update = self.merged_update(layer_state, scale, shape)
                 weights.append((to_compute_dtype(theta_0) + update).to(theta_0.dtype))
         return stack(weights)
 
@@ -192,9 +196,13 @@ def _task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) 
     return theta_t - to_compute_dtype(base[row])
 
 
-def rounding_of(theta: Tensor) -> float:
-    """Return the expected energy of the rounding errors of a weight in the dtype that it has."""
-    return rounding_energy(theta, torch.finfo(theta.dtype).eps)
+def rounding_of(theta_0: Tensor, stored: torch.dtype) -> float:
+    """Return the expected energy of the rounding errors of a task's weight, which is stored in a
+    dtype, given the pretrained one.
+
+    That may be wider than its file, since a result in float32 is computed with a base in float32.
+    """
+    return rounding_energy(theta_0, torch.finfo(coarser_dtype(theta_0.dtype, stored)).eps)
 
 
 def direction_dtype(wide: torch.dtype) -> torch.dtype:
@@ -239,9 +247,7 @@ class Sum(OrderFree):
     def accumulate(self, state: State, task: TaskVector) -> State:
         return {**state, "sum": state["sum"].double() + task.matrix}
 
-    def merged_update(
-        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
-    ) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         return scale * state["sum"].double()
 
 
@@ -249,7 +255,8 @@ class Isotropic(Sum):
     r"""Iso-C (Marczak et al., 2025) on the running sum: every direction has the mean strength.
 
     :math:`X = \lambda\, \bar\sigma\, U_S V_S^\top`, where :math:`S = U_S \sigma V_S^\top` is the
-    sum of the tasks.
+    sum of the tasks. The state also has the energy that their ``rounding`` errors are expected to
+    have in it.
     """
 
     name = "isotropic"
@@ -260,16 +267,20 @@ class Isotropic(Sum):
     )
     Options = METHOD_TABLE[name].Options
 
-    def merged_update(
-        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
-    ) -> Tensor:
-        S = state["sum"].double()
+    state_axes: ClassVar[Mapping[str, str]] = {**Sum.state_axes, "rounding": ""}
+
+    def accumulate(self, state: State, task: TaskVector) -> State:
         # The errors of the tasks are independent of each other.
-        rounding_of_sum = rounding * state["count"]
+        rounding = state["rounding"] + task.rounding
+        return {**super().accumulate(state, task), "rounding": rounding}
+
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
+        S = state["sum"].double()
+        rounding = state["rounding"]
 
         def flat(sigma: Tensor) -> Tensor:
             squares = sigma.square().flip(-1)
-            stronger = above_rounding(squares, S.square().sum(), rounding_of_sum, *shape)
+            stronger = above_rounding(squares, S.square().sum(), rounding, *shape)
             exist = stronger.flip(-1)
             # The mean over all of the layer's directions, of which a basis has but some.
             return scale * (sigma * exist).sum() / min(shape) * exist
@@ -304,9 +315,7 @@ class WudiSums(OrderFree):
         targets = state["targets"] + tau @ gram
         return {**state, "moments": gram.add_(state["moments"]), "targets": targets}
 
-    def merged_update(
-        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
-    ) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         # In place, since of a wide layer these are by far the largest matrices.
         M = state["moments"].to(torch.float64, copy=True)
         R = state["targets"].double()

@@ -35,7 +35,12 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 class FirstWhole(OrderFree):
     """A method that takes a single task whole, as the state's ``votes``, and sees to it once a
     second one arrives.
+
+    The state's ``rounding`` is the energy that the rounding errors of the tasks are expected to
+    have.
     """
+
+    state_axes: ClassVar[Mapping[str, str]] = {"rounding": ""}
 
     @abstractmethod
     def accumulate_next(self, state: State, task: TaskVector) -> State:
@@ -51,17 +56,17 @@ class FirstWhole(OrderFree):
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         count = state["count"]
+        rounding_before = state["rounding"]
+        state = {**state, "rounding": rounding_before + task.rounding}
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
-            first = TaskVector(state["votes"], rounding=task.rounding, shape=task.shape)
+            first = TaskVector(state["votes"], rounding=rounding_before.item(), shape=task.shape)
             votes = torch.zeros_like(state["votes"])
             state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
         return self.accumulate_next({**state, "count": count}, task)
 
-    def merged_update(
-        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
-    ) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         if state["count"] == 1:
             return state["votes"]
         return self.merged_update_of_several(state, scale, shape)
@@ -99,7 +104,12 @@ class Spectral(FirstWhole):
     scale_option = "kappa"
     options: SpectralConfig
 
-    state_axes: ClassVar[Mapping[str, str]] = {"votes": "oi", "vote_energy": "", "mean": ""}
+    state_axes: ClassVar[Mapping[str, str]] = {
+        "votes": "oi",
+        "vote_energy": "",
+        "mean": "",
+        **FirstWhole.state_axes,
+    }
 
     def accumulate_next(self, state: State, task: TaskVector) -> State:
         faintest = self.options.faintest
@@ -228,9 +238,7 @@ class TsvStream(OrderFree):
             new_state[name] = pad(value, (0, k - value.shape[-1]))
         return new_state
 
-    def merged_update(
-        self, state: State, scale: float, shape: tuple[int, int], rounding: float = 0.0
-    ) -> Tensor:
+    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         s = state["values"]
         is_used = s > 0
         if not is_used.any():

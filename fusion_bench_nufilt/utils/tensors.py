@@ -274,6 +274,11 @@ def to_compute_dtype(values: Tensor) -> Tensor:
     return values.to(compute_dtype(values))
 
 
+def coarser_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the one of two floating-point dtypes that has fewer digits."""
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def is_finite(values: Tensor) -> bool:
     """Tell whether no value is NaN or infinite, as a rule in one pass and without a temporary of
     their size.

@@ -9,7 +9,6 @@ import torch
 
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.options import TsvConfig
-from fusion_bench_nufilt.methods.order_free import rounding_of
 from fusion_bench_nufilt.methods.spectral import Best, TsvStream
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
@@ -154,26 +153,31 @@ def test_the_product_of_factors_in_bfloat16_has_the_digits_of_float32():
 
 
 @every_method
-def test_adapters_that_were_merged_into_bfloat16_have_the_update_of_their_factors(kind):
+@pytest.mark.parametrize("result", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "forms", [["merged"] * 3, ["merged", "factors", "factors"]], ids=["merged", "first merged"]
+)
+def test_adapters_that_were_merged_into_bfloat16_have_the_update_of_their_factors(
+    kind, forms, result
+):
     """Rounding to bfloat16 has directions of a tenth of an adapter's strongest, which polar factors
-    and flat spectra raised to full strength.
+    and flat spectra raised to full strength; and so they did where the result is in float32, with
+    whose digits the base is given then.
     """
     generator = torch.Generator().manual_seed(0)
     theta_0 = (0.04 * torch.randn(160, 160, generator=generator)).bfloat16()
     results = []
-    for form in ("factors", "merged"):
+    for forms_of_tasks in (["factors"] * 3, forms):
         method = kind(kind.Options(), ["layer"])
-        base = theta_0 if form == "merged" else theta_0.float()
+        base = theta_0.to(result)
         state = start(method, base)
-        for seed in range(3):
+        for seed, form in enumerate(forms_of_tasks):
             left = drawn(160, RANK, seed=seed)
             right = drawn(RANK, 160, seed=seed + 100)
             tau = LowRank((1.5 * left).float(), right.float())
             task = tau if form == "factors" else (theta_0.float() + tau.product()).bfloat16()
             state = add(method, state, base, task)
-        # In float32, as a result with --dtype float32 has it.
-        update = method.merged_update(state, method.scale, (160, 160), rounding_of(base))
-        results.append(update)
+        results.append(method.merged_update(state, method.scale, (160, 160)))
     assert distance(results[1], results[0]) < 0.25
 
 
