@@ -5,6 +5,10 @@ isometry of the outputs changes no method that says so (``sides_in_basis``). Wit
 basis Q of that span, the layer ``(d_o, d_i)`` becomes one of as many outputs as the tasks have
 directions, on a base of zeros, and its update is Q times the merged one; likewise with a basis P of
 the inputs. So nothing but the last product, if that is wanted, has the size of the layer.
+
+Whole weights in 16 bits have rounding errors, and methods take no direction for a task's that is no
+stronger. Factors in 16 bits have none: the update is their product itself, which is computed in
+float32. The base of zeros says so, since its rounding has no energy.
 """
 
 from collections.abc import Mapping, Sequence
