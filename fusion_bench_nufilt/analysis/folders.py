@@ -13,7 +13,7 @@ from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
-from .subspaces import TaskVector, task_vector
+from .subspaces import VectorSummary, task_vector
 from .summary import Analysis
 
 #: The directions computed in each layer: enough for the curve of the energy, few enough for 7B
@@ -41,7 +41,7 @@ def analyze_folders(
     shapes = {layer.name: layer.view.shape for layer in plan.layers}
     result = Analysis({"base": plan.base.label, "tasks": tasks}, tasks, shapes, task_rank)
 
-    def examine(layer: Layer) -> tuple[float, dict[str, TaskVector]]:
+    def examine(layer: Layer) -> tuple[float, dict[str, VectorSummary]]:
         stored = to_compute_dtype(plan.base.read(layer.keys[0])[0])
         rank = max(DIRECTIONS, task_rank)
         vectors = {}

@@ -34,7 +34,7 @@ from .record import (
     task_inputs,
 )
 from .settings import MOMENTS, AnalysisConfig
-from .subspaces import TaskVector, affinity_by_rank, data_subspace, task_vector
+from .subspaces import VectorSummary, affinity_by_rank, data_subspace, task_vector
 from .summary import Analysis, Row
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class PoolAnalysis:
         result = Analysis(about, self.tasks, shapes, self.config.task_rank, pairs=self._pairs)
         layers = list(self.views)
         data: dict[str, dict[str, Tensor]] = {layer: {} for layer in layers}  # V_d
-        vectors: dict[str, dict[str, TaskVector]] = {layer: {} for layer in layers}
+        vectors: dict[str, dict[str, VectorSummary]] = {layer: {} for layer in layers}
         for task in self.tasks:
             model = self.load(task)
             self.moments[task] = self._moments(task, model)
@@ -166,13 +166,13 @@ class PoolAnalysis:
         by_owner = dict(zip(self.owners, subspaces, strict=True))
         return {layer: by_owner[self.owner[view.module]] for layer, view in self.views.items()}
 
-    def _task_vector(self, model: nn.Module, layer: str) -> TaskVector:
+    def _task_vector(self, model: nn.Module, layer: str) -> VectorSummary:
         view = self.views[layer]
         tau = layer_weight(model, view) - layer_weight(self.pretrained, view)
         return task_vector(tau, max(RANKS))
 
     def _affinities(
-        self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, TaskVector]
+        self, layer: str, data: Mapping[str, Tensor], vectors: Mapping[str, VectorSummary]
     ) -> list[Row]:
         """Compare the data and the vectors of all tasks in a layer, at the settings' ranks and for
         r_d = r_v.

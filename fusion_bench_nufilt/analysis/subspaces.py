@@ -28,7 +28,7 @@ _OVERSAMPLING = 16
 
 
 @dataclass(frozen=True)
-class TaskVector:
+class VectorSummary:
     """A task vector of one layer, by its leading directions."""
 
     #: Its top right singular vectors, ``(d_i, r)``, the most important first; zero beyond the
@@ -56,7 +56,7 @@ class TaskVector:
         return int(reached.nonzero()[0]) + 1
 
 
-def task_vector(tau: Tensor, rank: int) -> TaskVector:
+def task_vector(tau: Tensor, rank: int) -> VectorSummary:
     """Summarise a task vector ``(d_o, d_i)`` by its top ``rank`` directions."""
     d_o, d_i = tau.shape
     V, sigma = _top_directions(tau, min(rank, d_o, d_i))
@@ -65,13 +65,13 @@ def task_vector(tau: Tensor, rank: int) -> TaskVector:
     sigma = sigma * (sigma > cutoff)
     norm = float(torch.linalg.vector_norm(tau))
     if norm == 0:
-        return TaskVector(torch.zeros_like(V), 0.0, torch.zeros_like(sigma), 0, 0.0)
+        return VectorSummary(torch.zeros_like(V), 0.0, torch.zeros_like(sigma), 0, 0.0)
     numerical_rank: int | None = int((sigma > 0).sum())
     if numerical_rank == len(sigma) < min(d_o, d_i):  # there may be more
         numerical_rank = None
     energy = sigma.square() / norm**2
     effective_rank = norm**2 / float(sigma.amax()) ** 2
-    return TaskVector(V * (sigma > 0), norm, energy, numerical_rank, effective_rank)
+    return VectorSummary(V * (sigma > 0), norm, energy, numerical_rank, effective_rank)
 
 
 def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def _top_directions(tau: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return V, torch.linalg.vector_norm(tau @ V, dim=0)
 
 
-def overlap(a: TaskVector, b: TaskVector, rank: int) -> float:
+def overlap(a: VectorSummary, b: VectorSummary, rank: int) -> float:
     """Return the mean squared cosine of the principal angles between the top ``rank`` directions of
     two task vectors.
 

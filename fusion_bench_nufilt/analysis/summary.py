@@ -18,7 +18,7 @@ from fusion_bench_nufilt.pages.page import sentences
 from fusion_bench_nufilt.pages.tables import to_csv
 from fusion_bench_nufilt.utils.files import escape_html, write_json, write_text
 
-from .subspaces import Floats, TaskVector, dominance, example_pairs, overlap
+from .subspaces import Floats, VectorSummary, dominance, example_pairs, overlap
 from .surrogates import harmonic_mean
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ class Analysis:
     scores: dict[str, dict[str, float | None]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
-    def add_vectors(self, layer: str, size: float, vectors: Mapping[str, TaskVector]) -> None:
+    def add_vectors(self, layer: str, size: float, vectors: Mapping[str, VectorSummary]) -> None:
         """Add a layer's task vectors, given the norm of its pretrained weight, and compare their
         directions.
         """

@@ -23,9 +23,9 @@ from .terminal import (
     bars_on,
     name_files,
     only_log_of,
+    options_from,
     patterns,
     raise_failures,
-    takes_options,
     terminal,
     typed_values,
     warn,
@@ -37,7 +37,7 @@ without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 NEED_DATA = ("modelpool", "config_dir", "methods", "samples", "activations", "pairs", "seed")
 
 
-@takes_options(AnalysisConfig)
+@options_from(AnalysisConfig)
 def analyze(
     context: typer.Context,
     overrides: Annotated[

@@ -7,7 +7,7 @@ import typer
 
 from fusion_bench_nufilt.methods.options import METHOD_TABLE, Settings, TargetConfig
 
-from .terminal import AsJson, Quiet, takes_options, terminal, typed_values
+from .terminal import AsJson, Quiet, options_from, terminal, typed_values
 
 _OF_METHODS = dict.fromkeys(entry.Options for entry in METHOD_TABLE.values())
 KINDS = (*_OF_METHODS, TargetConfig, Settings)
@@ -17,7 +17,7 @@ _COMMON = ("target_modules", "device")
 _VARIED = set(chain.from_iterable(entry.defaults for entry in METHOD_TABLE.values()))
 
 
-@takes_options(*KINDS, varied=_VARIED, common=_COMMON)
+@options_from(*KINDS, varied=_VARIED, common=_COMMON)
 def merge(
     context: typer.Context,
     words: Annotated[

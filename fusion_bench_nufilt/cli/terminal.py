@@ -40,7 +40,7 @@ ConfigDir = Annotated[
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
-def takes_options(
+def options_from(
     *kinds: type, varied: Collection[str] = (), common: Collection[str] = ()
 ) -> Callable[[_Command], _Command]:
     """Return a decorator that puts the fields of dataclasses into the options of a command with
