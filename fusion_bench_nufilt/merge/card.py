@@ -1,8 +1,8 @@
-"""The model card of a result, which describes it to people and to the hub."""
+"""The cards of a merged model and of a merged adapter, for people and for the hub."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,97 @@ import yaml
 from huggingface_hub.repocard import metadata_load
 
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
-from fusion_bench_nufilt.utils.files import CARD, escape_html
+from fusion_bench_nufilt.utils.files import CARD, counted, escape_html
 
 from .plan import Plan
 
 
-def model_card(
-    plan: Plan, warnings: Sequence[str], energy_kept: Mapping[str, Any] | None = None
-) -> str:
-    """Return the model card for the result of a plan, with the warnings in its manifest and, of an
-    adapter, the energy that is kept, as Markdown for the hub.
+def model_card(plan: Plan, warnings: Sequence[str]) -> str:
+    """Return the card of the merged model of a plan, with the warnings in its manifest, as Markdown
+    for the hub.
     """
-    front_matter = f"---\n{_yaml(_metadata(plan))}---"
-    paragraphs = list(_paragraphs(plan, warnings))
-    if energy_kept is not None and plan.settings.rank is not None:
-        paragraphs.insert(-4, sentence_about_energy(plan, energy_kept))
-    blocks = [front_matter]
+    base = plan.base.label
+    paragraphs = _opening(plan, "model", f"Made from {base}")
+    paragraphs += _in_python(_loading(plan))
+    if plan.heads:
+        first_task = json.dumps(next(iter(plan.heads)))
+        load = f'model = load_task("THIS_FOLDER", {first_task})'
+        paragraphs.append("With the head of one of the tasks, which are in `heads/`:")
+        paragraphs += _in_python(["from fusion_bench_nufilt import load_task\n", load])
+    paragraphs.append(_merged_layers(plan))
+    if plan.vocabulary.params:
+        paragraphs.append(f"Vocabulary: {plan.vocabulary}.")
+    paragraphs += _as_list(warnings)
+    paragraphs += _last_merge(plan)
+    paragraphs += [
+        "To merge one more model into this one:",
+        f"    nufilt merge --base {base} --merged THIS_FOLDER --task NEW --out OUT",
+    ]
+    return _card(_metadata(plan), paragraphs)
+
+
+def adapter_card(plan: Plan, warnings: Sequence[str], energy_kept: Mapping[str, Any]) -> str:
+    """Return the card of the adapter that adapters were merged into, with the warnings and the
+    energy that is kept in its manifest, as Markdown for the hub.
+    """
+    paragraphs = _opening(plan, "adapter", f"Made for {plan.base.label}")
+    paragraphs += _in_python(_loading_adapter(plan))
+    paragraphs.append(_merged_layers(plan))
+    paragraphs += _as_list(warnings)
+    if plan.settings.rank is not None:
+        paragraphs.append(sentence_about_energy(plan, energy_kept))
+    paragraphs += _last_merge(plan)
+    paragraphs += [
+        "To merge one more adapter into this one:",
+        "    nufilt merge --merged THIS_FOLDER --task NEW --out OUT",
+    ]
+    return _card(_metadata_of_adapter(plan), paragraphs)
+
+
+def _card(metadata: Mapping[str, Any], paragraphs: Sequence[str]) -> str:
+    blocks = [f"---\n{_yaml(metadata)}---"]
     for paragraph in paragraphs:
         # Names of folders and tasks are text, and no HTML; in code, they stay as they are.
         if not paragraph.startswith(("```", "    ")):
             paragraph = "\n".join(map(escape_html, paragraph.split("\n")))
         blocks.append(paragraph)
     return "\n\n".join(blocks) + "\n"
+
+
+def _opening(plan: Plan, noun: str, made_from: str) -> list[str]:
+    """Return the title, what the result was made from, and the tasks in their order."""
+    return [
+        f"# {counted(len(plan.names), noun)} merged with {plan.method.label}",
+        f"{made_from} by {plan.method.citation},\nwithout data and without training, of these "
+        f"{noun}s in this order:",
+        "\n".join(f"{number}. {name}" for number, name in enumerate(plan.names, 1)),
+    ]
+
+
+def _in_python(lines: Iterable[str]) -> list[str]:
+    code = "\n".join(lines)
+    if not code:
+        return []
+    return [f"```python\n{code}\n```"]
+
+
+def _merged_layers(plan: Plan) -> str:
+    return f"Merged: {str(plan.coverage).removeprefix('merging ')}."
+
+
+def _as_list(warnings: Sequence[str]) -> list[str]:
+    if not warnings:
+        return []
+    return ["\n".join(f"- {text}" for text in warnings)]
+
+
+def _last_merge(plan: Plan) -> list[str]:
+    """Return what was merged last, as a recipe."""
+    return [
+        "`nufilt.json` says which files were merged, and has a report for every layer of the last "
+        "merge, which was this:",
+        f"```yaml\n# nufilt merge recipe.yaml\n{_yaml(_recipe(plan))}```",
+    ]
 
 
 def sentence_about_energy(plan: Plan, energy_kept: Mapping[str, Any]) -> str:
@@ -51,14 +120,17 @@ _TAGS = ["merge", "model-merging", "nufilt"]
 _OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
 
+def _metadata_of_adapter(plan: Plan) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    if _HUB_NAME.fullmatch(plan.base.label):
+        metadata["base_model"] = plan.base.label
+        metadata["base_model_relation"] = "adapter"
+    metadata["library_name"] = "peft"
+    metadata["tags"] = [*_TAGS, "lora"]
+    return metadata
+
+
 def _metadata(plan: Plan) -> dict[str, Any]:
-    if plan.is_adapter:
-        metadata_of_adapter: dict[str, Any] = {}
-        if _HUB_NAME.fullmatch(plan.base.label):
-            metadata_of_adapter["base_model"] = plan.base.label
-            metadata_of_adapter["base_model_relation"] = "adapter"
-        metadata_of_adapter["library_name"] = "peft"
-        return {**metadata_of_adapter, "tags": [*_TAGS, "lora"]}
     # A dict has models in merging order, and once though one may come at two revisions.
     hub_names: dict[str, None] = {}
     for label in (plan.base.label, *plan.names):
@@ -86,49 +158,10 @@ def _metadata_of(card: Path) -> dict[str, Any]:
         return {}
 
 
-def _paragraphs(plan: Plan, warnings: Sequence[str]) -> Iterator[str]:
-    base = plan.base.label
-    noun = "adapter" if plan.is_adapter else "model"
-    number_of_models = f"1 {noun}" if len(plan.names) == 1 else f"{len(plan.names)} {noun}s"
-    made_from = f"Made for {base}" if plan.is_adapter else f"Made from {base}"
-    yield f"# {number_of_models} merged with {plan.method.label}"
-    yield (
-        f"{made_from} by {plan.method.citation},\nwithout data and without training, of these "
-        f"{noun}s in this order:"
-    )
-    yield "\n".join(f"{number}. {name}" for number, name in enumerate(plan.names, 1))
-    snippet = "\n".join(_loading(plan))
-    if snippet:
-        yield f"```python\n{snippet}\n```"
-    if plan.heads:
-        first_task = json.dumps(next(iter(plan.heads)))
-        load = f'model = load_task("THIS_FOLDER", {first_task})'
-        yield "With the head of one of the tasks, which are in `heads/`:"
-        yield f"```python\nfrom fusion_bench_nufilt import load_task\n\n{load}\n```"
-    yield f"Merged: {str(plan.coverage).removeprefix('merging ')}."
-    if plan.vocabulary.params:
-        yield f"Vocabulary: {plan.vocabulary}."
-    if warnings:
-        yield "\n".join(f"- {text}" for text in warnings)
-    yield (
-        "`nufilt.json` says which files were merged, and has a report for every layer of the last "
-        "merge, which was this:"
-    )
-    yield f"```yaml\n# nufilt merge recipe.yaml\n{_yaml(_recipe(plan))}```"
-    yield f"To merge one more {noun} into this one:"
-    if plan.is_adapter:
-        yield "    nufilt merge --merged THIS_FOLDER --task NEW --out OUT"
-    else:
-        yield f"    nufilt merge --base {base} --merged THIS_FOLDER --task NEW --out OUT"
-
-
 def _loading(plan: Plan) -> Iterator[str]:
     """Yield the lines that load the model and its tokenizer or processor; none if transformers
     lacks the class.
     """
-    if plan.is_adapter:
-        yield from _loading_adapter(plan)
-        return
     config = json.loads(plan.small_files.get("config.json", b"{}"))
     kinds = {"model": (config.get("architectures") or ["AutoModel"])[0]}
     # A class of the model's own code can't be imported by its name.

@@ -32,7 +32,7 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
-from .card import model_card, sentence_about_energy
+from .card import adapter_card, model_card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import MergedLayer, merge_layers
 from .inputs import (
@@ -97,10 +97,13 @@ def merge_folders(
         digests = digests_of_inputs(record["read"] for record in output.done.values())
         refuse_edited(plan, digests)
         manifest = _manifest(plan, output.done, digests, warnings)
-        energy_kept = manifest.get("energy_kept")
-        card = model_card(plan, manifest["warnings"], energy_kept)
-        if energy_kept is not None and plan.settings.rank is not None:
-            log.info("%s", sentence_about_energy(plan, energy_kept))
+        if plan.is_adapter:
+            energy_kept = manifest["energy_kept"]
+            card = adapter_card(plan, manifest["warnings"], energy_kept)
+            if plan.settings.rank is not None:
+                log.info("%s", sentence_about_energy(plan, energy_kept))
+        else:
+            card = model_card(plan, manifest["warnings"])
         write_files(output.model, {**files, CARD: card.encode()})
         # The last of the files, since it has the digests of all others.
         write_manifest(output.model, manifest)

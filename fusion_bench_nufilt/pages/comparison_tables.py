@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from fusion_bench_nufilt.utils.files import counted
+
 from .content import ComparisonContent
 from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown
-from .page import counted, sentences
+from .page import sentences
 from .results import long_table, means, printed_rows, select
 from .tables import Table
 

@@ -13,7 +13,7 @@ import vl_convert
 from altair.typing import ChartType
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fusion_bench_nufilt.utils.files import printable
+from fusion_bench_nufilt.utils.files import counted, printable
 
 from .metrics import METRICS
 from .theme import CONFIG, cell_widths, panels_of
@@ -34,11 +34,6 @@ def render_page(template: str, **content: Any) -> str:
     """Fill a template, with all scripts and styles inside; the browser runs no others."""
     scripts = [_vega(), templates().get_template("page.js").render()]
     return templates().get_template(template).render(content, scripts=scripts)
-
-
-def counted(number: int, noun: str) -> str:
-    """Return words such as ``1 model`` and ``8 models``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def sentences(template: str, **content: Any) -> list[str]:

@@ -329,6 +329,11 @@ def _count_values(content: Any, counts: dict[int, float]) -> float:
     return counts[id(content)]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return words such as ``1 model`` and ``8 models``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def size_text(count: float) -> str:
     """Return a number of bytes in GB, or in MB where it is less than a tenth of one."""
     if count < 1e8:
