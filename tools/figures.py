@@ -13,6 +13,7 @@ import argparse
 import re
 import shutil
 import tempfile
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 
@@ -61,6 +62,11 @@ def machine() -> str:
     return f"{cores} cores of an {names[0]} with {instructions}, {', '.join(versions)}"
 
 
+def wrapped(text: str) -> str:
+    """Return a paragraph in lines as long as those of the pages."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def result_table(rows: list[tuple[str, pd.Series]]) -> str:
     """Return rows of labels and results as a table of ACC and BWT."""
     lines = ["| method | ACC % | BWT % |", "| --- | ---: | ---: |"]
@@ -86,14 +92,17 @@ def blocks(demo: Path, more: Path, sums: Path, data: Path) -> dict[str, str]:
     data_rows = with_data[with_data["data"].notna() & (with_data["data"] != "none")]
     best = per_cent(rows.loc["TSV-M with spectral voting"].ACC_mean)
     return {
-        "machine": f"All on one machine: {machine()}, fusion-bench {version('fusion-bench')}.",
+        "machine": wrapped(
+            f"All on one machine: {machine()}, fusion-bench {version('fusion-bench')}."
+        ),
         "readme": result_table(of_readme),
-        "where": f"`make demo`: eight image tasks, seed 42, {machine()}.",
-        "index": (
-            f"Single models have {per_cent(single.ACC_mean)} on average, and the last merge by "
-            f"[`best`](methods.md#order-free-methods) {best}, by NUFILT on all linear layers "
-            f"{per_cent(rows.loc['NUFILT all-linear'].ACC_mean)}, by OPCM "
-            f"{per_cent(rows.loc['OPCM'].ACC_mean)} (`make demo`, {machine()})."
+        "where": wrapped(f"`make demo`: eight image tasks, seed 42, {machine()}."),
+        "index": wrapped(
+            f"On its own task, each single model has {per_cent(single.ACC_mean)} % on average. All "
+            "eight merged into one have, on all tasks, "
+            f"{best} by [`best`](methods.md#order-free-methods), "
+            f"{per_cent(rows.loc['NUFILT all-linear'].ACC_mean)} by NUFILT on all linear layers, "
+            f"and {per_cent(rows.loc['OPCM'].ACC_mean)} by OPCM (`make demo`, {machine()})."
         ),
         "demo": result_table([("individual models", single), *ranked]),
         "order_free": "\n".join(
