@@ -43,6 +43,8 @@ COMPARE := $(BIN)/nufilt compare --seeds 42 fabric.accelerator=cpu --overwrite
 
 demo: $(INSTALLED)
 	$(BIN)/nufilt compare fabric.accelerator=cpu --methods "$(DEMO_METHODS)" --out outputs/demo --overwrite
+	rm -rf outputs/demo_adapter
+	$(BIN)/python tools/merge_demo_adapters.py --out outputs/demo_adapter
 	@echo "The digits depend on the CPU that trains the models, by a point or two."
 
 test: lint docs
