@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.methods.options import (
     METHOD_TABLE,
-    RTOL,
     ScaleConfig,
     SpectralConfig,
     TsvConfig,
@@ -23,7 +22,6 @@ from fusion_bench_nufilt.methods.options import (
 from fusion_bench_nufilt.methods.order_free import (
     RTOL_OF_FLOAT32,
     OrderFree,
-    direction_dtype,
     map_spectrum,
 )
 from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
@@ -243,25 +241,25 @@ class TsvStream(OrderFree):
         is_used = s > 0
         if not is_used.any():
             return s.new_zeros(len(state["left"]), len(state["right"]))
-        # What rounded directions span besides themselves: three roundings of a whole one, at most.
-        digits = direction_dtype(state["left"].dtype)
-        faintest = max(RTOL, 3 * torch.finfo(digits).eps)
         # Orthogonalised, so that the directions of one task are no others'.
-        left = polar_factor(state["left"][:, is_used].to(s.dtype), faintest)
-        right = polar_factor(state["right"][:, is_used].to(s.dtype), faintest)
+        left = polar_factor(state["left"][:, is_used].to(s.dtype))
+        right = polar_factor(state["right"][:, is_used].to(s.dtype))
         return scale * left * s[is_used] @ right.mT
 
 
 # Eigenvalues below this share of the largest are inaccurate in float32.
 RTOL_OF_EIGENVALUES = 1e-3
+# What directions in float16 span besides themselves: three roundings of a whole one, at most. Those
+# in float64 are told apart no further, so that no result depends on the dtype it is computed in.
+SAME_DIRECTION = 3 * torch.finfo(torch.float16).eps
 
 
-def polar_factor(X: Tensor, faintest: float = RTOL) -> Tensor:
+def polar_factor(X: Tensor, faintest: float = SAME_DIRECTION) -> Tensor:
     r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without the
     directions whose singular value is at most ``faintest``, where columns have the length 1.
 
-    Tasks that share directions have fewer of them than columns, and the rest is rounding, which
-    this would raise to full strength.
+    Tasks that share directions have fewer of them than columns, and the rest is rounding, or a
+    difference no larger than that, which this would raise to full strength.
 
     A Gram matrix in float32 cannot tell faint directions from what rounding adds of strong ones.
     They are few, and a second step in float64 takes these parts out.
