@@ -221,6 +221,7 @@ class LayerMerger(Generic[_L]):
                 if weight is not None:
                     rank = weight.rank if isinstance(weight, LowRank) else None
                     groups[rank][row] = weight
+                del weight  # the last one, too, is the group's alone
             for group in groups.values():
                 rows = list(group)
                 weights = list(group.values())
@@ -268,6 +269,8 @@ class LayerMerger(Generic[_L]):
                     # Reading them waits for an accelerator.
                     columns = {key: values.tolist() for key, values in measures.items()}
                 seconds = (time.perf_counter() - began) / len(rows)
+                # Else they would be held while the next task's are read.
+                weights.clear()
                 for row, norm in zip(rows, columns.get("task_norm", []), strict=False):
                     self._refuse_norm(number, layers[row], norm)
                 if not all(map(is_finite, after.values())):

@@ -285,7 +285,8 @@ class PlannedLayers(LayerSource[Layer]):
         for name, (_, param, like) in state_tensors(self.plan, layer).items():
             if param in kept.keys:
                 value, digest_of_value = kept.source.read(kept.keys[param], device)
-                state[name] = value.to(like.dtype)
+                # A method may write to it, and what lies in memory is the caller's.
+                state[name] = value.to(like.dtype, copy=kept.source.in_memory)
                 digest_of_state += digest_of_value
         if state:
             digests["state"] = digest_of_state

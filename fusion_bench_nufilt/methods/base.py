@@ -31,9 +31,9 @@ class LayerMethod(ABC):
 
     A subclass says what it keeps of layers (:meth:`init_state`), how a task changes that
     (:meth:`update`), and which weights follow from it (:meth:`merged_weight`). A merge of many
-    tasks calls ``update`` for each of them and ``merged_weight`` once. All three are pure functions
-    of stacks: of n layers of one shape, whose weights are ``(n, d_o, d_i)``; what becomes of a
-    layer does not depend on the others. The constructor takes an instance of :attr:`Options`, the
+    tasks calls ``update`` for each of them and ``merged_weight`` once. All three are functions of
+    stacks: of n layers of one shape, whose weights are ``(n, d_o, d_i)``; what becomes of a layer
+    does not depend on the others. The constructor takes an instance of :attr:`Options`, the
     names of all merged layers in the order of the model, the seed of all random draws, the number
     of the last block of each stack of blocks that the model has (by default, that the layers have),
     and the layers' shapes, which those of the stacks are unless :attr:`sides_in_basis` lets them be
@@ -122,7 +122,8 @@ class LayerMethod(ABC):
 
         Args:
             names: the layers' names.
-            state: their states, whose shapes and dtypes the new ones have.
+            state: their states, whose shapes and dtypes the new ones have, and whose tensors may be
+                written to, unless the method is stateless: its state may be the pretrained weight.
             base: their pretrained weights.
             task: the task's weights, or the factors of its update.
             step: the number of the task in the stream, from 1.

@@ -22,16 +22,11 @@ from fusion_bench_nufilt.methods.options import (
     ScaleConfig,
     WudiConfig,
 )
-from fusion_bench_nufilt.methods.task_vector import TaskVector, rounding_energy
+from fusion_bench_nufilt.methods.task_vector import TaskOfLayer, TaskVector
 from fusion_bench_nufilt.nufilt.bases import leading_basis
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix
-from fusion_bench_nufilt.utils.tensors import (
-    coarser_dtype,
-    compute_dtype,
-    stack,
-    to_compute_dtype,
-)
+from fusion_bench_nufilt.utils.tensors import compute_dtype, row_blocks, stack, to_compute_dtype
 
 # Products in float32 know directions down to this share of the strongest.
 RTOL_OF_FLOAT32 = 1e-4
@@ -63,9 +58,9 @@ class OrderFree(LayerMethod):
     @abstractmethod
     def accumulate(self, state: State, task: TaskVector) -> State:
         """Return the sums with one more task, number ``state["count"]``, which are then rounded to
-        the state's dtypes.
+        the state's dtypes. A sum may be added to in place.
 
-        Sums are given in float64, directions as they are kept.
+        Sums are given in float32 at least, directions as they are kept.
         """
 
     @abstractmethod
@@ -116,22 +111,17 @@ class OrderFree(LayerMethod):
         task_norms = []
         shape = self.shape_of(names[0], base)
         for row in range(len(names)):
-            tau = _task_vector(task, base, row, float64)
+            tau = TaskOfLayer(task[row], base[row], strength, shape, float64=float64)
             before = {key: value[row] for key, value in state.items()}
             after = before
-            is_changed = tau.norm() if isinstance(tau, LowRank) else tau.any()
-            if is_changed:
+            if not tau.is_zero:
                 after = dict(before)
                 if float64:
                     after = self._in_float64(before)
                 after["count"] = after["count"] + 1
-                rounding = 0.0  # factors are exact
-                if isinstance(task, Tensor):
-                    rounding = rounding_of(base[row], task.dtype)
-                task_vector = TaskVector(tau, strength, rounding, shape)
-                after = self.accumulate(after, task_vector)
+                after = self.accumulate(after, tau)
             states.append({key: after[key].to(value.dtype) for key, value in before.items()})
-            task_norms.append(tau.norm())
+            task_norms.append(tau.norm)
         new_state = {key: stack([row_state[key] for row_state in states]) for key in state}
         measures = {"task_norm": stack(task_norms)}
         for key, value in new_state.items():
@@ -151,9 +141,11 @@ class OrderFree(LayerMethod):
                 weights.append(theta_0.clone())
             else:
                 shape = self.shape_of(name, base)
-                scale = self._scales[name]
-                update = self.merged_update(layer_state, scale, shape)
-                weights.append((to_compute_dtype(theta_0) + update).to(theta_0.dtype))
+                update = self.merged_update(layer_state, self._scales[name], shape)
+                weight = torch.empty_like(theta_0)
+                for rows in row_blocks(weight):
+                    weight[rows] = to_compute_dtype(theta_0[rows]) + update[rows]
+                weights.append(weight)
         return stack(weights)
 
     def _in_float64(self, state: State) -> State:
@@ -186,23 +178,6 @@ class OrderFree(LayerMethod):
             if name not in self.direction_names:
                 sums += math.prod(tensor_shape)
         return itemsize * (4 * sums + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
-
-
-def _task_vector(task: Tensor | LowRank, base: Tensor, row: int, float64: bool) -> Tensor | LowRank:
-    """Return the task vector of a layer in a stack, or its factors."""
-    if isinstance(task, LowRank):
-        return task[row].double() if float64 else task[row]
-    theta_t = task[row].double() if float64 else to_compute_dtype(task[row])
-    return theta_t - to_compute_dtype(base[row])
-
-
-def rounding_of(theta_0: Tensor, stored: torch.dtype) -> float:
-    """Return the expected energy of the rounding errors of a task's weight, which is stored in a
-    dtype, given the pretrained one.
-
-    That may be wider than its file, since a result in float32 is computed with a base in float32.
-    """
-    return rounding_energy(theta_0, torch.finfo(coarser_dtype(theta_0.dtype, stored)).eps)
 
 
 def direction_dtype(wide: torch.dtype) -> torch.dtype:
@@ -241,14 +216,21 @@ class Sum(OrderFree):
         "running sum"
     )
     Options = METHOD_TABLE[name].Options
+    itemsize = 4
 
     state_axes: ClassVar[Mapping[str, str]] = {"sum": "oi"}
 
     def accumulate(self, state: State, task: TaskVector) -> State:
-        return {**state, "sum": state["sum"].double() + task.matrix}
+        task.add_to(state["sum"])
+        return state
 
     def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
-        return scale * state["sum"].double()
+        return scale * state["sum"]
+
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        # A task whose strength is set, which is wide between the base and the task, or the update
+        # with the merged weight and what is written of it.
+        return itemsize * 3 * math.prod(shape)
 
 
 class Isotropic(Sum):
@@ -266,6 +248,8 @@ class Isotropic(Sum):
         "the running sum"
     )
     Options = METHOD_TABLE[name].Options
+    itemsize = 8
+    working_bytes = OrderFree.working_bytes
 
     state_axes: ClassVar[Mapping[str, str]] = {**Sum.state_axes, "rounding": ""}
 

@@ -19,7 +19,12 @@ from fusion_bench_nufilt.nufilt import subspace
 from fusion_bench_nufilt.nufilt.bases import leading_basis, top_eigenvectors
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, share_of_strongest
-from fusion_bench_nufilt.utils.tensors import compute_dtype
+from fusion_bench_nufilt.utils.tensors import (
+    coarser_dtype,
+    compute_dtype,
+    row_blocks,
+    to_compute_dtype,
+)
 
 NUM_TAKEN_OUT = 16  # the leading directions that are taken out
 # A task's vote is sought, and its rank is measured, in its share of a layer's directions if there
@@ -42,10 +47,8 @@ class TaskVector:
     computed once.
 
     It is a matrix, float32 at least, or thin factors, which are multiplied only where a method
-    needs the matrix. ``strength`` is that of the whole task, in all layers. ``rounding`` is the
-    expected energy of the rounding errors of the models that it is the difference of: what is no
-    stronger is not a direction of the task. ``shape`` is that of the layer, if the task vector is
-    given in a basis.
+    needs the matrix. ``strength`` is that of the whole task, in all layers. ``shape`` is that of
+    the layer, if the task vector is given in a basis.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class TaskVector:
         shape: tuple[int, int] | None = None,
     ) -> None:
         self.strength = strength
-        self.rounding = rounding
+        self._rounding = rounding
         d_o, d_i = tau.shape
         self.shape = shape or (d_o, d_i)
         self.factors: LowRank | None = None
@@ -74,13 +77,34 @@ class TaskVector:
         return self._given
 
     @property
+    def rounding(self) -> float:
+        """The expected energy of the rounding errors of the models that it is the difference of:
+        what is no stronger is not a direction of the task.
+        """
+        return self._rounding
+
+    @cached_property
+    def norm(self) -> Tensor:
+        r"""The norm :math:`\lVert \tau \rVert`."""
+        if isinstance(self._given, LowRank):
+            return self._given.norm()
+        return torch.linalg.vector_norm(self.matrix)
+
+    @property
     def energy(self) -> Tensor:
         r"""The squared norm :math:`\lVert \tau \rVert^2`, in float64."""
+        return self.norm.double() ** 2
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the task left the layer as it was."""
         if isinstance(self._given, LowRank):
-            norm = self._given.norm()
-        else:
-            norm = torch.linalg.vector_norm(self._given)
-        return norm.double() ** 2
+            return not self.norm
+        return not self.matrix.any()
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the matrix to another in place."""
+        total.add_(self.matrix)
 
     def directions(self, count: int) -> Directions:
         """Return the ``count`` leading directions, or as many as thin factors have, in float64.
@@ -212,6 +236,62 @@ class TaskVector:
         V = V @ W.flip(-1).to(V)
         rest = tall - tall @ V @ V.mT
         return _Parts(tall, rest, V, gram_matrix(rest), squares[-1].sqrt().to(V))
+
+
+class TaskOfLayer(TaskVector):
+    """The task vector of a layer, given by the task's weight ``(d_o, d_i)``, or by the factors of
+    its update, and the pretrained weight, which has the rounding errors of its dtype.
+
+    What takes a pass over the weights is computed where a method asks for it.
+    """
+
+    def __init__(
+        self,
+        task: Tensor | LowRank,
+        theta_0: Tensor,
+        strength: float = 1.0,
+        shape: tuple[int, int] | None = None,
+        *,
+        float64: bool = False,
+    ) -> None:
+        stored = task
+        if float64:
+            task = task.double()
+        super().__init__(task, strength, shape=shape)
+        self._stored = stored
+        self._theta_0 = theta_0
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        if isinstance(self._given, LowRank):
+            return self._given.product()
+        return to_compute_dtype(self._given) - to_compute_dtype(self._theta_0)
+
+    @cached_property
+    def rounding(self) -> float:
+        if isinstance(self._stored, LowRank):
+            return 0.0  # factors are exact
+        return rounding_of(self._theta_0, self._stored.dtype)
+
+    @property
+    def is_zero(self) -> bool:
+        if isinstance(self._given, Tensor) and self._given.dtype == self._theta_0.dtype:
+            return torch.equal(self._given, self._theta_0)
+        return super().is_zero
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the matrix to another in place, some rows after the others, of which none are kept;
+        the norm is found on the way.
+        """
+        if isinstance(self._given, LowRank):
+            super().add_to(total)
+            return
+        norms = []
+        for rows in row_blocks(total):
+            tau = to_compute_dtype(self._given[rows]) - to_compute_dtype(self._theta_0[rows])
+            total[rows].add_(tau)
+            norms.append(torch.linalg.vector_norm(tau))
+        self.norm = torch.linalg.vector_norm(torch.stack(norms))
 
 
 class _Parts(NamedTuple):
@@ -350,3 +430,12 @@ def rounding_energy(theta: Tensor, spacing: float) -> float:
     """
     # It may be no matrix, such as a convolution's.
     return subspace.rounding_energy(theta.reshape(1, -1), spacing).item()
+
+
+def rounding_of(theta_0: Tensor, stored: torch.dtype) -> float:
+    """Return the expected energy of the rounding errors of a task's weight, which is stored in a
+    dtype, given the pretrained one.
+
+    That may be wider than its file, since a result in float32 is computed with a base in float32.
+    """
+    return rounding_energy(theta_0, torch.finfo(coarser_dtype(theta_0.dtype, stored)).eps)

@@ -17,7 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-CHUNK_BYTES = 2**24
+#: Of a tensor that is read, computed and written in pieces: small enough that what a piece takes
+#: is memory that the last one gave back, and not fresh from the system.
+CHUNK_BYTES = 2**21
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # All that safetensors stores of torch's.
 _DTYPES = FLOATS | {
@@ -283,10 +285,23 @@ def is_finite(values: Tensor) -> bool:
     """Tell whether no value is NaN or infinite, as a rule in one pass and without a temporary of
     their size.
     """
-    wide = compute_dtype(values)
     # A sum shows every NaN and infinity. Finite values may overflow it, so that each is then
-    # checked.
-    return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())
+    # checked. It has the dtype of the values, since torch copies them to sum them in another.
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+#: The elements of a block, which stays in a processor's cache with what is computed of it.
+_BLOCK = 2**17
+
+
+def row_blocks(matrix: Tensor) -> list[slice]:
+    """Return slices of a matrix's rows, to compute with one after the other without temporaries of
+    the matrix's size; on an accelerator, one of all rows.
+    """
+    length = len(matrix)
+    if matrix.device.type == "cpu":
+        length = max(1, _BLOCK // max(1, matrix.shape[1]))
+    return [slice(first, first + length) for first in range(0, len(matrix), max(1, length))]
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:

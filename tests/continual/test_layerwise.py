@@ -19,6 +19,7 @@ from fusion_bench_nufilt import (
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import task_order
 from fusion_bench_nufilt.merge import planned
+from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.utils.files import LOCK
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
@@ -58,6 +59,27 @@ def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
         assert torch.equal(value, weight), key
     for name, model in models.items():
         assert same(model.state_dict(), before[name]), f"the user's model {name} was changed"
+
+
+def test_a_step_that_fails_leaves_the_sums_that_it_went_on_from(monkeypatch):
+    accumulate = Sum.accumulate
+
+    def fail_once_added(self, state, task):
+        after = accumulate(self, state, task)
+        if after["count"] == 2:
+            raise ValueError("stopped")
+        return after
+
+    monkeypatch.setattr(Sum, "accumulate", fail_once_added)
+    models = pool(2)
+    algorithm = LayerwiseMergingAlgorithm("sum", shuffle_order=False)
+    with pytest.raises(ValueError, match="stopped"):
+        algorithm.run(models)
+    first = LayerwiseMergingAlgorithm("sum", shuffle_order=False)
+    first.run({name: models[name] for name in ("_pretrained_", "task1")})
+    sums = {key: value for key, value in first.state().items() if key.endswith(".sum")}
+    assert sums
+    assert same(sums, algorithm.state())
 
 
 def test_an_attribute_is_what_a_run_merges_with():

@@ -3,6 +3,7 @@ layers.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from fusion_bench_nufilt.merge import plan_merge
+from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.engine import Budget
 from fusion_bench_nufilt.methods.options import Settings
+from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES
 from tests.conftest import REPO
 
 WIDTH = 1536
@@ -117,10 +119,30 @@ def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(fol
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders):
-    run = measure(folders, 3, "spectral")
+@pytest.mark.parametrize(("method", "share"), [("spectral", 0.2), ("sum", 0.0)])
+def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders, method, share):
+    run = measure(folders, 3, method)
     layers = run["predicted"] - run["alone"]
-    assert run["alone"] + 0.2 * layers < run["peak"] <= run["predicted"]
+    assert run["alone"] + share * layers < run["peak"] <= run["predicted"]
+
+
+def test_a_sum_of_two_tasks_takes_at_most_20_bytes_of_fresh_memory_a_parameter(folders, tmp_path):
+    """In 16 bits, of which 6 bytes are read and 2 are written."""
+    plan = plan_merge(f"{folders}/base", [f"{folders}/task1", f"{folders}/task2"], method="sum")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # that of the profiler
+    try:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            merge_folders(plan, tmp_path / "out")
+    finally:
+        torch.set_num_threads(threads)
+    fresh = 0
+    for event in profile.profiler.kineto_results.events():
+        # What is smaller has been used before.
+        if event.name() == "[memory]" and event.nbytes() > CHUNK_BYTES:
+            fresh += event.nbytes()
+    parameters = sum(math.prod(info.shape) for info in plan.base.tensors.values())
+    assert 4 * parameters < fresh <= 20 * parameters
 
 
 def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
