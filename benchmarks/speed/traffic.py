@@ -12,6 +12,7 @@ own. Where the kernel hands out huge pages, a fault is one of 2 MB, and fresh is
 """
 
 import argparse
+import copy
 import os
 import resource
 import shutil
@@ -110,12 +111,16 @@ def measured_in_turn(methods, folder, repeats):
     return medians
 
 
-def made(size, folder):
-    """Make the models of a size in a folder, if they are not there; return the parameters."""
+def made(size, folder, blocks=None):
+    """Make the models of a size, or with so many of its blocks, in a folder, if they are not there;
+    return the parameters.
+    """
     count = folder / "parameters"
     if not count.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        parameters, _ = make_checkpoints(SIZES[size], folder)
+        config = copy.copy(SIZES[size])
+        config.num_hidden_layers = blocks or config.num_hidden_layers
+        parameters, _ = make_checkpoints(config, folder)
         count.write_text(str(parameters))
     return int(count.read_text())
 
@@ -127,6 +132,7 @@ def main():
     )
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 135M")
     parser.add_argument("--methods", default="mergekit,sum,isotropic,nufilt,best")
+    parser.add_argument("--blocks", type=int, help="of the model, instead of all of them")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("outputs/traffic"))
     parser.add_argument(
@@ -144,7 +150,7 @@ def main():
         print("| --- | --- " + "| ---: " * len(COLUMNS) + "|")
         for size in arguments.size or ["135M"]:
             folder = arguments.folder / size
-            parameters = made(size, folder)
+            parameters = made(size, folder, arguments.blocks)
             for method, row in measured_in_turn(methods, folder, arguments.repeats).items():
                 fresh = (row["fresh B"] - of_the_program[method]["fresh B"]) / parameters
                 cells = [f"{row[column]:.1f}" for column in COLUMNS[:5]]
