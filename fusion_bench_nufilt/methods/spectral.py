@@ -26,6 +26,7 @@ from fusion_bench_nufilt.methods.order_free import (
 )
 from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
+from fusion_bench_nufilt.utils.tensors import row_blocks
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -115,10 +116,14 @@ class Spectral(FirstWhole):
             A, s_1 = task.vote()
         else:
             A, s_1 = task.rough_vote(faintest)
+        vote_energy = state["vote_energy"] + A.square().sum()
+        # In place: the vote, in float64, is the largest matrix of all.
+        for rows in row_blocks(A):
+            A[rows].add_(state["votes"][rows])
         return {
             **state,
-            "votes": state["votes"].double() + A,
-            "vote_energy": state["vote_energy"] + A.square().sum(),
+            "votes": A,
+            "vote_energy": vote_energy,
             "mean": state["mean"] + (s_1 - state["mean"]) / state["count"],
         }
 
@@ -347,19 +352,18 @@ class Best(FirstWhole):
         left_over = self.votes.left_over(state)
         least = left_over * state["energy"].sqrt().item()
         # The update by votes fades with them by itself; TSV-M does not know that tasks cancel.
-        X_tsv = left_over * self.tsv.merged_update(state, self.tsv.scale, shape)
-        X_tsv = rescale_to_min_norm(X_tsv, least)
+        X = self.tsv.merged_update(state, self.tsv.scale, shape).mul_(left_over)
+        rescale_to_min_norm(X, least)
         X_votes = self.votes.merged_update_of_several(state, self.votes.scale, shape)
-        X_votes = rescale_to_min_norm(X_votes, least)
+        rescale_to_min_norm(X_votes, least)
         strength = state["strength"].item() / state["count"].item()
-        return scale * strength * (X_tsv + X_votes) / 2
+        return X.add_(X_votes).mul_(scale * strength).div_(2)
 
 
-def rescale_to_min_norm(X: Tensor, least: float) -> Tensor:
-    """Return a matrix whose Frobenius norm is below ``least``, but not zero, at that length, and
-    others as they are.
+def rescale_to_min_norm(X: Tensor, least: float) -> None:
+    """Lengthen a matrix whose Frobenius norm is below ``least``, but not zero, to that length, in
+    place.
     """
     norm = torch.linalg.vector_norm(X).item()
     if 0 < norm < least:
-        return X * (least / norm)
-    return X
+        X.mul_(least / norm)

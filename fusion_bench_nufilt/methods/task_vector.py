@@ -265,7 +265,15 @@ class TaskOfLayer(TaskVector):
     def matrix(self) -> Tensor:
         if isinstance(self._given, LowRank):
             return self._given.product()
-        return to_compute_dtype(self._given) - to_compute_dtype(self._theta_0)
+        wide = torch.promote_types(compute_dtype(self._given), compute_dtype(self._theta_0))
+        tau = torch.empty_like(self._given, dtype=wide)
+        for rows in row_blocks(tau):
+            tau[rows] = self._difference(rows)
+        return tau
+
+    def _difference(self, rows: slice) -> Tensor:
+        assert isinstance(self._given, Tensor)
+        return to_compute_dtype(self._given[rows]) - to_compute_dtype(self._theta_0[rows])
 
     @cached_property
     def rounding(self) -> float:
@@ -288,7 +296,7 @@ class TaskOfLayer(TaskVector):
             return
         norms = []
         for rows in row_blocks(total):
-            tau = to_compute_dtype(self._given[rows]) - to_compute_dtype(self._theta_0[rows])
+            tau = self._difference(rows)
             total[rows].add_(tau)
             norms.append(torch.linalg.vector_norm(tau))
         self.norm = torch.linalg.vector_norm(torch.stack(norms))
