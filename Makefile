@@ -3,6 +3,7 @@
 # make test-oldest  some of the tests, with the lowest versions that pyproject.toml allows
 # make test-slow  the tests that take minutes: kills, clusters, notebooks, a browser
 # make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
+# make oracle     merges drawn at random, compared with formulas and laws: CASES=1000 SEED=0 MINUTES=60
 # make docs       the documentation in outputs/site; a broken link or reference fails
 # make figures    the demo's numbers and pictures in README and pages, from this machine
 # make release    a source distribution and a wheel in dist/, checked, of a tagged version
@@ -39,7 +40,7 @@ FIGURES := outputs/figures
 RANKS := null_rank=21:lora_rank=10
 COMPARE := $(BIN)/nufilt compare --seeds 42 fabric.accelerator=cpu --overwrite
 
-.PHONY: figures demo test test-oldest test-slow adversary lint docs release constraints clean
+.PHONY: figures demo test test-oldest test-slow adversary oracle lint docs release constraints clean
 
 demo: $(INSTALLED)
 	$(BIN)/nufilt compare fabric.accelerator=cpu --methods "$(DEMO_METHODS)" --out outputs/demo --overwrite
@@ -59,6 +60,10 @@ test-slow: $(READY)
 
 adversary: $(READY)
 	$(BIN)/python -m pytest tests/adversary -m "nightly or not nightly" --tally
+
+oracle: $(READY)
+	ORACLE_CASES=$(CASES) ORACLE_SEED=$(SEED) ORACLE_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/oracle \
+		-m "oracle or not oracle" --numprocesses $(JOBS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

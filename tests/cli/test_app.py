@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_bench_nufilt.cli.app import COMMANDS, EXAMPLES, app
+from fusion_bench_nufilt.methods.options import METHOD_TABLE
 from tests.cli.helpers import nufilt
 from tests.conftest import REPO
 
@@ -35,6 +36,12 @@ def test_every_command_is_listed_and_tells_its_own_options(command):
     assert f"Examples: nufilt {command} " in text
     assert "--quiet" in text
     assert nufilt(command, "--help") == (code, text)
+
+
+def test_help_names_every_method():
+    text = nufilt("merge", "--help")[1]
+    words = "".join(text.replace("│", "").split())  # names may be cut at the end of a line
+    assert "".join(f"{name}," for name in METHOD_TABLE).rstrip(",") in words
 
 
 def test_a_shell_completes_commands_and_their_options():

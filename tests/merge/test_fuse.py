@@ -53,6 +53,15 @@ def close(actual, expected, tolerance=1e-10):
 # --- what the result is ---
 
 
+def test_layers_of_one_shape_and_two_dtypes_are_as_each_by_itself():
+    wide = models(torch.float32, {"wide": (20, 12)})
+    narrow = models(torch.bfloat16, {"narrow": (20, 12)})
+    both = [{**one, **other} for one, other in zip(wide, narrow, strict=True)]
+    fused, _ = fuse_layers(*both, CONFIG)
+    expected = fuse_layers(*wide, CONFIG)[0] | fuse_layers(*narrow, CONFIG)[0]
+    assert same(fused, expected)
+
+
 @pytest.mark.parametrize("null_space", [True, False, "zero"])
 @pytest.mark.parametrize("shape", [(20, 12), (8, 30)])
 def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -167,3 +168,19 @@ def test_a_budget_is_never_exceeded_and_a_large_reservation_goes_alone():
     with ThreadPoolExecutor(5) as pool:
         list(pool.map(work, (3, 4, 5, 6, 25), timeout=30))
     assert all(sum(together) <= 10 or together == (25,) for together in at_once)
+
+
+def test_a_thread_waits_until_its_reservation_fits():
+    budget = Budget(10)
+    has_entered = threading.Event()
+
+    def reserve():
+        with budget.reserve(6):
+            has_entered.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with budget.reserve(6):
+            second = pool.submit(reserve)
+            assert not has_entered.wait(0.2)
+        second.result(60)
+    assert has_entered.is_set()

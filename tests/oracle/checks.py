@@ -1,0 +1,653 @@
+"""Whether a merge is what it should be: by plain formulas on what transformers loads and peft
+merges, and by laws between two merges.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+from typer.testing import CliRunner
+
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.cli.app import app
+from fusion_bench_nufilt.nufilt.options import FusionConfig
+from fusion_bench_nufilt.nufilt.step import initial_A
+from tests.families import output
+from tests.merge.helpers import RANKS, hashes, interrupt, manifest, merge, same, tensors
+from tests.oracle import formulas
+from tests.oracle.cases import (
+    CLASSIFIERS,
+    NEW_TOKENS,
+    TEXT,
+    WORDS,
+    Case,
+    adapted,
+    block_depths,
+    is_close,
+    loaded,
+    output_head,
+    save_case,
+    settings_of,
+    spacing,
+    state_of,
+    untied,
+)
+
+#: How often something was compared, by what.
+COMPARED: Counter[str] = Counter()
+#: Of a weight that is computed in float32, over the largest.
+FLOAT32 = 2e-6
+#: Of an update, over its norm: NUFILT's iterates in float32.
+OF_NUFILT = 2e-3
+ORDER_FREE = ("sum", "spectral", "isotropic", "wudi_sums", "tsv_stream", "best")
+SCALED = ("sum", "isotropic", "wudi_sums", "tsv_stream")
+#: What is refused by what the pages say.
+REFUSED = (
+    "by DoRA outside the merged layers",
+    "no LoRA of a linear layer",
+    "changes none of the",
+    "is of fused experts",
+)
+#: What changes nothing, by the name of an option.
+IDLE = {"verify": False, "max_memory": 10**11, "max_shard_size": 10**10}
+
+
+class Merges:
+    """The merges of a case in a folder."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self.folder = folder
+        self.options, self.settings = settings_of(case)
+
+    def merge(
+        self,
+        out: str,
+        tasks: list[str] | None = None,
+        merged: str | None = None,
+        settings: dict[str, Any] | None = None,
+        folder: Path | None = None,
+        **options: Any,
+    ) -> Path:
+        """Merge by the case's options, but for those that are named."""
+        settings = {**self.settings, **(settings or {})}
+        return merge(
+            folder or self.folder,
+            tasks or self.case.names,
+            out,
+            merged,
+            settings=settings,
+            method=self.case.method,
+            **{**self.options, **options},
+        )
+
+
+def check_case(case: Case, folder: Path) -> None:
+    """Save the models of a case, merge them, and compare the result by all oracles that apply."""
+    save_case(case, folder)
+    merges = Merges(case, folder)
+    try:
+        out = merges.merge("out")
+        check_way(merges, out)
+        if case.law:
+            LAWS[case.law](merges, out)
+    except ValueError as error:
+        for reason in REFUSED:
+            if reason in str(error):
+                COMPARED[f"refused: {reason}"] += 1
+                return
+        raise
+    check_result(merges, out)
+
+
+# --- oracles ---
+
+
+def check_result(merges: Merges, out: Path) -> None:
+    """Compare a result with the formulas on transformers' own loaded state."""
+    case = merges.case
+    base_model = untied(loaded(case, merges.folder / "base"))
+    base = base_model.state_dict()
+    tasks = [state_of(case, merges.folder, number) for number in range(len(case.tasks))]
+    result_model = untied(loaded(case, out))
+    result = result_model.state_dict()
+    layers = layer_keys(merges, base_model, out)
+    undecided = undecided_keys(merges, base_model, out)
+    depths = block_depths(list(base))
+    heads = [key for key in base if is_own_head(case, base_model, key)]
+    for key, theta_0 in base.items():
+        if not theta_0.is_floating_point() or theta_0.ndim == 0:
+            continue
+        if key in heads:
+            assert torch.equal(result[key], theta_0), f"{key}: a head is kept for each task"
+            COMPARED["heads"] += 1
+            continue
+        thetas = [state[key] for state in tasks]
+        rows = slice(None)
+        if case.with_tokenizer and len(theta_0) == base_model.config.vocab_size:
+            rows = slice(0, WORDS)
+        theta_0 = theta_0[rows]
+        thetas = [theta[rows] for theta in thetas]
+        value = result[key][rows]
+        tensors_of_key = (key, value, theta_0, thetas)
+        if key in layers:
+            check_layer(merges, *tensors_of_key, depths[key])
+        elif key in undecided:
+            with contextlib.suppress(AssertionError):
+                check_other(merges, *tensors_of_key)
+                continue
+            check_layer(merges, *tensors_of_key, depths[key])
+        else:
+            check_other(merges, *tensors_of_key)
+    check_new_rows(merges, out, result_model, tasks)
+    check_heads(merges, out, base_model)
+    check_logits(merges, result_model)
+
+
+def is_own_head(case: Case, base: nn.Module, key: str) -> bool:
+    """Tell whether a tensor is of a classifier's head, of which some task has another."""
+    has_heads = any(task.labels for task in case.tasks)
+    return has_heads and not key.startswith(f"{base.base_model_prefix}.")
+
+
+def layer_keys(merges: Merges, model: nn.Module, out: Path) -> set[str]:
+    """Return the keys that are merged as layers: linear layers but the output head, in blocks or
+    everywhere; of the families with a choice of their own, those in the manifest.
+    """
+    targets = merges.options.get("target_modules")
+    if targets is None and merges.case.method != "nufilt":
+        targets = "all-linear"
+    head = output_head(model)
+    keys = set()
+    layers = set(manifest(out)["layers"])
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear | Conv1D) and module is not head
+        if is_linear and (targets == "all-linear" or name in layers):
+            keys.add(f"{name}.weight")
+    for key, value in model.state_dict().items():
+        # A stack of experts, which are layers one by one, or queries, keys and values in one.
+        module = key.removesuffix(".weight").rpartition(".")[0]
+        is_stack = value.ndim == 3 and any(layer.startswith(f"{module}.") for layer in layers)
+        if is_stack or f"{key.removesuffix('_weight')}.q" in layers:
+            keys.add(key)
+    return keys
+
+
+def undecided_keys(merges: Merges, model: nn.Module, out: Path) -> set[str]:
+    """Return the keys of convolutions, and of matrices that transformers loads under other names,
+    or in other modules, than they are stored: whether they are layers is for the manifest to say,
+    which has the stored names.
+    """
+    modules = dict(model.named_modules())
+    are_renamed = any(layer not in modules for layer in manifest(out)["layers"])
+    keys = set()
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding):
+            continue
+        if isinstance(module, nn.Linear) and not are_renamed:
+            continue
+        for attribute, value in module.named_parameters(recurse=False):
+            is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+            if value.ndim in (2, 3) or is_convolution:
+                keys.add(f"{name}.{attribute}")
+    return keys
+
+
+def bound_of(case: Case, expected: Tensor, roundings: int = 1) -> tuple[float, float]:
+    """Return the relative and absolute error of a result that is stored in the base's dtype."""
+    size = float(expected.abs().max()) if expected.numel() else 0.0
+    # float16 has no smaller steps than that of its smallest numbers.
+    smallest = roundings * torch.finfo(torch.float16).smallest_normal * spacing("float16")
+    absolute = FLOAT32 * size + (smallest if case.dtype == "float16" else 0.0)
+    return roundings * spacing(case.dtype), absolute
+
+
+def weights_of(merges: Merges) -> list[float]:
+    return merges.settings.get("weights") or [1.0] * len(merges.case.tasks)
+
+
+def check_layer(
+    merges: Merges,
+    key: str,
+    value: Tensor,
+    theta_0: Tensor,
+    thetas: list[Tensor],
+    depth: float,
+) -> None:
+    case = merges.case
+    options = merges.options
+    weights = weights_of(merges)
+    at_strength = [
+        theta_0 + weight * (theta - theta_0) for weight, theta in zip(weights, thetas, strict=True)
+    ]
+    ramp = 1 + options.get("ramp", 0.0) * depth
+    if case.method == "sum":
+        scale = options.get("scale", 0.3) * ramp
+        expected = theta_0 + scale * sum(theta - theta_0 for theta in at_strength)
+        relative, absolute = bound_of(case, expected)
+        assert is_close(value, expected, relative, absolute), f"{key}: no sum of the tasks"
+        COMPARED["sums"] += 1
+        return
+    is_matrix = theta_0.ndim == 2 and case.dtype == "float32"
+    exact = all(task.dtype in ("", "float32") for task in case.tasks)
+    if not is_matrix or not exact:
+        return
+    if case.method == "nufilt" and options.get("solver", "adam") == "adam":
+        check_nufilt(merges, key, value, theta_0, at_strength)
+    elif case.method in ("isotropic", "wudi_sums"):
+        formula = getattr(formulas, case.method)
+        expected = formula(theta_0, at_strength, options.get("scale", 1.0) * ramp)
+        compare_updates(key, value, expected, theta_0, 1e-3)
+        COMPARED[case.method] += 1
+
+
+def check_nufilt(
+    merges: Merges, key: str, value: Tensor, theta_0: Tensor, thetas: list[Tensor]
+) -> None:
+    name = key.removesuffix(".weight")
+    if name not in manifest(merges.folder / "out")["layers"]:
+        return
+    given = {**RANKS, **merges.options}
+    names = {field.name for field in dataclasses.fields(FusionConfig)}
+    config = FusionConfig(**{name: value for name, value in given.items() if name in names})
+    transposed = is_transposed(merges.case, name)
+    if transposed:
+        theta_0, value, thetas = theta_0.mT, value.mT, [theta.mT for theta in thetas]
+    d_i = theta_0.shape[1]
+    seed = merges.settings.get("seed", 42)
+    starts = []
+    for step in range(1, len(thetas) + 1):
+        starts.append(initial_A(name, d_i, config, seed, step))
+    ranks = config.ranks(d_i)
+    expected = formulas.nufilt(
+        theta_0,
+        thetas,
+        null_rank=ranks.null,
+        lora_rank=ranks.lora,
+        task_rank=ranks.task,
+        max_steps=config.max_steps,
+        lr=config.lr,
+        null_space=config.null_space,
+        first_task=config.first_task,
+        starts=starts,
+    )
+    compare_updates(key, value, expected, theta_0, OF_NUFILT)
+    COMPARED["NUFILT's formulas"] += 1
+
+
+def is_transposed(case: Case, name: str) -> bool:
+    from tests.oracle.cases import base_model
+
+    return isinstance(base_model(case.family, case.tied).get_submodule(name), Conv1D)
+
+
+def compare_updates(
+    key: str, value: Tensor, expected: Tensor, theta_0: Tensor, tolerance: float
+) -> None:
+    norm = float((expected - theta_0).norm())
+    rounding = spacing("float32") * float(theta_0.norm())
+    error = float((value - expected).norm())
+    assert error <= tolerance * norm + rounding, f"{key}: {error / norm:.2e} of the update is off"
+
+
+def check_other(
+    merges: Merges, key: str, value: Tensor, theta_0: Tensor, thetas: list[Tensor]
+) -> None:
+    case = merges.case
+    rule = merges.options.get("other_params", "pretrained" if case.method == "nufilt" else "mean")
+    weights = weights_of(merges)
+    if rule == "pretrained":
+        expected = theta_0
+    elif rule == "first":
+        expected = theta_0 + weights[0] * (thetas[0] - theta_0)
+    else:
+        changes = [
+            weight * (theta - theta_0) for weight, theta in zip(weights, thetas, strict=True)
+        ]
+        expected = theta_0 + sum(changes) / len(changes)
+    relative, absolute = bound_of(case, expected)
+    assert is_close(value, expected, relative, absolute), f"{key}: is not '{rule}'"
+    COMPARED[f"other params: {rule}"] += 1
+
+
+def check_new_rows(
+    merges: Merges, out: Path, result: nn.Module, tasks: list[dict[str, Tensor]]
+) -> None:
+    """A new token has the mean of its rows in the models that have it."""
+    case = merges.case
+    if not case.with_tokenizer or merges.settings.get("tokenizer"):
+        return
+    words = AutoTokenizer.from_pretrained(out)
+    embeddings = result.get_input_embeddings().weight
+    for key, value in result.state_dict().items():
+        if value.ndim == 0 or len(value) != len(embeddings):
+            continue
+        for number, token in enumerate(NEW_TOKENS):
+            rows = []
+            for task, state in zip(case.tasks, tasks, strict=True):
+                if number in task.tokens:
+                    rows.append(state[key][WORDS + sorted(task.tokens).index(number)])
+            if rows and len(set(weights_of(merges))) == 1:
+                row = value[words.convert_tokens_to_ids(token)]
+                if merges.options.get("other_params") == "first":
+                    rows = rows[:1]
+                expected = sum(rows) / len(rows)
+                assert is_close(row, expected, *bound_of(case, expected)), f"{key}: {token}"
+                COMPARED["rows of new tokens"] += 1
+
+
+def check_heads(merges: Merges, out: Path, base: nn.Module) -> None:
+    """A head of its own is kept for its task, bit by bit."""
+    for name, task in zip(merges.case.names, merges.case.tasks, strict=True):
+        if not task.labels:
+            continue
+        head = load_file(out / "heads" / f"{name}.safetensors")
+        trained = tensors(merges.folder / name)
+        outside = {key for key in trained if not key.startswith(f"{base.base_model_prefix}.")}
+        assert head.keys() == outside
+        assert same(head, {key: trained[key] for key in outside})
+        COMPARED["kept heads"] += 1
+
+
+def check_logits(merges: Merges, result: nn.Module) -> None:
+    """One task at full strength says what the task says; of an adapter, what peft's model says
+    without merging it.
+    """
+    case = merges.case
+    is_whole = merges.options.get("scale") == 1.0 and not merges.options.get("ramp")
+    if case.family not in (*TEXT, *CLASSIFIERS) or case.with_tokenizer or case.method != "sum":
+        return
+    if len(case.tasks) > 1 or not is_whole or weights_of(merges) != [1.0]:
+        return
+    if merges.options.get("other_params", "mean") == "pretrained" or case.tasks[0].labels:
+        return
+    if case.dtype != "float32" or "target_modules" in merges.options:
+        return
+    if case.tasks[0].lora is None:
+        model = loaded(case, merges.folder / "task1")
+    else:
+        model = adapted(case, merges.folder / "base", 0)
+    with torch.no_grad():
+        expected = output(model.float())  # transformers multiplies experts in no other dtype
+        value = output(result.float())
+    assert is_close(value, expected, 0, 1e-3 * float(expected.abs().max())), "other logits"
+    COMPARED["logits, unmerged adapter" if case.tasks[0].lora else "logits"] += 1
+
+
+# --- ways ---
+
+
+def check_way(merges: Merges, out: Path) -> None:
+    case = merges.case
+    if case.way == "at once":
+        return
+    COMPARED[case.way] += 1
+    if case.way == "one by one":
+        check_one_by_one(merges, out)
+    elif case.way == "resumed":
+        begun = merges.folder / "begun"
+        interrupt(
+            merges.folder,
+            after=2 + case.tasks[0].seed % 7,
+            out=begun,
+            tasks=case.names,
+            method=case.method,
+            settings=merges.settings,
+            **merges.options,
+        )
+        assert hashes(merges.merge("begun")) == hashes(out)
+    elif case.way == "in memory":
+        check_in_memory(merges, out)
+    elif case.way == "an adapter":
+        check_adapter(merges, out)
+    elif case.way == "command":
+        check_command(merges, out)
+
+
+def check_one_by_one(merges: Merges, out: Path) -> None:
+    """Several merges with their state have the bits of one."""
+    names = merges.case.names
+    weights = weights_of(merges)
+    merged = None
+    for number, name in enumerate(names):
+        settings = {"state": True}
+        if "weights" in merges.settings:
+            settings["weights"] = [weights[number]]
+        merged = merges.merge(f"step{number}", [name], merged, settings)
+    at_once = merges.merge("at once", settings={"state": True})
+    if len({task.lora is None for task in merges.case.tasks}) == 1:
+        assert differing(tensors(merged), tensors(at_once)) == []
+    else:
+        # Adapters that come before a full model are merged in a basis of their factors.
+        compare_results(merges, merged, at_once, 1e-2)
+    assert differing(tensors(at_once), tensors(out)) == []
+
+
+def differing(state: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that differ in a bit."""
+    names = sorted(state.keys() ^ other.keys())
+    for name in state.keys() & other.keys():
+        if not same({name: state[name]}, {name: other[name]}):
+            names.append(name)
+    return names
+
+
+def check_in_memory(merges: Merges, out: Path) -> None:
+    """The algorithm of FusionBench makes the same of loaded models."""
+    case = merges.case
+    kind = type(loaded(case, out))
+    dtype = getattr(torch, case.dtype)
+    models = {"_pretrained_": kind.from_pretrained(merges.folder / "base", dtype=dtype)}
+    for name, task in zip(case.names, case.tasks, strict=True):
+        task_dtype = getattr(torch, task.dtype or case.dtype)
+        models[name] = kind.from_pretrained(merges.folder / name, dtype=task_dtype)
+    options = merges.options
+    if case.method == "nufilt":
+        options = RANKS | options
+    if "seed" in merges.settings:
+        options = {**options, "seed": merges.settings["seed"]}
+    algorithm = LayerwiseMergingAlgorithm(case.method, shuffle_order=False, **options)
+    merged = algorithm.run(models).state_dict()
+    expected = kind.from_pretrained(out, dtype=dtype).state_dict()
+    assert differing(merged, expected) == []
+
+
+def check_adapter(merges: Merges, out: Path) -> None:
+    """The base with the merged adapter is the merged model."""
+    case = merges.case
+    adapter = merges.merge("adapter", settings={"adapter": True})
+    model = untied(loaded(case, merges.folder / "base"))
+    model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    base = untied(loaded(case, merges.folder / "base")).state_dict()
+    expected = untied(loaded(case, out)).state_dict()
+    for key, value in model.state_dict().items():
+        if not value.is_floating_point():
+            continue
+        size = float((expected[key] - base[key]).norm())
+        error = float((value - expected[key]).norm())
+        rounding = spacing(case.dtype) * float(base[key].norm())
+        assert error <= 1e-3 * size + rounding, f"{key}: {error / max(size, 1e-30):.1e}"
+
+
+def check_command(merges: Merges, out: Path) -> None:
+    words = merges.case.command().split()[1:]
+    words = [word if word != "out" else "commanded" for word in words]
+    handlers = list(logging.root.handlers)
+    with contextlib.chdir(merges.folder):
+        done = CliRunner().invoke(app, words)
+    logging.root.handlers = handlers  # the command's own prints on what is closed
+    assert done.exit_code == 0, done.output[-2000:]
+    assert differing(tensors(merges.folder / "commanded"), tensors(out)) == []
+
+
+# --- laws ---
+
+
+def base_of(merges: Merges) -> dict[str, Tensor]:
+    return loaded(merges.case, merges.folder / "base").state_dict()
+
+
+def check_order(merges: Merges, out: Path) -> None:
+    """The order of the tasks does not matter."""
+    settings = {}
+    if "weights" in merges.settings:
+        settings["weights"] = merges.settings["weights"][::-1]
+    turned = merges.merge("turned", merges.case.names[::-1], settings=settings)
+    compare_results(merges, out, turned, 1e-2)
+
+
+def compare_results(merges: Merges, one: Path, other: Path, tolerance: float) -> None:
+    """Updates agree to a share of their norm, beside the rounding of the result."""
+    base = base_of(merges)
+    first = loaded(merges.case, one).state_dict()
+    second = loaded(merges.case, other).state_dict()
+    for key, value in first.items():
+        if not value.is_floating_point() or value.shape != base[key].shape:
+            continue
+        norm = float((value - base[key]).norm())
+        error = float((value - second[key]).norm())
+        rounding = spacing(merges.case.dtype) * float(base[key].norm())
+        assert error <= tolerance * norm + rounding, f"{key}: {error / max(norm, 1e-30):.1e}"
+
+
+def check_scale(merges: Merges, out: Path) -> None:
+    """An update at twice the strength is twice the update."""
+    options = {"other_params": "pretrained", "scale": 0.5}
+    half = loaded(merges.case, merges.merge("half", **options)).state_dict()
+    whole = loaded(merges.case, merges.merge("whole", **options | {"scale": 1.0})).state_dict()
+    base_model = loaded(merges.case, merges.folder / "base")
+    base = base_model.state_dict()
+    for key in layer_keys(merges, base_model, out):
+        theta_0 = base[key]
+        update = whole[key] - theta_0
+        error = float((2 * (half[key] - theta_0) - update).norm())
+        rounding = 3 * spacing(merges.case.dtype) * float(theta_0.norm())
+        assert error <= 1e-3 * float(update.norm()) + rounding, key
+
+
+def check_zero_task(merges: Merges, out: Path) -> None:
+    """A task that changed nothing changes no layer."""
+    shutil.copytree(merges.folder / "base", merges.folder / "zero")
+    settings = {"verify": False}
+    if "weights" in merges.settings:
+        settings["weights"] = [*merges.settings["weights"], 1.0]
+    names = [*merges.case.names, "zero"]
+    options = {"other_params": "pretrained"}
+    without = merges.merge("without", **options)
+    with_zero = merges.merge("with zero", names, settings=settings, **options)
+    if any(task.lora is None for task in merges.case.tasks):
+        assert differing(tensors(with_zero), tensors(without)) == []
+    else:
+        # A full model among adapters has them merged as full models.
+        compare_results(merges, without, with_zero, 1e-2)
+
+
+def check_folders(merges: Merges, out: Path) -> None:
+    """Folders of other names are the same models, in place or by a link."""
+    elsewhere = merges.folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "my base").symlink_to(merges.folder / "base")
+    names = []
+    for number, name in enumerate(merges.case.names):
+        names.append(f"x {number}")
+        shutil.copytree(merges.folder / name, elsewhere / names[-1])
+    tokenizer = merges.settings.get("tokenizer")
+    assert tokenizer not in merges.case.names
+    moved = merges.merge("moved", names, folder=elsewhere, base="my base")
+    assert differing(tensors(moved), tensors(out)) == []
+
+
+def check_touched(merges: Merges, out: Path) -> None:
+    """A finished merge is the same for models whose files were only touched."""
+    before = hashes(out)
+    for path in merges.folder.glob("*/*"):
+        if path.parent != out:
+            path.touch()
+    assert hashes(merges.merge("out")) == before
+
+
+def check_idle_option(merges: Merges, out: Path) -> None:
+    """An option that should not matter does not."""
+    name = sorted(IDLE)[merges.case.tasks[0].seed % len(IDLE)]
+    toggled = merges.merge("toggled", settings={name: IDLE[name]})
+    assert differing(tensors(toggled), tensors(out)) == []
+
+
+def check_threads(merges: Merges, out: Path) -> None:
+    """More threads give the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        threaded = merges.merge("threaded")
+    finally:
+        torch.set_num_threads(before)
+    assert differing(tensors(threaded), tensors(out)) == []
+
+
+def check_files(merges: Merges, out: Path) -> None:
+    """It does not matter into which files a model is saved."""
+    other = merges.folder / "other files"
+    shutil.copytree(merges.folder / "base", other / "base")
+    for name in merges.case.names:
+        shutil.copytree(merges.folder / name, other / name)
+        if (other / name / "adapter_config.json").exists():
+            continue
+        state = tensors(other / name)
+        for path in [*other.glob(f"{name}/*.safetensors"), *other.glob(f"{name}/*.index.json")]:
+            path.unlink()
+        turned = dict(reversed(state.items()))
+        save_file(turned, other / name / "model.safetensors", metadata={"format": "pt"})
+    assert differing(tensors(merges.merge("out", folder=other)), tensors(out)) == []
+
+
+def check_rotated(merges: Merges, out: Path) -> None:
+    """A layer whose outputs are given in another basis has its update in that basis."""
+    case = merges.case
+    key, theta_0 = first_matrix(merges, out)
+    Q = torch.linalg.qr(torch.randn(len(theta_0), len(theta_0), dtype=torch.float64)).Q
+    turned = merges.folder / "turned"
+    for name in ("base", *case.names):
+        shutil.copytree(merges.folder / name, turned / name)
+        for path in (turned / name).glob("*.safetensors"):
+            state = load_file(path)
+            if key in state:
+                state[key] = (Q @ state[key].double()).to(state[key].dtype).contiguous()
+                save_file(state, path, metadata={"format": "pt"})
+    result = tensors(merges.merge("out", folder=turned))[key].double()
+    rotated = Q @ tensors(out)[key].double()
+    rounding = 4 * spacing("float32") * float(theta_0.norm())
+    norm = float((rotated - Q @ theta_0.double()).norm())
+    assert float((result - rotated).norm()) <= 1e-2 * norm + rounding, key
+
+
+def first_matrix(merges: Merges, out: Path) -> tuple[str, Tensor]:
+    """Return the first layer that is stored as (d_o, d_i) under its name."""
+    base = tensors(merges.folder / "base")
+    for layer in manifest(out)["layers"]:
+        key = f"{layer}.weight"
+        if key in base and base[key].ndim == 2:
+            return key, base[key]
+    raise LookupError("no layer is stored under its name")
+
+
+LAWS = {
+    "order": check_order,
+    "scale": check_scale,
+    "zero task": check_zero_task,
+    "folders": check_folders,
+    "touched": check_touched,
+    "idle option": check_idle_option,
+    "threads": check_threads,
+    "files": check_files,
+    "rotated": check_rotated,
+}
