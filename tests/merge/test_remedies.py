@@ -19,6 +19,8 @@ from tests.models.test_experts import fused, square
 from tests.released import released
 from tests.tiny_models import SMALL, finetuned, llama
 
+pytest.importorskip("peft", minversion="0.21", reason="KaSA and others came with peft 0.21")
+
 WORDS = torch.arange(12).reshape(1, 12)
 ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"

@@ -56,6 +56,7 @@ def plan_adapter(folder):
     return plan_merge(str(folder / "base"), [str(folder / "adapter")])
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("make", "config"),
     [
@@ -217,7 +218,12 @@ def test_what_an_adapter_changes_outside_the_merged_layers_is_said(tmp_path):
     )
 
 
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
+writes_biases = pytest.mark.skipif(
+    peft.__version__ < "0.21", reason="peft saves no bias of lora_only before 0.21"
+)
+
+
+@pytest.mark.parametrize("bias", ["all", pytest.param("lora_only", marks=writes_biases)])
 def test_biases_trained_with_an_adapter_are_averaged_as_those_of_a_model(tmp_path, bias):
     save_all(tmp_path, clip(), target_modules=["q_proj", "fc1"], bias=bias)
     result = tensors(merge(tmp_path, ["adapter"], "out_adapter", other_params="mean"))
