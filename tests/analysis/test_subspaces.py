@@ -6,7 +6,7 @@ import torch
 
 from fusion_bench_nufilt.analysis import subspaces
 from fusion_bench_nufilt.analysis.subspaces import (
-    TaskVector,
+    VectorSummary,
     data_subspace,
     dominance,
     example_pairs,
@@ -101,10 +101,10 @@ def test_a_task_vector_tells_rank_energy_and_overlap(draw):
 def test_a_rank_has_the_digits_of_the_energies():
     missing = 1e-7
     energy = torch.tensor([0.9 - missing, 0.1 + missing], dtype=torch.float64)
-    vector = TaskVector(torch.eye(2).double(), 1.0, energy, 2, 1.0)
+    vector = VectorSummary(torch.eye(2).double(), 1.0, energy, 2, 1.0)
     assert vector.rank_for(0.9) == 2
     thirds = torch.full((3,), 1 / 3)  # in float32
-    assert TaskVector(torch.eye(3), 1.0, thirds, 3, 3.0).rank_for(2 / 3) == 2
+    assert VectorSummary(torch.eye(3), 1.0, thirds, 3, 3.0).rank_for(2 / 3) == 2
 
 
 def test_a_task_vector_of_zeros_has_nothing():
