@@ -7,7 +7,7 @@ What is merged, and where it is read from, a :class:`LayerSource` says; how, a
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.methods.base import LayerMethod, State
+from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
@@ -57,6 +57,16 @@ class MergedLayer(Generic[_L]):
     theta_0: Tensor  # (d_o, d_i)
     state: State  # of this layer alone
     record: Any  # a dict with the "reports" of its steps
+
+
+@dataclass
+class _Batch(Generic[_L]):
+    """Layers of one shape that are merged together on a device."""
+
+    merged: list[MergedLayer[_L]]
+    base: Tensor  # (n, d_o, d_i)
+    state: State  # of all layers
+    device: torch.device
 
 
 #: Takes a layer that is merged, and the function that computes its weight as the base stores it.
@@ -197,98 +207,133 @@ class LayerMerger(Generic[_L]):
 
     def _solve(self, layers: Sequence[_L], device: torch.device) -> list[MergedLayer[_L]]:
         """Read layers of one shape to a device, and add all tasks to their states."""
-        source = self.source
+        batch = self._read(layers, device)
+        for number in range(len(self.source.strengths)):
+            for rows, weights in self._read_task(number, batch):
+                self._add_task(number, batch, rows, weights)
+        for key, value in batch.state.items():
+            for layer, layer_value in zip(batch.merged, value, strict=True):
+                layer.state[key] = layer_value
+        return batch.merged
+
+    def _read(self, layers: Sequence[_L], device: torch.device) -> "_Batch[_L]":
+        """Read layers of the base, and their states before the first task, as one batch."""
         merged: list[MergedLayer[_L]] = []
         for layer in layers:
             with oom_as_error(self._label(layer), device):
-                merged.append(source.read(layer, device))
-        names = [source.name(layer) for layer in layers]
-        base = _stack([each.theta_0 for each in merged])
-        state = {key: _stack([each.state[key] for each in merged]) for key in merged[0].state}
+                merged.append(self.source.read(layer, device))
+        base = _stack([layer.theta_0 for layer in merged])
+        state = {key: _stack([layer.state[key] for layer in merged]) for key in merged[0].state}
         # A layer has its rows of the stack, and not what they are copies of: none is held twice.
-        for each, theta_0 in zip(merged, base, strict=True):
-            each.theta_0 = theta_0
-            each.state = {}
-        for number, strength in enumerate(source.strengths):
-            step = source.first_step + number
-            # An adapter may leave a layer as it is, or have another rank there.
-            groups: dict[int | None, dict[int, Tensor | LowRank]] = defaultdict(dict)
-            for row, each in enumerate(merged):
-                with oom_as_error(self._label(each.layer), device):
-                    weight = source.read_task(number, each)
-                if isinstance(weight, LowRank) and not source.method.supports_low_rank:
-                    weight = to_compute_dtype(each.theta_0) + weight.product()
-                if weight is not None:
-                    rank = weight.rank if isinstance(weight, LowRank) else None
-                    groups[rank][row] = weight
-                del weight  # the last one, too, is the group's alone
-            for group in groups.values():
-                rows = list(group)
-                weights = list(group.values())
-                # The list alone holds the weights: _stack empties it once they are copied.
-                group.clear()
-                is_whole = len(rows) == len(names)
-                part = [names[row] for row in rows]
-                part_state = state
-                part_base = base
-                if not is_whole:
-                    # Copies, which the usual case, a task with all the layers, does without.
-                    part_state = {key: select_rows(value, rows) for key, value in state.items()}
-                    part_base = select_rows(base, rows)
-                began = time.perf_counter()
-                with self._turn_on(device):
-                    failure = None
-                    try:
-                        with oom_as_error(self._label(layers[rows[0]]), device):
-                            # The method alone holds a stack of weights, and can free it.
-                            after, measures = source.method.update(
-                                part,
-                                part_state,
-                                part_base,
-                                _stack(weights),
-                                step=step,
-                                strength=strength,
-                                float64=False,
-                            )
-                    except RuntimeError as error:
-                        if len(rows) > 1 or classify_error(error) is None:
-                            raise
-                        failure = error.with_traceback(None)  # which would hold the matrices
-                    if failure is not None:
-                        after, measures = self._on_cpu(
-                            failure,
-                            device,
-                            source.method.update,
-                            part,
-                            part_state,
-                            part_base,
-                            _stack(weights),
-                            step=step,
-                            strength=strength,
-                        )
-                    # Reading them waits for an accelerator.
-                    columns = {key: values.tolist() for key, values in measures.items()}
-                seconds = (time.perf_counter() - began) / len(rows)
-                # Else they would be held while the next task's are read.
-                weights.clear()
-                for row, norm in zip(rows, columns.get("task_norm", []), strict=False):
-                    self._refuse_norm(number, layers[row], norm)
-                if not all(map(is_finite, after.values())):
-                    self._refuse_infinite(number, [layers[row] for row in rows], base, after)
-                for position, row in enumerate(rows):
-                    report = {"step": step, "shape": tuple(source.shape(layers[row]))}
-                    report["seconds"] = seconds
-                    report |= {key: values[position] for key, values in columns.items()}
-                    merged[row].record["reports"].append(report)
-                if is_whole:
-                    state = after
-                else:
-                    for key, value in state.items():
-                        state[key] = replace_rows(value, rows, after[key])
-        for key, value in state.items():
-            for each, layer_value in zip(merged, value, strict=True):
-                each.state[key] = layer_value
-        return merged
+        for merged_layer, theta_0 in zip(merged, base, strict=True):
+            merged_layer.theta_0 = theta_0
+            merged_layer.state = {}
+        return _Batch(merged, base, state, device)
+
+    def _read_task(
+        self, number: int, batch: "_Batch[_L]"
+    ) -> list[tuple[list[int], list[Tensor | LowRank]]]:
+        """Return a task's weights of the layers that it changes, with their rows in the batch; each
+        list is of weights, or of factors of one rank.
+        """
+        # An adapter may leave a layer as it is, or have another rank there.
+        groups: dict[int | None, tuple[list[int], list[Tensor | LowRank]]] = {}
+        for row, layer in enumerate(batch.merged):
+            with oom_as_error(self._label(layer.layer), batch.device):
+                weight = self.source.read_task(number, layer)
+            if weight is None:
+                continue
+            if isinstance(weight, LowRank) and not self.source.method.supports_low_rank:
+                weight = to_compute_dtype(layer.theta_0) + weight.product()
+            rank = weight.rank if isinstance(weight, LowRank) else None
+            rows, weights = groups.setdefault(rank, ([], []))
+            rows.append(row)
+            weights.append(weight)
+        return list(groups.values())
+
+    def _add_task(
+        self, number: int, batch: "_Batch[_L]", rows: list[int], weights: list[Tensor | LowRank]
+    ) -> None:
+        """Add a task to the states of some rows of a batch, with a report for each; ``weights`` is
+        empty then.
+        """
+        state = batch.state
+        base = batch.base
+        is_whole = len(rows) == len(batch.merged)
+        if not is_whole:
+            # Copies, which the usual case, a task with all the layers, does without.
+            state = {key: select_rows(value, rows) for key, value in state.items()}
+            base = select_rows(base, rows)
+        layers = [batch.merged[row].layer for row in rows]
+        began = time.perf_counter()
+        with self._turn_on(batch.device):
+            after, measures = self._update(number, layers, state, base, weights, batch.device)
+            # Reading them waits for an accelerator.
+            columns = {key: values.tolist() for key, values in measures.items()}
+        seconds = (time.perf_counter() - began) / len(rows)
+        # The caller would hold them while the next ones are read.
+        weights.clear()
+        for layer, norm in zip(layers, columns.get("task_norm", []), strict=False):
+            self._refuse_norm(number, layer, norm)
+        if not all(map(is_finite, after.values())):
+            self._refuse_infinite(number, layers, base, after)
+        for position, row in enumerate(rows):
+            report = {
+                "step": self.source.first_step + number,
+                "shape": tuple(self.source.shape(layers[position])),
+                "seconds": seconds,
+            }
+            report |= {key: values[position] for key, values in columns.items()}
+            batch.merged[row].record["reports"].append(report)
+        if is_whole:
+            batch.state = after
+            return
+        for key, value in batch.state.items():
+            batch.state[key] = replace_rows(value, rows, after[key])
+
+    def _update(
+        self,
+        number: int,
+        layers: list[_L],
+        state: State,
+        base: Tensor,
+        weights: list[Tensor | LowRank],
+        device: torch.device,
+    ) -> tuple[State, Measures]:
+        """Return what the method returns for a task, on the CPU where its solver fails for a single
+        layer.
+        """
+        method = self.source.method
+        names = [self.source.name(layer) for layer in layers]
+        step = self.source.first_step + number
+        strength = self.source.strengths[number]
+        try:
+            with oom_as_error(self._label(layers[0]), device):
+                # The method alone holds a stack of weights, and can free it.
+                return method.update(
+                    names,
+                    state,
+                    base,
+                    _stack(weights),
+                    step=step,
+                    strength=strength,
+                    float64=False,
+                )
+        except RuntimeError as error:
+            if len(names) > 1 or classify_error(error) is None:
+                raise
+            failure = error.with_traceback(None)  # which would hold the matrices
+        return self._on_cpu(
+            failure,
+            device,
+            method.update,
+            names,
+            state,
+            base,
+            _stack(weights),
+            step=step,
+            strength=strength,
+        )
 
     def _refuse_norm(self, number: int, layer: _L, norm: float) -> None:
         smallest, largest = NORMS
