@@ -88,7 +88,7 @@ def compare(
     with terminal(quiet) as console:
         only_log_of("compare")
         words = with_config_dir(config_dir, overrides or ())
-        from fusion_bench_nufilt.compare import configs, run, specs
+        from fusion_bench_nufilt.compare import configs, run, specs, summary
         from fusion_bench_nufilt.utils.misplaced import refuse_misplaced
 
         refuse_misplaced(words, "nufilt compare")
@@ -112,8 +112,9 @@ def compare(
                 engine=engine,
                 address=address,
             )
-        files = results.save(out)
-        results.log(loggers, [out / file for file in files if file.endswith(".png")])
+        files = summary.save_comparison(results, out)
+        pictures = [out / file for file in files if file.endswith(".png")]
+        summary.log_comparison(results, loggers, pictures)
         _print(results, as_json)
         name_files(console, out, files)
         # The last line, since all that succeeded is to be saved and shown.

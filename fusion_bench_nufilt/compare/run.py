@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.continual.algorithm import task_order
 from fusion_bench_nufilt.continual.models import reason
 from fusion_bench_nufilt.methods.options import Evaluate
-from fusion_bench_nufilt.pages.content import Json, References, SeedRun
+from fusion_bench_nufilt.pages.content import Comparison, Json, References, SeedRun
 from fusion_bench_nufilt.utils.cluster import (
     Results,
     Work,
@@ -30,7 +30,7 @@ from .experiment import Experiment, run_alone
 from .paper import with_fitting_ranks
 from .specs import RunSpec, check_specs
 from .store import Store
-from .summary import Comparison
+from .summary import compare_runs
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def compare(
     by_spec: dict[RunSpec, dict[int, SeedRun]] = {}
     for spec in specs:
         by_spec[spec] = {seed: runs[spec, seed] for seed in seeds}
-    return Comparison.of(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
+    return compare_runs(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
 
 def _check(

@@ -15,7 +15,7 @@ from .comparison_tables import (
     task_numbers,
     task_table,
 )
-from .content import ComparisonContent, Json, Method
+from .content import Comparison, Json, Method
 from .metrics import METRICS, Mean, percent
 from .page import Outputs, Tables, render_page
 from .results import means, select
@@ -35,7 +35,7 @@ _MOST_BANDS = 6  # more would hide each other
 _PAPER_STEPS = 50  # of the adapter in the paper's experiments; its ranks are marked, too
 
 
-def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
+def comparison_outputs(results: Comparison, _: Tables) -> Outputs:
     """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent
     elsewhere.
     """
@@ -58,7 +58,7 @@ def comparison_outputs(results: ComparisonContent, _: Tables) -> Outputs:
     return Outputs(_page(results, charts), pictures, texts)
 
 
-def print_comparison(results: ComparisonContent) -> None:
+def print_comparison(results: Comparison) -> None:
     """Print the tables, that of the tasks only if it fits, since it is in ``per_task.md``, too."""
     print_table(task_table(results).as_rich(), if_it_fits=True)
     main = main_table(results)
@@ -67,7 +67,7 @@ def print_comparison(results: ComparisonContent) -> None:
     print("\n".join(main.notes))
 
 
-def _page(results: ComparisonContent, charts: Mapping[str, ChartType]) -> str:
+def _page(results: Comparison, charts: Mapping[str, ChartType]) -> str:
     overrides = {label: method.overrides for label, method in results.methods.items()}
     return render_page(
         "comparison.html",
@@ -81,7 +81,7 @@ def _page(results: ComparisonContent, charts: Mapping[str, ChartType]) -> str:
     )
 
 
-def charts_of(results: ComparisonContent) -> dict[str, ChartType]:
+def charts_of(results: Comparison) -> dict[str, ChartType]:
     """Return each chart for which there are numbers, by its name."""
     charts: dict[str, ChartType] = {}
     if not results.done:
@@ -110,7 +110,7 @@ def charts_of(results: ComparisonContent) -> dict[str, ChartType]:
     return charts
 
 
-def _accuracy_per_step(results: ComparisonContent, labels: Sequence[str]) -> ChartType:
+def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard
     deviation.
     """
@@ -157,7 +157,7 @@ def _band(mean: Mean, lowest: float) -> Json:
     return {"low": max(low, min(lowest, 100 * mean.mean)), "high": min(high, 100)}
 
 
-def _accuracy_matrices(results: ComparisonContent, seed: int) -> ChartType:
+def _accuracy_matrices(results: Comparison, seed: int) -> ChartType:
     """Draw the matrices of a seed, whose task order all methods share."""
     matrices = results.matrices(seed)
     scores = select(results.measured, seed=seed, metric="score")
@@ -170,7 +170,7 @@ def _accuracy_matrices(results: ComparisonContent, seed: int) -> ChartType:
     return score_maps(rows, steps, tasks)
 
 
-def _task_score_rows(results: ComparisonContent) -> Rows:
+def _task_score_rows(results: Comparison) -> Rows:
     """Return the final score of each method on each task, mean over the seeds."""
     scores = means(results.last_scores, "task", list(results.done), results.tasks)
     rows: Rows = []
@@ -182,7 +182,7 @@ def _task_score_rows(results: ComparisonContent) -> Rows:
     return rows
 
 
-def _metric_rows(results: ComparisonContent, labels: Sequence[str], names: Sequence[str]) -> Rows:
+def _metric_rows(results: Comparison, labels: Sequence[str], names: Sequence[str]) -> Rows:
     """Return the mean and one standard deviation over the seeds of metrics that some method has,
     and the ACC that the paper prints.
     """
@@ -208,7 +208,7 @@ def _metric_rows(results: ComparisonContent, labels: Sequence[str], names: Seque
     return rows
 
 
-def _sensitivity(results: ComparisonContent) -> ChartType:
+def _sensitivity(results: Comparison) -> ChartType:
     """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the
     method's own value.
     """
@@ -239,7 +239,7 @@ def _sensitivity(results: ComparisonContent) -> ChartType:
     return alt.vconcat(*charts, title=f"scored on {results.scored}")
 
 
-def _paper_config(results: ComparisonContent) -> Json:
+def _paper_config(results: Comparison) -> Json:
     """Return the method's own options, which the panel of its steps keeps fixed."""
     for panel in results.panels or ():
         for method in results.curve(panel).values():
@@ -248,7 +248,7 @@ def _paper_config(results: ComparisonContent) -> Json:
     return {}
 
 
-def _panel_title(results: ComparisonContent, panel: Json, method: Method) -> str:
+def _panel_title(results: Comparison, panel: Json, method: Method) -> str:
     """Return such as ``lora_rank = r_l, with r_p = 128, r_v = 8``, for one of a panel's methods."""
     symbols = {other["key"]: other["symbol"] for other in results.panels or ()}
     key = panel["key"]

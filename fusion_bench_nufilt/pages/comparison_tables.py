@@ -9,7 +9,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import counted
 
-from .content import ComparisonContent
+from .content import Comparison
 from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown
 from .page import sentences
 from .results import long_table, means, printed_rows, select
@@ -36,7 +36,7 @@ _COSTS = [
 _SECONDS = ["merging_seconds", "data_seconds"]
 
 
-def main_table(results: ComparisonContent) -> Table:
+def main_table(results: Comparison) -> Table:
     """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's
     numbers.
     """
@@ -73,7 +73,7 @@ def main_table(results: ComparisonContent) -> Table:
     return replace(table, notes=[*table.notes, _CHANGED])
 
 
-def _changed_words(results: ComparisonContent) -> list[str]:
+def _changed_words(results: Comparison) -> list[str]:
     """Return how many tensors each method changed, with their share of the parameters."""
     tensors = _first_values(results, "changed_tensors")
     shares = means(results.measured, "metric", results.labels, ["changed_share"])["changed_share"]
@@ -86,7 +86,7 @@ def _changed_words(results: ComparisonContent) -> list[str]:
     return words
 
 
-def task_table(results: ComparisonContent) -> Table:
+def task_table(results: Comparison) -> Table:
     """Tabulate the score of each task after the last step, mean ± standard deviation over the
     seeds.
     """
@@ -101,9 +101,7 @@ def task_table(results: ComparisonContent) -> Table:
     return _ranked(results, title, texts, scores, "task", tasks)
 
 
-def _measured_words(
-    results: ComparisonContent, numbers: pd.DataFrame, by: _Columns
-) -> pd.DataFrame:
+def _measured_words(results: Comparison, numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
     """Return means as words; one that lacks scores says of how many it is, a task without a score
     shows the metrics that it has, and a method whose runs all failed says so.
     """
@@ -152,7 +150,7 @@ def _words(numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
 
 
 def _ranked(
-    results: ComparisonContent,
+    results: Comparison,
     title: str,
     texts: pd.DataFrame,
     numbers: pd.DataFrame,
@@ -193,7 +191,7 @@ def _ranked(
     return Table(title, texts, ranks, len(results.references), notes, legend)
 
 
-def overhead_tables(results: ComparisonContent) -> list[Table]:
+def overhead_tables(results: Comparison) -> list[Table]:
     """Tabulate the cost of merging the whole stream, with the set-up of data and without loading
     and scoring, measured and as the paper prints it.
 
@@ -252,7 +250,7 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
     return texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
 
 
-def method_numbers(results: ComparisonContent) -> pd.DataFrame:
+def method_numbers(results: Comparison) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
     names = [*METRICS, *_SECONDS, "solving_seconds", "memory", "changed_share"]
     columns = _mean_and_std(means(results.measured, "metric", results.labels, names))
@@ -275,7 +273,7 @@ def method_numbers(results: ComparisonContent) -> pd.DataFrame:
     return columns.rename_axis("method").reset_index()
 
 
-def _first_values(results: ComparisonContent, metric: str) -> "pd.Series[int]":
+def _first_values(results: Comparison, metric: str) -> "pd.Series[int]":
     """Return a whole number of every method, that of its first run that has it; where none has, it
     is missing.
     """
@@ -284,7 +282,7 @@ def _first_values(results: ComparisonContent, metric: str) -> "pd.Series[int]":
     return rows.groupby("method")["value"].first().reindex(results.labels).astype("Int64")
 
 
-def task_numbers(results: ComparisonContent) -> pd.DataFrame:
+def task_numbers(results: Comparison) -> pd.DataFrame:
     """Return the score of each task after the last step as a fraction, for ``per_task.csv``."""
     scores = means(results.last_scores, "task", results.labels, results.tasks)
     return _mean_and_std(scores).rename_axis("method").reset_index()
@@ -298,7 +296,7 @@ def _mean_and_std(numbers: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns, index=numbers.index)
 
 
-def _notes(results: ComparisonContent, by: _Columns, shown: Sequence[str]) -> list[str]:
+def _notes(results: Comparison, by: _Columns, shown: Sequence[str]) -> list[str]:
     """Return notes on the numbers of a table that shows these metrics or tasks."""
     best = []
     if results.preset == "ranks":
@@ -316,7 +314,7 @@ def _notes(results: ComparisonContent, by: _Columns, shown: Sequence[str]) -> li
     return list(dict.fromkeys(notes))
 
 
-def by_accuracy(results: ComparisonContent, labels: Sequence[str]) -> list[str]:
+def by_accuracy(results: Comparison, labels: Sequence[str]) -> list[str]:
     """Return methods from the highest ACC to the lowest, and last those that lack scores."""
     accuracy = means(results.measured, "metric", labels, ["ACC"])["ACC"]
     whole = []
@@ -329,7 +327,7 @@ def by_accuracy(results: ComparisonContent, labels: Sequence[str]) -> list[str]:
     return whole + partial
 
 
-def _best_values(results: ComparisonContent) -> list[str]:
+def _best_values(results: Comparison) -> list[str]:
     """Return the value with the highest ACC of each panel, such as ``null_rank=21``."""
     best = []
     for panel in results.panels or ():

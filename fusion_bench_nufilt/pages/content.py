@@ -1,7 +1,7 @@
 """The content of a comparison's ``results.json``, and the long table of its numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -9,12 +9,13 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
-from .metrics import CHANGES, COSTS, ONE_BATCH, AccuracyMatrix, Mean
+from .metrics import CHANGES, COSTS, METRICS, ONE_BATCH, AccuracyMatrix, Mean
 from .results import (
     MEASURED,
     PAPER,
     Row,
     long_table,
+    means,
     printed_rows,
     score_rows,
     select,
@@ -157,8 +158,11 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonContent:
-    """All that tables, pictures and the page are made of."""
+class Comparison:
+    """The methods of a comparison on all seeds, beside the numbers that the paper prints for them.
+
+    All tables, pictures and the page are made of it.
+    """
 
     settings: Json  # model pool, overrides, models, …, as in ``compare.json``
     #: Versions and devices that the runs were made with; several where they differ.
@@ -321,3 +325,39 @@ class ComparisonContent:
         """The measured scores after the last step, and those of the single models."""
         scores = select(self.measured, metric="score")
         return scores[scores["step"].isna() | (scores["step"] == len(self.tasks))]
+
+    def as_json(self) -> Json:
+        """Return the content of ``results.json``."""
+        content = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        names = [*METRICS, "merging_seconds", "data_seconds", "changed_share"]
+        metrics = means(self.measured, "metric", list(self.methods), names)
+        scores = means(self.last_scores, "task", list(self.methods), self.tasks)
+        methods = {}
+        for label, method in self.methods.items():
+            row: Json = {"overrides": method.overrides}
+            for name in names:
+                row[name] = metrics.loc[label, name].as_json()
+            for name in ("iterations", "extra_parameters", "changed_tensors"):
+                row[name] = _first_value(self.measured, label, name)
+            row["data"] = method.data
+            row["runs"] = {}
+            for seed, run in method.runs.items():
+                fields_of_run = asdict(run)
+                # The run's own file has both, and the environments are joined into one above.
+                del fields_of_run["environment"], fields_of_run["traceback"]
+                row["runs"][str(seed)] = fields_of_run
+            row["final"] = {task: scores.loc[label, task].as_json() for task in self.tasks}
+            row["published_percent"] = method.published_percent
+            methods[label] = row
+        content["methods"] = methods
+        return {
+            key: value for key, value in content.items() if value is not None or key == "preset"
+        }
+
+
+def _first_value(measured: pd.DataFrame, label: str, metric: str) -> int | None:
+    """Return a number that is the same for all seeds; None where there is none."""
+    values = select(measured, method=label, metric=metric)["value"]
+    if values.empty:
+        return None
+    return int(values.iloc[0])

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.utils.files import MANIFEST, RUN, read_json, write_text
 
 from .analysis import MEASURED, AnalysisContent, analysis_outputs
 from .comparison import comparison_outputs
-from .content import ComparisonContent
+from .content import Comparison
 from .merge import MergeContent, merge_outputs
 from .page import PAGE, Outputs, Tables
 from .run import RunContent, UnscoredRun, run_outputs, unscored_outputs
@@ -40,7 +40,7 @@ _LAYERS = {"layers": "task layer step"}
 #: By the file that tells what a folder is; the first that is there decides.
 KINDS = {
     "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, _LAYERS),
-    "results.json": Kind(ComparisonContent, "run the comparison again", comparison_outputs),
+    "results.json": Kind(Comparison, "run the comparison again", comparison_outputs),
     "analysis.json": Kind(
         AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
     ),

@@ -1,7 +1,7 @@
 """Comparisons with made-up scores."""
 
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.compare.summary import Comparison
+from fusion_bench_nufilt.compare.summary import compare_runs
 from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.pages.content import SeedRun
 from fusion_bench_nufilt.pages.results import means
@@ -47,7 +47,7 @@ def comparison(
         "pretrained": dict.fromkeys(tasks, 0.25),
         "individual": dict.fromkeys(tasks, 0.95),
     }
-    return Comparison.of(
+    return compare_runs(
         about, tasks, list(next(iter(by_seed.values()))), references, by_seed, preset
     )
 

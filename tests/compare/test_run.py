@@ -21,6 +21,7 @@ from fusion_bench_nufilt.compare.experiment import Experiment, WatchingEvaluator
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.pages.comparison import print_comparison
 from tests.compare.helpers import final, mean_of
@@ -305,7 +306,7 @@ def test_fast_dev_run_scores_one_batch_and_says_so(tmp_path, capsys):
     scores = {**result.references["pretrained"], **result.references["individual"]}
     scores |= {task: final(result, "weight_average", task).mean for task in TASKS}
     assert all((4 * score).is_integer() for score in scores.values())
-    result.save(tmp_path)
+    save_comparison(result, tmp_path)
     for file in ("table.md", "table.tex", "per_task.md", "index.html"):
         text = (tmp_path / file).read_text().replace("&#39;", "'").replace(r"\_", "_")
         assert "scored on one batch of each task's test data (fast_dev_run=true)" in text, file
@@ -394,7 +395,7 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     assert held_out | rest == set(range(len(held_out) + len(rest)))
     assert len(held_out) == (len(held_out) + len(rest)) // 5
     found = run(tmp_path, "weight_average", overrides=THREE, validation=True, **CHEAP)
-    found.save(tmp_path)
+    save_comparison(found, tmp_path)
     assert "scored on a fifth of the test data" in (tmp_path / "table.md").read_text()
     with pytest.raises(
         ValueError, match=r"holds results of other settings: resolved\.validation is true there"
@@ -421,7 +422,7 @@ def test_a_preset_runs_whole(tmp_path, preset, file):
     result = compare("nufilt_demo", specs, [42], tmp_path, **CHEAP, preset=preset)
     assert preset != "overhead" or len(result.done) == 8
     assert not any(method.failures for method in result.methods.values())
-    assert file in result.save(tmp_path)
+    assert file in save_comparison(result, tmp_path)
 
 
 def test_a_comparison_compares_all_names_before_it_loads_a_model(tmp_path, monkeypatch):

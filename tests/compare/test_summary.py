@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
+from fusion_bench_nufilt.compare.summary import log_comparison, save_comparison
 from fusion_bench_nufilt.pages.metrics import Mean
 from tests.compare.helpers import SCORES, comparison, failed, final, finished, mean_of
 
@@ -79,8 +80,8 @@ def test_tensorboard_gets_every_score_the_means_and_the_pictures(tmp_path):
     found = comparison(
         {"one": [finished(42), finished(43, -0.1)], "two": [finished(42), failed(43)]}
     )
-    files = found.save(tmp_path)
-    found.log([logger], [tmp_path / name for name in files if name.endswith(".png")])
+    files = save_comparison(found, tmp_path)
+    log_comparison(found, [logger], [tmp_path / name for name in files if name.endswith(".png")])
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     scalars = set(events.Tags()["scalars"])

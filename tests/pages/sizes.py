@@ -10,7 +10,7 @@ import torch
 from fusion_bench_nufilt.analysis.summary import Analysis
 from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.compare.summary import Comparison
+from fusion_bench_nufilt.compare.summary import compare_runs
 from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.pages.content import Method, SeedRun
 from tests.analysis.helpers import loss_row, pair_rows
@@ -45,7 +45,7 @@ def comparison_of(methods, tasks, seeds=(42, 43), evaluate="every_step", preset=
         }
     references = {"pretrained": dict.fromkeys(tasks, 0.3), "individual": dict.fromkeys(tasks, 0.95)}
     settings = {"modelpool": "some_pool", "overrides": [], "evaluate": evaluate}
-    return Comparison.of(settings, tasks, list(seeds), references, runs, preset)
+    return compare_runs(settings, tasks, list(seeds), references, runs, preset)
 
 
 def sensitivity_of(tasks, evaluate="every_step", preset="sensitivity"):

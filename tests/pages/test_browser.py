@@ -8,8 +8,9 @@ import shutil
 
 import pytest
 
+from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.pages.comparison import comparison_outputs
-from fusion_bench_nufilt.pages.content import ComparisonContent
+from fusion_bench_nufilt.pages.content import Comparison
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import read_json, write_json, write_text
 from tests.compare.helpers import comparison, finished
@@ -85,7 +86,7 @@ def test_no_word_of_a_chart_is_cut(browser, tmp_path, seeds, width):
     runs = {}
     for name in ("nufilt/adapter_only", "simple_average", "a_method_with_a_very_long_name"):
         runs[name] = [finished(seed, -0.1) for seed in seeds]
-    comparison(runs, preset="ablation").save(tmp_path)
+    save_comparison(comparison(runs, preset="ablation"), tmp_path)
     show(browser, tmp_path / "index.html", width)
     script = """
         const right = (element) => element.getBoundingClientRect().right;
@@ -164,7 +165,7 @@ def sized(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sized")
     methods, tasks = request.param
     write_json(folder / "results.json", comparison_of(methods, tasks).as_json())
-    content = read_json(folder / "results.json", ComparisonContent, "")
+    content = read_json(folder / "results.json", Comparison, "")
     write_text(folder / "index.html", comparison_outputs(content, {}).page)  # without pictures
     return folder / "index.html"
 
@@ -196,7 +197,7 @@ def test_a_cell_of_a_heat_map_has_a_number_where_it_has_room_for_it(browser, siz
 
 @pytest.mark.parametrize("width", [1200, 1280])
 def test_three_heat_maps_stand_side_by_side(browser, tmp_path, width):
-    comparison_of(3, 8).save(tmp_path)
+    save_comparison(comparison_of(3, 8), tmp_path)
     show(browser, tmp_path / "index.html", width)
     tops = "return [...document.querySelectorAll('.cells')].map((map) => map.offsetTop)"
     assert len(set(browser.execute_script(tops))) == 1

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fusion_bench_nufilt.compare.paper import SENSITIVITY
+from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.pages.comparison import charts_of
 from fusion_bench_nufilt.pages.theme import COLOURS
 from fusion_bench_nufilt.pages.write import write_results
@@ -40,7 +41,7 @@ def rows(file):
 
 
 def test_tables_pictures_and_the_page_are_made_and_made_again_from_the_numbers_alone(tmp_path):
-    files = two().save(tmp_path)
+    files = save_comparison(two(), tmp_path)
     assert set(files) == TEXTS | PICTURES | {"index.html"}
     assert set(files) == {path.name for path in tmp_path.iterdir()}
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
@@ -52,7 +53,7 @@ def test_tables_pictures_and_the_page_are_made_and_made_again_from_the_numbers_a
 
 
 def test_csv_holds_fractions_and_nothing_where_there_is_none(tmp_path):
-    two(modelpool=B32).save(tmp_path)
+    save_comparison(two(modelpool=B32), tmp_path)
     table = rows(tmp_path / "table.csv")
     assert float(table["m"]["ACC_mean"]) == pytest.approx(0.5)
     assert float(table["m"]["ACC_std"]) == pytest.approx(0)
@@ -69,9 +70,10 @@ def test_a_number_that_is_printed_for_the_same_is_on_the_page_and_in_the_csv_wit
     tmp_path,
 ):
     method = {"task_arithmetic": [finished(42)]}
-    comparison(
-        method, modelpool="flan-t5-base_glue", overrides=["method.shuffle_order=false"]
-    ).save(tmp_path)
+    save_comparison(
+        comparison(method, modelpool="flan-t5-base_glue", overrides=["method.shuffle_order=false"]),
+        tmp_path,
+    )
     row = rows(tmp_path / "table.csv")["task_arithmetic"]
     assert float(row["paper_ACC"]) == pytest.approx(0.776)
     assert row["paper_note"].startswith("not comparable")
@@ -81,7 +83,7 @@ def test_a_number_that_is_printed_for_the_same_is_on_the_page_and_in_the_csv_wit
 
 
 def test_json_holds_every_matrix_and_no_nan(tmp_path):
-    two().save(tmp_path)
+    save_comparison(two(), tmp_path)
     text = (tmp_path / "results.json").read_text()
     methods = json.loads(text, parse_constant=lambda word: pytest.fail(word))["methods"]
     assert methods["m"]["ACC"]["mean"] == pytest.approx(0.5)
@@ -90,10 +92,10 @@ def test_json_holds_every_matrix_and_no_nan(tmp_path):
 
 
 def test_a_picture_without_numbers_is_left_out_and_an_older_one_removed(tmp_path):
-    two().save(tmp_path)
-    assert "accuracy_per_step.png" not in two(evaluate="diagonal").save(tmp_path)
+    save_comparison(two(), tmp_path)
+    assert "accuracy_per_step.png" not in save_comparison(two(evaluate="diagonal"), tmp_path)
     assert not (tmp_path / "accuracy_per_step.png").exists()
-    assert set(comparison({"m": [failed(42)]}).save(tmp_path)) == TEXTS | {"index.html"}
+    assert set(save_comparison(comparison({"m": [failed(42)]}), tmp_path)) == TEXTS | {"index.html"}
 
 
 def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_deviation():
@@ -191,7 +193,7 @@ def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
         assert drawn == [str(value) for value in panel["values"]]
     assert [row["x"] for row in rows_of(bwt, mark=True)] == ["128", "64", "8", "50"]
     result = replace(result, methods=dict(list(result.methods.items())[:3]))  # the others failed
-    assert "sensitivity.png" in result.save(tmp_path)
+    assert "sensitivity.png" in save_comparison(result, tmp_path)
 
 
 def test_a_metric_that_was_not_scored_has_no_panels():

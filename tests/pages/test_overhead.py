@@ -14,6 +14,7 @@ from fusion_bench_nufilt.compare.experiment import (
 from fusion_bench_nufilt.compare.paper import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
+from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.pages.comparison_tables import overhead_tables
 from tests.compare.helpers import CONFIG, comparison, finished
@@ -61,7 +62,7 @@ def test_a_run_says_what_it_cost(tmp_path, demo):
     assert other.solving_seconds is None
     assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert ours.parameters == other.parameters > 0
-    assert {"overhead.md", "overhead.tex"} <= set(result.save(tmp_path))
+    assert {"overhead.md", "overhead.tex"} <= set(save_comparison(result, tmp_path))
     assert "GPU that it does not name" in (tmp_path / "overhead.md").read_text()
 
 

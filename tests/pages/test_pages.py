@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pandas as pd
 import pytest
 
+from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.pages.charts import heat_maps
 from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.theme import cells
@@ -102,7 +103,7 @@ def test_a_page_has_the_numbers_of_its_folder_loads_nothing_from_elsewhere_and_w
 
 
 def test_a_page_explains_the_metrics_that_it_shows(tmp_path):
-    comparison_of(2, 3, evaluate="last").save(tmp_path)
+    save_comparison(comparison_of(2, 3, evaluate="last"), tmp_path)
     page = (tmp_path / "index.html").read_text()
     assert "<b>ACC</b>: the mean score" in page
     assert "<b>BWT</b>" not in page
@@ -188,20 +189,20 @@ def test_every_chart_has_a_sentence_for_those_who_do_not_see_it(bodies):
 
 
 def test_a_note_stands_once_on_a_page(tmp_path):
-    comparison_of(2, 3).save(tmp_path)
+    save_comparison(comparison_of(2, 3), tmp_path)
     notes = re.findall("<li>(.*?)</li>", body(tmp_path / "index.html"))
     assert len(notes) == len(set(notes)) > 1
 
 
 def test_one_of_a_kind_has_no_plural(tmp_path):
-    comparison_of(1, 1, seeds=(42,)).save(tmp_path)
+    save_comparison(comparison_of(1, 1, seeds=(42,)), tmp_path)
     text = body(tmp_path / "index.html") + (tmp_path / "table.md").read_text()
     assert "some_pool: 1 method<" in text
     assert not re.findall(r"\b1 \w+s\b", text)
 
 
 def test_one_task_has_a_picture_of_its_scores_and_none_of_what_is_forgotten(tmp_path):
-    files = comparison_of(2, 1).save(tmp_path)
+    files = save_comparison(comparison_of(2, 1), tmp_path)
     assert "stability_plasticity.png" in files
     assert "accuracy_per_step.png" not in files
     text = body(tmp_path / "index.html")
