@@ -150,3 +150,26 @@ def test_every_package_that_is_imported_is_declared():
             assert packages & declared, (
                 f"{file} imports {name}, which pyproject.toml does not declare"
             )
+
+
+TESTS = PACKAGE.parent / "tests"
+
+
+@pytest.mark.parametrize("file", sorted(TESTS.rglob("test_*.py")), ids=lambda file: file.stem)
+def test_a_file_of_tests_says_in_its_first_line_what_it_tests(file):
+    assert ast.get_docstring(ast.parse(file.read_text()))
+
+
+def test_the_page_on_tests_names_files_that_there_are():
+    page = (PACKAGE.parent / "docs" / "develop.md").read_text()
+    table = page.partition("## Tests")[2].partition("| --- ")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1:-1] for row in table.splitlines()[1:]]
+    for folders, *cells in rows:
+        names = set()
+        for folder in re.findall(r"\w+", folders):
+            for file in (TESTS / folder).rglob("test_*.py"):
+                name = file.stem.removeprefix("test_")
+                names.add(file.relative_to(TESTS / folder).with_name(name).as_posix())
+        listed = set(re.findall(r"[\w/]+", " ".join(cells)))
+        assert listed
+        assert listed <= names
