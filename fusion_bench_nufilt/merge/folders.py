@@ -79,36 +79,53 @@ def merge_folders(
         return out
     warnings = [*plan.warnings, *_fetch(plan)]
     check_disk(plan, out)
+    # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
     state_header, state_places = state_layout(plan)
-    layout = dict(plan.headers)
+    # One for all, since it measures the strengths of tasks, where they have any, at most once.
+    layers = PlannedLayers(plan)
+    with (
+        disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
+        closing(_open_output(layers, out, state_header)) as output,
+    ):
+        _merge(layers, state_places, output, progress or (lambda done, total: None))
+        manifest = _describe(layers, output, warnings)
+        _finish(plan, output, files, manifest)
+    return out
+
+
+def _open_output(layers: PlannedLayers, out: Path, state_header: bytes) -> Output:
+    """Open the folder in which the result grows, with what an interrupted run finished of it."""
+    layout = dict(layers.plan.headers)
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
-    # One for all, since it measures the strengths of tasks, where they have any, at most once.
-    layers = PlannedLayers(plan)
-    unchanged = partial(unchanged_records, layers)
-    with (
-        disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
-        closing(Output(out, plan.description, headers, unchanged)) as output,
-    ):
-        _merge(layers, state_places, output, progress or (lambda done, total: None))
-        refuse_changed(layers, output.done)
-        digests = digests_of_inputs(record["read"] for record in output.done.values())
-        refuse_edited(plan, digests)
-        manifest = _manifest(plan, output.done, digests, warnings)
-        if plan.is_adapter:
-            energy_kept = manifest["energy_kept"]
-            card = adapter_card(plan, manifest["warnings"], energy_kept)
-            if plan.settings.rank is not None:
-                log.info("%s", sentence_about_energy(plan, energy_kept))
-        else:
-            card = model_card(plan, manifest["warnings"])
-        write_files(output.model, {**files, CARD: card.encode()})
-        # The last of the files, since it has the digests of all others.
-        write_manifest(output.model, manifest)
-        output.finish()
-    return out
+    return Output(out, layers.plan.description, headers, partial(unchanged_records, layers))
+
+
+def _describe(layers: PlannedLayers, output: Output, warnings: Sequence[str]) -> dict[str, Any]:
+    """Return the manifest's content; refuse inputs that changed while they were read."""
+    refuse_changed(layers, output.done)
+    digests = digests_of_inputs(record["read"] for record in output.done.values())
+    refuse_edited(layers.plan, digests)
+    return _manifest(layers.plan, output.done, digests, warnings)
+
+
+def _finish(
+    plan: Plan, output: Output, files: Mapping[str, bytes], manifest: Mapping[str, Any]
+) -> None:
+    """Write what stands beside the weights, and give the folder its name."""
+    if plan.is_adapter:
+        energy_kept = manifest["energy_kept"]
+        card = adapter_card(plan, manifest["warnings"], energy_kept)
+        if plan.settings.rank is not None:
+            log.info("%s", sentence_about_energy(plan, energy_kept))
+    else:
+        card = model_card(plan, manifest["warnings"])
+    write_files(output.model, {**files, CARD: card.encode()})
+    # The last of the files, since it has the digests of all others.
+    write_manifest(output.model, manifest)
+    output.finish()
 
 
 def check_output(plan: Plan, out: Path) -> bool:
