@@ -79,7 +79,7 @@ def plan_adapter(
     _refuse_what_no_adapter_holds(models, targets, before)
     for adapter in models.sources_outside(targets, first_step):
         if adapter.keys:
-            with_weights = _open_base(base, adapter)
+            with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
             models = _open_models(with_weights, checkpoints, weights, merged_checkpoint)
             break
     architecture = models.architecture
@@ -204,14 +204,16 @@ def _open_models(
     return _Models(architecture, pretrained, opened, merged_adapter)
 
 
-def _open_base(name: str | None, adapter: LoraAdapter) -> Checkpoint:
+def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Checkpoint:
     """Open the base with its weights, since an adapter holds tensors in full."""
     if name is None:
         full = [adapter.name_of(key) for key in dict.fromkeys(adapter.keys.values())]
+        other_way = ""
+        if not is_merged:
+            other_way = ", or leave them as they are in it with --other-params pretrained"
         raise ValueError(
             f"adapter '{adapter.source.name}' holds {format_names(full)} in full, of which a mean "
-            "needs the base's: name the folder of the base with --base, or leave them as they are "
-            "in it with --other-params pretrained"
+            f"needs the base's: name the folder of the base with --base{other_way}"
         )
     return Checkpoint.open(name)
 

@@ -22,7 +22,10 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
+from tests.merge.test_heads import save_bert_adapter
 from tests.models.test_adapters import random_adapter
+from tests.models.test_experts import fused, qwen3_moe
+from tests.models.test_experts import save_adapter as save_adapter_of_experts
 from tests.tiny_models import SMALL, build, llama
 
 BOTH = ("math", "code")
@@ -263,7 +266,10 @@ def test_a_mean_of_full_tensors_needs_the_base_or_is_left_to_it(tmp_path):
     with pytest.raises(ValueError, match=r"adapter '.*math' holds 'lm_head.weight', ") as no:
         adapter_of(tmp_path, **MEAN)
     assert "name the folder of the base with --base, or leave them" in str(no.value)
-    adapter_of(tmp_path, out="with_base", base="base", **MEAN)
+    with_base = adapter_of(tmp_path, BOTH, out="with_base", base="base", **MEAN)
+    # What the merged adapter holds already is not left to the base.
+    with pytest.raises(ValueError, match=r"with_base' holds .* name the folder .* --base$"):
+        adapter_of(tmp_path, ["chat"], "refused", with_base, **MEAN)
     left = {**MEAN, "other_params": "pretrained"}
     out = adapter_of(tmp_path, out="left", **left)
     assert not [key for key in tensors(out) if "lora_" not in key]
@@ -292,6 +298,22 @@ def test_what_no_adapter_holds_is_refused_and_merged_into_a_full_model(tmp_path,
     with pytest.raises(ValueError, match=f"adapter '.*math' .*{part}.*leave --adapter out"):
         adapter_of(tmp_path, ["math"], target_modules=targets)
     merge(tmp_path, ["math"], target_modules=targets)
+
+
+def test_an_adapter_with_a_head_is_refused_and_merged_into_a_full_model(tmp_path):
+    save_bert_adapter(tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"has a head of its own \('classifier.*leave --adapter"):
+        adapter_of(tmp_path / "bert", ["adapter"])
+    out = merge(tmp_path / "bert", ["adapter"], "whole", target_modules="all-linear")
+    assert list(manifest(out)["heads"]) == ["adapter"]
+
+
+@fused
+def test_factors_of_fused_experts_are_refused_and_merged_into_a_full_model(tmp_path):
+    save_adapter_of_experts(tmp_path, qwen3_moe)
+    with pytest.raises(ValueError, match=r"is of fused experts .*leave --adapter out"):
+        adapter_of(tmp_path, ["adapter"])
+    merge(tmp_path, ["adapter"], "whole", target_modules="all-linear")
 
 
 def test_whole_models_and_adapters_of_other_bases_are_refused(adapters, tmp_path):
