@@ -119,8 +119,13 @@ class OtherParam:
         self._note("merged", rounded)
         if not self.is_averaged or state is None or mean_key(self.param) not in state.keys:
             return rounded.to(self.dtype)
-        mean = state.source.elements(state.keys[mean_key(self.param)], start, stop)
-        mean = mean.to(rounded.device)
+        key = state.keys[mean_key(self.param)]
+        matched = merged.matched_rows.get(self.param)
+        if matched is None:
+            mean = state.source.elements(key, start, stop).to(rounded.device)
+        else:
+            # Rows that only pad the vocabulary are the base's, as where all tasks come at once.
+            mean = matched.of_state(state.source, key).elements(start, stop, theta_0)
         self._note("state", mean)
         # The model has the same mean rounded, which tells a state of other weights.
         if rounded.dtype.itemsize < mean.dtype.itemsize:

@@ -302,6 +302,15 @@ class MatchedRows:
                 pieces.append(piece.to(theta_0.device))
         return torch.cat(pieces)
 
+    def of_state(self, source: Source, key: str) -> "MatchedRows":
+        """Return a tensor that is kept in the base's rows, without those that this one takes from
+        the base.
+        """
+        stored = []
+        for row, stored_row in enumerate(self.stored):
+            stored.append(row if stored_row >= 0 else -1)
+        return MatchedRows(source, key, self.width, stored)
+
     def _end_of_run(self, row: int, limit: int) -> int:
         """Return the row after the last one, below a limit, that is read together with a row."""
         first = self.stored[row]

@@ -176,8 +176,9 @@ def layer_keys(merges: Merges, model: nn.Module, out: Path) -> set[str]:
             keys.add(f"{name}.weight")
     for key, value in model.state_dict().items():
         # A stack of experts, which are layers one by one, or queries, keys and values in one.
-        module = key.removesuffix(".weight").rpartition(".")[0]
-        is_stack = value.ndim == 3 and any(layer.startswith(f"{module}.") for layer in layers)
+        name = key.removesuffix(".weight")
+        experts = (f"{name}.0", f"{name.rpartition('.')[0]}.0.")
+        is_stack = value.ndim == 3 and any(layer.startswith(experts) for layer in layers)
         if is_stack or f"{key.removesuffix('_weight')}.q" in layers:
             keys.add(key)
     return keys
