@@ -22,6 +22,7 @@ from tests.conftest import every_device
 from tests.methods.helpers import add, start, weight
 from tests.methods.test_spectral import distance, spectrum, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
+from tests.oracle import formulas
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
 every_method = pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
@@ -363,3 +364,19 @@ def test_tsv_of_steep_spectra_in_float32_is_that_in_float64():
     taus = [tau.float().double() for tau in taus]
     in_float32 = merge(TsvStream, taus, dtype=torch.float32)
     assert distance(in_float32, merge(TsvStream, taus)) < 2e-3  # whose directions are in float16
+
+
+@pytest.mark.parametrize(("d_o", "d_i"), [(9, 6), (5, 8)])
+def test_wudi_is_its_formula_with_tasks_of_any_length(d_o, d_i):
+    generator = torch.Generator().manual_seed(0)
+    theta_0 = torch.randn(d_o, d_i, generator=generator, dtype=torch.float64)
+    tasks = []
+    for length in (0.01, 1.0):
+        change = torch.randn(d_o, d_i, generator=generator, dtype=torch.float64)
+        tasks.append(theta_0 + length * change)
+    method = WudiSums(WudiConfig(scale=0.8, eps=0.3), ["layer"])
+    state = start(method, theta_0)
+    for theta_t in tasks:
+        state = add(method, state, theta_0, theta_t)
+    expected = formulas.wudi_sums(theta_0, tasks, scale=0.8, eps=0.3)
+    torch.testing.assert_close(weight(method, state, theta_0), expected)

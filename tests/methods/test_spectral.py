@@ -240,3 +240,9 @@ def test_the_report_of_layers_has_the_votes(tmp_path):
     header, *rows = (tmp_path / "layers.csv").read_text().splitlines()
     assert header == "step,task,layer,shape,seconds,task_norm,vote_energy,mean,rounding,count"
     assert {row.rsplit(",", 1)[1] for row in rows} == {"1", "2"}
+
+
+def test_the_strength_of_a_direction_falls_a_little_up_to_a_vote_and_then_with_damp():
+    sigma = torch.tensor([4.0, 1.0, 0.5, 0.0], dtype=torch.float64)
+    expected = torch.tensor([0.5, 1.0, 1.015, 1.03], dtype=torch.float64)
+    torch.testing.assert_close(flatten(sigma, 0.5), expected)

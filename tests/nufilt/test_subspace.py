@@ -9,6 +9,7 @@ from fusion_bench_nufilt.nufilt.bases import right_singular_basis, top_eigenvect
 from fusion_bench_nufilt.nufilt.subspace import (
     SteepSpectrumError,
     _block_iteration,
+    above_rounding,
     first_coordinates,
     gram_matrix,
     null_space_filter,
@@ -236,3 +237,12 @@ def test_the_basis_is_orthonormal_however_steeply_the_spectrum_falls(shape, powe
         V = top_right_singular_vectors(X, rank).double()
         identity = torch.eye(rank, dtype=torch.float64)
         assert torch.linalg.matrix_norm(V.mT @ V - identity, 2) < tolerance
+
+
+def test_the_strongest_direction_is_one_however_large_rounding_may_be():
+    squares = torch.ones(2, 4, dtype=torch.float64)
+    energy = torch.tensor([8.0, 8.0], dtype=torch.float64)
+    stronger = above_rounding(squares, energy, energy, 8, 8)
+    assert stronger.tolist() == 2 * [[True, False, False, False]]
+    none = above_rounding(0 * squares, 0 * energy, energy, 8, 8)
+    assert not none.any()
