@@ -1,5 +1,6 @@
 """A peft adapter folder is the model that peft makes of it."""
 
+import json
 import shlex
 
 import peft
@@ -496,3 +497,13 @@ def test_an_adapter_that_changes_no_weights_is_not_sent_to_peft(tmp_path, kind):
     change_json(tmp_path / "adapter" / "adapter_config.json", peft_type=kind)
     with pytest.raises(ValueError, match=f"is of type {kind}: .* it changes no weights$"):
         plan_adapter(tmp_path)
+
+
+def test_an_adapter_without_its_alpha_has_that_of_peft(tmp_path):
+    save_all(tmp_path, llama(tie_word_embeddings=False))
+    expected = tensors(merge(tmp_path, ["adapter"], "expected"))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("lora_alpha") == peft.LoraConfig().lora_alpha == 8
+    path.write_text(json.dumps(config))
+    assert same(tensors(merge(tmp_path, ["adapter"])), expected)

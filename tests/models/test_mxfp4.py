@@ -2,7 +2,9 @@
 bfloat16 model is.
 """
 
+import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.quantised import decode_mxfp4
+from fusion_bench_nufilt.models.quantised import Mxfp4Tensor, decode_mxfp4
 from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,
@@ -175,3 +177,11 @@ def test_tensors_that_are_only_named_like_blocks_are_tensors_like_others(tmp_pat
         save_file({**load_file(file), **named}, file, metadata={"format": "pt"})
     out = tensors(merge(tmp_path, ["task1"]))
     assert same({key: out[key] for key in named}, named)
+
+
+def test_the_spacing_is_that_of_the_values_over_the_power_of_two_below_each():
+    values = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    spacings = set()
+    for value, following in itertools.pairwise(values):
+        spacings.add((following - value) / 2 ** math.floor(math.log2(value)))
+    assert spacings == {Mxfp4Tensor.spacing}
