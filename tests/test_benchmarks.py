@@ -253,8 +253,9 @@ def test_the_text_encoder_becomes_a_pool_that_is_scored(kind, tmp_path, sources,
     run(text_encoder, monkeypatch, *options, kind)
     torch.set_num_threads(threads)
     pool = text_encoder.TextTaskPool(str(base), str(tmp_path / "tasks"))
-    scores = pool.evaluate(hf.AutoModel.from_pretrained(tmp_path / kind / "subj"))
-    assert scores.keys() == {"subj"}
+    for dtype in (torch.float32, torch.bfloat16):
+        scores = pool.evaluate(hf.AutoModel.from_pretrained(tmp_path / kind / "subj", dtype=dtype))
+        assert scores.keys() == {"subj"}
 
 
 @pytest.mark.slow

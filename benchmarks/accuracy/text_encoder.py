@@ -84,7 +84,7 @@ class Encoder:
     def encode(self, model: nn.Module, texts: Sequence[str]) -> Tensor:
         """Return the embeddings ``(n, d)`` of texts: the means of their tokens', normalised."""
         inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True)
-        tokens = model(**inputs).last_hidden_state
+        tokens = model(**inputs).last_hidden_state.float()
         mask = inputs["attention_mask"].unsqueeze(-1)
         return F.normalize((tokens * mask).sum(1) / mask.sum(1), dim=-1)
 
