@@ -28,10 +28,10 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.models.quantised import (
+    READABLE,
     Encoded,
     Quantisation,
-    join_fp8,
-    join_mxfp4,
+    join_encoded,
     other_quantisation,
 )
 from fusion_bench_nufilt.models.source import Source, format_names
@@ -145,12 +145,11 @@ class Checkpoint(Source):
         other = other_quantisation(self.tensors, self.quantisation)
         if other:
             raise ValueError(
-                f"model '{name}' is quantised by {other}, and only FP8 and MXFP4 can be merged: "
+                f"model '{name}' is quantised by {other}, and only {READABLE} can be merged: "
                 "name the model that it was quantised from, or remove quantization_config if it is "
                 "not quantised"
             )
-        self.tensors = join_mxfp4(name, self.tensors, self.quantisation)
-        self.tensors = join_fp8(name, self.tensors, self.quantisation)
+        self.tensors = join_encoded(name, self.tensors, self.quantisation)
         self.whole = self.tensors  # before they are split
         self.copies: dict[str, str] = {}  # further keys, and those of which they have the tensors
 

@@ -24,6 +24,9 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorFile, TensorInfo
 
+#: What can be read, for messages.
+READABLE = "FP8 and MXFP4"
+
 
 @dataclass(frozen=True)
 class Encoded(TensorInfo):
@@ -346,3 +349,10 @@ def join_mxfp4(
 def _are_mxfp4(blocks: TensorInfo, scales: TensorInfo) -> bool:
     """Tell whether two tensors of bytes are blocks of MXFP4 and their scales."""
     return scales.dtype == "U8" and len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
+
+
+def join_encoded(
+    model: str, tensors: Mapping[str, TensorInfo], config: Quantisation
+) -> dict[str, TensorInfo]:
+    """Return a model's tensors, each that is quantised joined of those in which it is stored."""
+    return join_fp8(model, join_mxfp4(model, tensors, config), config)
