@@ -329,9 +329,10 @@ def check_new_rows(
     if not case.with_tokenizer or merges.settings.get("tokenizer"):
         return
     words = AutoTokenizer.from_pretrained(out)
-    embeddings = result.get_input_embeddings().weight
+    of_tokens = [result.get_input_embeddings().weight, result.get_output_embeddings().weight]
+    places = {value.data_ptr() for value in of_tokens}
     for key, value in result.state_dict().items():
-        if value.ndim == 0 or len(value) != len(embeddings):
+        if value.data_ptr() not in places:
             continue
         for number, token in enumerate(NEW_TOKENS):
             rows = []
@@ -426,10 +427,10 @@ def check_one_by_one(merges: Merges, out: Path) -> None:
             settings["weights"] = [weights[number]]
         merged = merges.merge(f"step{number}", [name], merged, settings)
     at_once = merges.merge("at once", settings={"state": True})
-    if len({task.lora is None for task in merges.case.tasks}) == 1:
+    if all(task.lora is None for task in merges.case.tasks):
         assert differing(tensors(merged), tensors(at_once)) == []
     else:
-        # Adapters that come before a full model are merged in a basis of their factors.
+        # Adapters are merged in a basis of their factors until something else comes.
         compare_results(merges, merged, at_once, 1e-2)
     assert differing(tensors(at_once), tensors(out)) == []
 
@@ -477,7 +478,7 @@ def check_adapter(merges: Merges, out: Path) -> None:
         size = float((expected[key] - base[key]).norm())
         error = float((value - expected[key]).norm())
         rounding = spacing(case.dtype) * float(base[key].norm())
-        assert error <= 1e-3 * size + rounding, f"{key}: {error / max(size, 1e-30):.1e}"
+        assert error <= 1e-2 * size + rounding, f"{key}: {error / max(size, 1e-30):.1e}"
 
 
 def check_command(merges: Merges, out: Path) -> None:

@@ -80,7 +80,7 @@ def cases(draw):
     method = draw(st.sampled_from(("sum", "nufilt", *ORDER_FREE)))
     dtype = draw(st.sampled_from(DTYPES))
     law = draw(st.sampled_from(_laws(family, method, dtype)))
-    way = draw(st.sampled_from(_ways(family)))
+    way = draw(st.sampled_from(_ways(family, law, dtype)))
     is_full = way == "in memory" or law == "rotated"
     tasks = draw(_tasks(family, way, dtype, is_full, law == "rotated"))
     tied = None
@@ -112,9 +112,12 @@ def _laws(family, method, dtype):
     return laws
 
 
-def _ways(family):
-    ways = ["at once", "one by one", "resumed", "an adapter", "command"]
-    if family in DENSE:
+def _ways(family, law="", dtype="float32"):
+    ways = ["at once", "one by one", "resumed", "command"]
+    if law != "rotated":
+        ways.append("an adapter")
+    # transformers holds some weights of T5 in float32 where the others are in float16.
+    if family in DENSE and (family != "T5" or dtype == "float32"):
         ways.append("in memory")
     return ways
 
