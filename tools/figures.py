@@ -57,7 +57,8 @@ def machine() -> str:
     for flag, name in (("avx512f", "AVX-512"), ("amx_bf16", "AMX")):
         if flag in flags:
             instructions = name
-    versions = [f"{package} {version(package)}" for package in ("torch", "transformers")]
+    # Of torch without the name of its build, such as +cpu.
+    versions = [f"{name} {version(name).split('+')[0]}" for name in ("torch", "transformers")]
     cores = len(names)
     return f"{cores} cores of an {names[0]} with {instructions}, {', '.join(versions)}"
 
@@ -71,7 +72,8 @@ def result_table(rows: list[tuple[str, pd.Series]]) -> str:
     """Return rows of labels and results as a table of ACC and BWT."""
     lines = ["| method | ACC % | BWT % |", "| --- | ---: | ---: |"]
     for label, row in rows:
-        lines.append(f"| {label} | {per_cent(row.ACC_mean)} | {per_cent(row.BWT_mean, '+')} |")
+        line = f"| {label} | {per_cent(row.ACC_mean)} | {per_cent(row.BWT_mean, '+')} |"
+        lines.append(line.replace("|  |", "| |"))
     return "\n".join(lines)
 
 
@@ -89,7 +91,7 @@ def blocks(demo: Path, more: Path, sums: Path, data: Path) -> dict[str, str]:
     ranked.sort(key=lambda pair: -pair[1].ACC_mean)
     results = [order_free.loc[name] for name in ORDER_FREE]
     scores = [f"{per_cent(row.ACC_mean)} / {per_cent(row.BWT_mean, '+')}" for row in results]
-    data_rows = with_data[with_data["data"].notna() & (with_data["data"] != "none")]
+    data_rows = with_data.drop(["pretrained", "individual"])
     best = per_cent(rows.loc["TSV-M with spectral voting"].ACC_mean)
     return {
         "machine": wrapped(
