@@ -56,7 +56,7 @@ test-oldest: $(OLDEST)/.ready
 		$(OLDEST)/bin/python -m pytest -m oldest --numprocesses $(JOBS) --dist worksteal
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist worksteal
 
 adversary: $(READY)
 	$(BIN)/python -m pytest tests/adversary -m "nightly or not nightly" --tally

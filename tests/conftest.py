@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
+from tests.clusters import alone_with_ray
 
 # No deadline: a busy machine may pause any example.
 settings.register_profile("nufilt", max_examples=30, deadline=None)
@@ -49,6 +50,13 @@ def shared_or_skip(part: str) -> Path:
         pytest.skip(f"test material is not at hand (looked in {SHARED}; set NUFILT_SHARED)")
     assert (SHARED / part).exists(), f"test material '{part}' is missing in {SHARED}"
     return SHARED / part
+
+
+@pytest.fixture
+def lone_ray():
+    """The only use of Ray on this machine, which is ended with the test."""
+    with alone_with_ray():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

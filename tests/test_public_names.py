@@ -12,7 +12,7 @@ from tests.conftest import shared_or_skip
 from tests.docs import PAGES, blocks_of
 from tests.test_pools import gpt2_checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.oldest, pytest.mark.xdist_group("hub")]
+pytestmark = [pytest.mark.slow, pytest.mark.oldest]
 
 
 @pytest.fixture(scope="session")

@@ -118,11 +118,9 @@ def test_jobs_are_for_one_machine(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("Ray")
-def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray", reason="needs the extra [ray]")
-    # Else other processes starve the workers of a busy machine.
-    monkeypatch.setenv("RAY_worker_niceness", "0")
+@pytest.mark.usefixtures("lone_ray")
+def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path):
+    import ray
     from ray.cluster_utils import Cluster
 
     methods = "nufilt:max_steps=1, opcm"

@@ -148,7 +148,7 @@ OF_SETTINGS = [
     *idle("nufilt", "engine", "ray"),
 ]
 #: What a toggle needs beside a CPU.
-NEEDS = {"device": GPU, "engine": (pytest.mark.slow, pytest.mark.xdist_group("Ray"))}
+NEEDS = {"device": GPU, "engine": (pytest.mark.slow, pytest.mark.usefixtures("lone_ray"))}
 #: A cluster's address is no option of a merge without one; that of a cluster changes no bit.
 WITHOUT_TOGGLE = {"address"}
 

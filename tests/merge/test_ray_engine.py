@@ -18,12 +18,11 @@ from safetensors.torch import save_file
 from fusion_bench_nufilt.merge.distributed import merge_on_cluster
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.methods.options import Settings
+from tests.clusters import alone_with_ray
 from tests.conftest import REPO
 from tests.merge.helpers import hashes, merge, plan
 from tests.models.test_adapters import save_all
 from tests.tiny_models import llama
-
-pytestmark = pytest.mark.xdist_group("Ray")  # one cluster at a time
 
 TASKS = ["task1", "task2"]
 #: A layer takes long enough to be killed in.
@@ -71,9 +70,7 @@ def cluster():
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
     from ray.cluster_utils import Cluster
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Else other processes starve the workers of a busy machine.
-        patch.setenv("RAY_worker_niceness", "0")
+    with alone_with_ray():
         cluster = Cluster(initialize_head=True, head_node_args=node())
         cluster.add_node(**node())
         ray.init(cluster.address, log_to_driver=False)

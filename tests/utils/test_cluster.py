@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.utils import cluster
+from tests.clusters import alone_with_ray
 from tests.conftest import REPO
-
-pytestmark = pytest.mark.xdist_group("Ray")  # one cluster at a time
 
 
 def double(number):
@@ -169,9 +168,7 @@ def ray():
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
     from ray.cluster_utils import Cluster
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Else other processes starve the workers of a busy machine.
-        patch.setenv("RAY_worker_niceness", "0")
+    with alone_with_ray():
         three = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         for _ in range(2):
             three.add_node(num_cpus=1)
