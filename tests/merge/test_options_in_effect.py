@@ -148,12 +148,20 @@ OF_SETTINGS = [
     *idle("nufilt", "engine", "ray"),
 ]
 #: What a toggle needs beside a CPU.
-NEEDS = {"device": GPU, "engine": (pytest.mark.slow, pytest.mark.usefixtures("lone_ray"))}
+NEEDS = {"device": GPU, "engine": (pytest.mark.slow,)}
 #: A cluster's address is no option of a merge without one; that of a cluster changes no bit.
 WITHOUT_TOGGLE = {"address"}
 
 
 TOGGLES = OF_METHODS + OF_TARGETS + OF_SETTINGS
+
+
+@pytest.fixture(autouse=True)
+def ray_where_it_is_used(request):
+    """A toggle of the engine has Ray alone."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params["toggle"].name == "engine":
+        request.getfixturevalue("lone_ray")
 
 
 def parameters():
