@@ -7,10 +7,10 @@ The demo trains whole models; the best approximations of their updates are the a
 
 import argparse
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
@@ -22,7 +22,7 @@ from fusion_bench_nufilt.demo import (
     load_test_dataset,
     load_vision_model,
 )
-from fusion_bench_nufilt.demo.train import normalise
+from fusion_bench_nufilt.demo.train import normalise, text_features
 from fusion_bench_nufilt.merge import Settings, merge_folders, plan_merge
 
 
@@ -55,8 +55,8 @@ def main() -> None:
     rank = merged.peft_config["default"].r
     print(
         f"{len(TASKS)} adapters of rank {arguments.rank} in one of rank {rank}, by "
-        f"{arguments.method}: {100 * mean(together):.1f} % are right, of the adapters alone "
-        f"{100 * mean(alone):.1f} %"
+        f"{arguments.method}: {100 * fmean(together):.1f} % are right, of the adapters alone "
+        f"{100 * fmean(alone):.1f} %"
     )
 
 
@@ -91,16 +91,11 @@ class Scores:
     @torch.no_grad()
     def accuracy(self, tower: nn.Module, task: str) -> float:
         pictures, labels = load_test_dataset(task).tensors
-        tokens = self.tokenizer(TASKS[task].prompts(), padding=True, return_tensors="pt")
-        text = self.clip.text_projection(self.clip.text_model(**tokens).pooler_output)
+        text = text_features(self.clip, self.tokenizer, TASKS[task].prompts())
         pooled = tower(pixel_values=normalise(pictures)).pooler_output
-        images = self.clip.visual_projection(pooled)
-        similarities = F.normalize(images, dim=-1) @ F.normalize(text, dim=-1).mT
+        # The length of an image's features changes no order of its similarities.
+        similarities = self.clip.visual_projection(pooled) @ text.mT
         return (similarities.argmax(dim=-1) == labels).float().mean().item()
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

@@ -22,17 +22,11 @@ import sys
 import time
 from pathlib import Path
 
-from folders import make_checkpoints
+import folders
 from transformers import LlamaConfig
 
 SIZES = {
-    "tiny": LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=99,
-    ),
+    "tiny": folders.SIZES["tiny"],
     # SmolLM2-135M and TinyLlama-1.1B
     "135M": LlamaConfig(
         hidden_size=576,
@@ -120,7 +114,7 @@ def made(size, folder, blocks=None):
         shutil.rmtree(folder, ignore_errors=True)
         config = copy.copy(SIZES[size])
         config.num_hidden_layers = blocks or config.num_hidden_layers
-        parameters, _ = make_checkpoints(config, folder)
+        parameters, _ = folders.make_checkpoints(config, folder)
         count.write_text(str(parameters))
     return int(count.read_text())
 
