@@ -33,6 +33,16 @@ DENSE = (
     "resnet",
     "convnext",
 )
+#: Whose checkpoints hold layers by other names than the loaded model, or transposed.
+OTHERWISE_STORED = (
+    "gpt2",
+    "Qwen2.5-VL",
+    "Gemma 3",
+    "Mistral 3",
+    "InternVL 3",
+    "PaliGemma",
+    "LLaVA",
+)
 #: transformers 4 has other classes for some.
 FAMILIES = tuple(
     name for name in BUILDERS if name not in RELEASED or hasattr(transformers, RELEASED[name][0])
@@ -107,7 +117,7 @@ def _laws(family, method, dtype):
         laws.append("order")
     if method in SCALED:
         laws.append("scale")
-    if dtype == "float32" and family != "gpt2":
+    if dtype == "float32" and family not in OTHERWISE_STORED:
         laws.append("rotated")
     return laws
 
