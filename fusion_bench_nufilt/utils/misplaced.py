@@ -85,13 +85,17 @@ def _refuse(
 
 
 def _name_a_method(words: Sequence[str], folders: Sequence[str]) -> bool:
-    """Tell whether the words name a method of this package, which none of the folders has."""
+    """Tell whether the words name a method of this package, of which none of the folders has
+    another.
+    """
+    # In a checkout, FusionBench finds this package's own folder as ./config, too.
+    paths = [Path(folder.removeprefix("file://")).resolve() for folder in folders]
+    others = [path for path in paths if path != CONFIG.resolve()]
     for word in words:
         if not word.startswith("method="):
             continue
         file = Path("method") / f"{word.removeprefix('method=')}.yaml"
-        candidates = [Path(folder.removeprefix("file://")) / file for folder in folders]
-        if (CONFIG / file).is_file() and not any(map(Path.is_file, candidates)):
+        if (CONFIG / file).is_file() and not any((other / file).is_file() for other in others):
             return True
     return False
 

@@ -6,7 +6,7 @@ import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.utils.misplaced import refuse_misplaced
+from fusion_bench_nufilt.utils.misplaced import CONFIG, refuse_misplaced
 from tests.cli.helpers import nufilt
 
 
@@ -23,6 +23,12 @@ def test_fusion_bench_refuses_it_and_what_it_says_can_be_typed(plus, method, opt
     refuse_misplaced([*words, spelling], "fusion_bench")
     name, _, value = option.partition("=")
     assert str(compose_run([*words, spelling]).method[name]) == value
+
+
+def test_in_a_checkout_the_configurations_of_this_package_are_no_users():
+    words = ["method=nufilt", "+null_rank=0.1667"]
+    with pytest.raises(ValueError, match="null_rank is an option of the method"):
+        refuse_misplaced(words, "fusion_bench", [f"file://{CONFIG}"])
 
 
 def test_a_method_of_fusionbenchs_own_is_left_to_fusionbench():
