@@ -6,6 +6,7 @@ The demo trains whole models; the best approximations of their updates are the a
 """
 
 import argparse
+import warnings
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -34,6 +35,8 @@ def main() -> None:
     parser.add_argument("--method", default="best")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    # peft 0.21 asks transformers for a property by its old name.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     scores = Scores()
     alone = []
     with TemporaryDirectory() as folder:
