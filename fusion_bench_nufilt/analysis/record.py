@@ -3,7 +3,6 @@ them.
 """
 
 import inspect
-import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +21,15 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.continual.evaluation import test_loader
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
-from fusion_bench_nufilt.utils.files import atomic_file, read_json, write_text
-from fusion_bench_nufilt.utils.manifest import differences, in_one_line
+from fusion_bench_nufilt.utils.files import Fingerprint
+from fusion_bench_nufilt.utils.finished import FinishedFolder, OtherWorkError
+from fusion_bench_nufilt.utils.manifest import Difference, differences
 from fusion_bench_nufilt.utils.tensors import TensorFile, to_compute_dtype
 
 log = logging.getLogger(__name__)
 
 Loader = DataLoader[Any]
+_ABOUT = "about.json"
 
 
 def task_inputs(taskpool: Any, task: str, samples: int, seed: int) -> Loader:
@@ -104,8 +105,8 @@ class Recorded(TypedDict):
 
     about: dict[str, Any]  # what they depend on
     owner: dict[str, str]  # for each layer, the layer whose moment it shares
-    files: dict[str, str]  # for each owner, the file with its moment
     tokens: NonNegativeInt
+    files: dict[str, Fingerprint]
 
 
 class Moments:
@@ -113,21 +114,17 @@ class Moments:
     file.
     """
 
-    def __init__(self, folder: Path, content: Recorded) -> None:
-        self.tokens = content["tokens"]
-        self._owner = content["owner"]
-        files: dict[str, TensorFile] = {}
+    def __init__(self, folder: Path, recorded: Recorded) -> None:
+        self.tokens = recorded["tokens"]
+        self._owner = recorded["owner"]
         self._files: dict[str, TensorFile] = {}
-        for owner, name in content["files"].items():
-            if name not in files:
-                # A path in the file must not lead out of the folder.
-                files[name] = TensorFile(folder / Path(name).name)
-            self._files[owner] = files[name]
+        for name in recorded["files"]:
+            file = TensorFile(folder / name)
+            self._files |= dict.fromkeys(file.tensors, file)
         for owner in self._owner.values():
-            if owner not in self._files or owner not in self._files[owner].tensors:
+            if owner not in self._files:
                 raise ValueError(
-                    f"'{folder / 'about.json'}' is damaged: no file beside it has the moment of "
-                    f"'{owner}'"
+                    f"'{folder / _ABOUT}' is damaged: no file beside it has the moment of '{owner}'"
                 )
 
     def read(self, layer: str) -> Tensor:
@@ -137,21 +134,27 @@ class Moments:
         return file.read(file.tensors[owner])
 
 
+def _about_differences(recorded: Recorded, about: Mapping[str, Any]) -> list[Difference]:
+    return differences(recorded["about"], about)
+
+
+def _record_in(folder: Path) -> FinishedFolder[Recorded]:
+    advice = "its moments can be recorded again"
+    return FinishedFolder(folder / _ABOUT, Recorded, advice, _about_differences)
+
+
 def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
     """Return earlier records if they are complete and of the same model, data and layers."""
-    advice = "its moments can be recorded again"
     try:
-        content = read_json(folder / "about.json", Recorded, advice)
-        if content is None:
+        recorded = _record_in(folder).take(about)
+        if recorded is None:
             return None
-        differing = differences(content["about"], about)
-        if differing:
-            log.info("'%s': %s; recording again", folder, in_one_line(differing))
-            return None
-        return Moments(folder, content)
+        return Moments(folder, recorded)
+    except OtherWorkError as error:
+        log.info("'%s': %s; recording again", folder, error)
     except ValueError as error:
         log.warning("%s; recording again", error)
-        return None
+    return None
 
 
 @torch.no_grad()
@@ -169,20 +172,16 @@ def record_moments(
     The samples are run once for each group of layers whose moments fit into ``max_memory`` bytes.
     ``owner`` has the layer whose moment each layer shares.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    # It is there again once all moments are: those of an interrupted run do not pass for whole.
-    (folder / "about.json").unlink(missing_ok=True)
-    files: dict[str, str] = {}
+    record = _record_in(folder)
+    content: dict[str, Any] = {"about": dict(about), "owner": dict(owner)}
     owners = sorted(set(owner.values()))
-    for number, group in enumerate(_groups(model, owners, max_memory)):
-        moments, tokens = _run_and_sum(model, inputs, group)
-        file = f"moments-{number}.safetensors"
-        with atomic_file(folder / file) as temporary:
-            save_file(moments, temporary)
-        files |= dict.fromkeys(group, file)
-    content = Recorded(about=dict(about), owner=dict(owner), files=files, tokens=tokens)
-    write_text(folder / "about.json", json.dumps(content))
-    return Moments(folder, content)
+    with record.keep(content) as draft:
+        for number, group in enumerate(_groups(model, owners, max_memory)):
+            moments, content["tokens"] = _run_and_sum(model, inputs, group)
+            save_file(moments, draft / f"moments-{number}.safetensors")
+    recorded = record.content()
+    assert recorded is not None
+    return Moments(folder, recorded)
 
 
 def _run_and_sum(

@@ -11,8 +11,9 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.pages.content import References, SeedRun, check_references
-from fusion_bench_nufilt.utils.files import file_name, lock_folder, read_json, write_json
-from fusion_bench_nufilt.utils.manifest import differences, in_one_line
+from fusion_bench_nufilt.utils.files import file_name, lock_folder, read_json
+from fusion_bench_nufilt.utils.finished import FinishedFile, OtherWorkError, nothing_differs
+from fusion_bench_nufilt.utils.manifest import Difference, differences
 
 from .specs import RunSpec
 
@@ -46,25 +47,32 @@ class Store:
         about: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:
-        about = about or {}
         self.folder = folder
-        self.settings = {**about, **settings}
-        self._file = folder / "compare.json"
-        self._references = folder / "references.json"
+        self._about = about or {}
+        self.settings = {**self._about, **settings}
+        advice = "delete what it belongs to by hand"
+        self._comparison = FinishedFile(
+            folder / "compare.json", _Settings, advice, self._setting_differences
+        )
+        self._references = FinishedFile(folder / "references.json", References, _DELETE)
         self._lock = lock_folder(folder)
         try:
-            self._before = read_json(self._file, _Settings, "delete what it belongs to by hand")
             # Deleted only by `identify`, when it is certain that the next comparison can begin.
             self._outdated = self._files_to_delete() if overwrite else []
-            if self._before is not None and not overwrite:
-                # The weights are compared by `identify`, once the models have been read.
-                before = dict(self._before)
-                for key in ("weights", *about):
-                    before.pop(key, None)
-                self._refuse_others("", before, settings)
+            if not overwrite:
+                self._refuse_other(self._comparison, settings)
         except BaseException:
             self.close()
             raise
+
+    def _setting_differences(
+        self, saved: _Settings, settings: Mapping[str, Any]
+    ) -> list[Difference]:
+        saved_settings = dict(saved)
+        # The weights are compared by `identify`, once the models have been read.
+        for key in ("weights", *self._about):
+            saved_settings.pop(key, None)
+        return differences(saved_settings, settings)
 
     def identify(self, weights: dict[str, str]) -> None:
         """Save the settings and the digests of the models' weights; refuse weights that differ from
@@ -72,15 +80,16 @@ class Store:
         """
         if self._outdated:
             self._delete()
-        elif self._before is not None:
+        saved = self._comparison.content()
+        if saved is not None:
             # A folder or a hub name may hold another model than when the results were made.
-            differing = differences(self._before["weights"], weights)
+            differing = differences(saved["weights"], weights)
             if differing:
                 raise self._refused(
                     f"holds results of other models: '{differing[0].name}' has other weights there"
                 )
         self.settings = {**self.settings, "weights": weights}
-        write_json(self._file, self.settings)
+        self._comparison.keep(self.settings)
 
     def close(self) -> None:
         self._lock.release()
@@ -88,7 +97,7 @@ class Store:
     def _files_to_delete(self) -> list[Path]:
         """Return the comparison's files in the folder; refuse any that no comparison made."""
         runs = sorted(self.folder.glob("runs/*/*.json"))
-        if runs and self._before is None:
+        if self._comparison.content() is None and runs:
             raise ValueError(
                 f"'{self.folder}' has no compare.json: its runs/ is no comparison's and is not "
                 "deleted"
@@ -102,7 +111,7 @@ class Store:
                 )
             advice = "if it is not of this comparison, move it elsewhere, else delete it"
             read_json(file, _RunFile, advice)
-        return [*runs, self._file, self._references]
+        return [*runs, self._comparison.file, self._references.file]
 
     def _delete(self) -> None:
         for file in self._outdated:
@@ -124,48 +133,61 @@ class Store:
 
         ``in_effect`` returns what of a configuration a result depends on, by default all.
         """
-        file = self._run_file(spec, config)
-        run = read_json(file, SeedRun, _DELETE)
+
+        def config_differences(run: SeedRun, config: dict[str, Any]) -> list[Difference]:
+            if run.error is not None or run.config == config:
+                return []
+            return differences(in_effect(run.config), in_effect(config))
+
+        finished = self._run(spec, config, config_differences)
+        self._refuse_other(finished, config, f"'{spec.label}' with ")
+        run = finished.whole()
         if run is None or run.error is not None:
             return None
-        if run.config != config:
-            owner = f"'{spec.label}' with "
-            self._refuse_others(owner, in_effect(run.config), in_effect(config))
         if run.tasks != order:
             # The order follows from the seed: another one is no setting, but a damaged file.
             tasks = ", ".join(order)
             raise ValueError(
-                f"'{file}' is damaged, field 'tasks': must be {tasks}, in this order; {_DELETE}"
+                f"'{finished.file}' is damaged, field 'tasks': must be {tasks}, in this order; "
+                f"{_DELETE}"
             )
         return run
 
     def save(self, spec: RunSpec, run: SeedRun) -> None:
-        file = self._run_file(spec, run.config)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"label": spec.label, "seed": run.config["seed"], **asdict(run)})
+        content = {"label": spec.label, "seed": run.config["seed"], **asdict(run)}
+        self._run(spec, run.config).keep(content)
 
     def load_references(self, tasks: Sequence[str]) -> References | None:
         if self._outdated:
             return None
-        references = read_json(self._references, References, _DELETE)
+        references = self._references.whole()
         if references is not None:
             try:
                 check_references(references, tasks)
             except ValueError as error:
-                raise ValueError(f"'{self._references}' is damaged, {error}; {_DELETE}") from None
+                file = self._references.file
+                raise ValueError(f"'{file}' is damaged, {error}; {_DELETE}") from None
         return references
 
     def save_references(self, references: References) -> None:
-        write_json(self._references, references)
+        self._references.keep(references)
 
-    def _run_file(self, spec: RunSpec, config: dict[str, Any]) -> Path:
-        return self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
+    def _run(
+        self,
+        spec: RunSpec,
+        config: dict[str, Any],
+        differences: Callable[[SeedRun, Any], list[Difference]] = nothing_differs,
+    ) -> FinishedFile[SeedRun]:
+        file = self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
+        return FinishedFile(file, SeedRun, _DELETE, differences)
 
-    def _refuse_others(self, owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        differing = differences(before, now)
-        if differing:
-            settings = in_one_line(differing)
-            raise self._refused(f"holds results of {owner}other settings: {settings}")
+    def _refuse_other(
+        self, finished: FinishedFile[Any], description: Mapping[str, Any], owner: str = ""
+    ) -> None:
+        try:
+            finished.refuse_other(description)
+        except OtherWorkError as error:
+            raise self._refused(f"holds results of {owner}other settings: {error}") from None
 
     def _refused(self, reason: str) -> ValueError:
         return ValueError(

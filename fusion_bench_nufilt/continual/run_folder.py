@@ -17,14 +17,12 @@ from fusion_bench_nufilt.utils.files import (
     Manifest,
     lock_folder,
     read_json,
-    restore_folder,
-    write_json,
     write_text,
 )
+from fusion_bench_nufilt.utils.finished import FinishedFile, FinishedFolder, OtherWorkError
 from fusion_bench_nufilt.utils.manifest import (
     Difference,
     differences,
-    in_one_line,
     load_checkpoint,
     read_whole_checkpoint,
     save_checkpoint,
@@ -35,6 +33,7 @@ log = logging.getLogger(__name__)
 
 #: The fields of a step's manifest without which a run can't go on from it.
 _NEEDED = ("step", "merge_seconds", "inputs")
+_ADVICE = "it is made again"
 
 
 class _SavedRun(TypedDict, total=False):
@@ -53,35 +52,31 @@ class RunFolder:
         """Raise a ValueError if the folder has results of another run than ``run`` describes; it
         names what differs.
         """
-        manifests = self.path.glob(f"checkpoints/merged_model_*/{MANIFEST}")
-        for file in [self.path / RUN, *sorted(manifests)]:
+        steps = sorted(self.path.glob("checkpoints/merged_model_*"))
+        for work in [self._run, *(_step_in(folder) for folder in steps)]:
             try:
-                saved = read_json(file, Manifest)
+                work.refuse_other(run)
+            except OtherWorkError as error:
+                raise self._refusal("another run", error) from None
             except ValueError as error:  # a step that is damaged is made again
                 log.warning("%s", error)
-                continue
-            if saved is None:
-                continue
-            differing = run_differences(saved, run)
-            if differing:
-                raise ValueError(
-                    f"'{self.path}' holds another run: {in_one_line(differing)}. Take another log "
-                    "directory (path.log_dir), or remove this one"
-                )
 
     def refuse_other_scores(self, scoring: Mapping[str, Any]) -> None:
         """Raise a ValueError if the folder has scores that another task pool or other test data
         gave; it names what differs.
         """
-        saved_scoring = self._saved_scoring()
-        if saved_scoring is None:
-            return
-        differing = differences(saved_scoring, scoring)
-        if differing:
-            raise ValueError(
-                f"'{self.path}' holds other scores: {in_one_line(differing)}. Take another log "
-                "directory (path.log_dir), or remove this one"
-            )
+        try:
+            self._scored_run.refuse_other(scoring)
+        except OtherWorkError as error:
+            raise self._refusal("other scores", error) from None
+        except ValueError as error:
+            log.warning("%s", error)
+
+    def _refusal(self, work: str, error: OtherWorkError) -> ValueError:
+        return ValueError(
+            f"'{self.path}' holds {work}: {error}. Take another log directory "
+            "(path.log_dir), or remove this one"
+        )
 
     def begin(self, run: Mapping[str, Any], scoring: Mapping[str, Any] | None = None) -> None:
         """Note what the run in this folder, and its scores, depend on, unless the folder has
@@ -96,12 +91,12 @@ class RunFolder:
             self.refuse_other_scores(scoring)
             if saved_scoring is None:
                 self._delete_reports()
-        write_json(self.path / RUN, {**run, "scoring": scoring})
+        self._run.keep({**run, "scoring": scoring})
 
     def _saved_scoring(self) -> Mapping[str, Any] | None:
         """Return what the scores in this folder depend on; None if nothing says so."""
         try:
-            saved = read_json(self.path / RUN, _SavedRun)
+            saved = self._scored_run.whole()
         except ValueError as error:
             log.warning("%s", error)
             return None
@@ -151,7 +146,7 @@ class RunFolder:
         """Give ``model`` the weights that it had after a step; damage is a ValueError that names
         the file.
         """
-        read_whole_checkpoint(self.checkpoint(step))
+        self.read_step(step)
         load_checkpoint(model, self.checkpoint(step))
 
     def newest_step(self, first: int, last: int) -> tuple[Path, Manifest] | None:
@@ -159,29 +154,26 @@ class RunFolder:
         passed over.
         """
         for step in range(last, first - 1, -1):
-            folder = self.checkpoint(step)
-            # A killed process may have moved an old folder aside before the new one had its name.
-            restore_folder(folder)
-            if not folder.exists():
+            work = _step_in(self.checkpoint(step))
+            if not work.is_there():
                 continue
             try:
-                return folder, self.read_step(step)
+                return work.folder, self.read_step(step)
             except ValueError as error:
                 log.warning("step %d: %s; looking for the step before", step, error)
         return None
 
     def read_step(self, step: int) -> Manifest:
         """Return the manifest of a step; a ValueError says what of it is missing or damaged."""
-        folder = self.checkpoint(step)
-        restore_folder(folder)
-        if not folder.exists():
-            raise ValueError(f"'{folder}' is not there")
-        manifest = read_whole_checkpoint(folder)
+        work = _step_in(self.checkpoint(step))
+        if not work.is_there():
+            raise ValueError(f"'{work.folder}' is not there")
+        manifest = read_whole_checkpoint(work.folder)
         missing = [field for field in _NEEDED if field not in manifest]
         if missing:
-            raise ValueError(f"the manifest of '{folder}' has no {missing[0]}")
+            raise ValueError(f"the manifest of '{work.folder}' has no {missing[0]}")
         if manifest["step"] != step:
-            raise ValueError(f"'{folder}' is of step {manifest['step']}")
+            raise ValueError(f"'{work.folder}' is of step {manifest['step']}")
         return manifest
 
     def checkpoint(self, step: int) -> Path:
@@ -189,6 +181,18 @@ class RunFolder:
 
     def _report(self, step: int) -> Path:
         return self.path / f"report_{step - 1}.json"
+
+    @property
+    def _run(self) -> FinishedFile[Manifest]:
+        return FinishedFile(self.path / RUN, Manifest, _ADVICE, run_differences)
+
+    @property
+    def _scored_run(self) -> FinishedFile[_SavedRun]:
+        return FinishedFile(self.path / RUN, _SavedRun, _ADVICE, _scoring_differences)
+
+
+def _step_in(checkpoint: Path) -> FinishedFolder[Manifest]:
+    return FinishedFolder(checkpoint / MANIFEST, Manifest, _ADVICE, run_differences)
 
 
 @contextmanager
@@ -208,6 +212,13 @@ def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
         yield RunFolder(Path(path))
     finally:
         lock.release()
+
+
+def _scoring_differences(saved: _SavedRun, scoring: Mapping[str, Any]) -> list[Difference]:
+    saved_scoring = saved.get("scoring")
+    if saved_scoring is None:  # nothing was scored
+        return []
+    return differences(saved_scoring, scoring)
 
 
 def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]:

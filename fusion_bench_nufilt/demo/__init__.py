@@ -22,8 +22,8 @@ from transformers import CLIPModel, CLIPProcessor, CLIPTokenizer, CLIPVisionMode
 from transformers.utils import logging as transformers_logging
 
 from fusion_bench_nufilt.continual.taskpools.local_tasks import register_task
-from fusion_bench_nufilt.utils.files import Manifest, atomic_folder, read_json
-from fusion_bench_nufilt.utils.manifest import verify_files, write_manifest
+from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.finished import FinishedFolder
 from fusion_bench_nufilt.utils.options import unknown
 
 from .render import SIDE
@@ -141,9 +141,8 @@ def _build(recipe: Recipe, folder: Path) -> None:
     _say(f"building the demo, once, in {folder} (a minute or two)")
     with _quiet_transformers():
         for part in tqdm(missing_parts, "Demo", unit="model", file=terminal(), disable=None):
-            with _reproducible(recipe), atomic_folder(folder / part) as draft:
+            with _reproducible(recipe), _part_in(folder / part).keep({}) as draft:
                 _make(recipe, part, draft, folder / "clip")
-                write_manifest(draft, {}, _DIGESTS)
 
 
 def _missing_parts(folder: Path) -> list[str]:
@@ -154,20 +153,25 @@ def _missing_parts(folder: Path) -> list[str]:
 _verified: dict[Path, list[tuple[int, int]]] = {}
 
 
-def _is_whole(part: Path) -> bool:
+def _part_in(folder: Path) -> FinishedFolder[Manifest]:
+    return FinishedFolder(folder / _DIGESTS, Manifest, "it is made again")
+
+
+def _is_whole(folder: Path) -> bool:
     """Tell whether a part is there, with the files that were written."""
+    part = _part_in(folder)
     try:
-        manifest = read_json(part / _DIGESTS, Manifest)
+        manifest = part.content()
         if manifest is None:
             return False
         states = []
         for name in manifest.get("files", {}):
-            state = (part / name).stat()
+            state = (folder / name).stat()
             states.append((state.st_size, state.st_mtime_ns))
         # Every load of a model comes here, and digests take longer than the rest of it.
-        if not states or _verified.get(part) != states:
-            verify_files(part, manifest, "it is made again")
-            _verified[part] = states
+        if not states or _verified.get(folder) != states:
+            part.whole()
+            _verified[folder] = states
     except (OSError, ValueError):
         return False
     return True

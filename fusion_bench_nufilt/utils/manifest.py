@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, reduce
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -55,19 +56,18 @@ def save_checkpoint(
     An existing folder is replaced. ``about`` is the manifest's content besides the digests of the
     files, ``state`` the tensors to go on from, and ``files`` the content of further files by path.
     """
-    with atomic_folder(folder) as temporary:
+    with described_folder(folder, about) as draft:
         save_pretrained = getattr(model, "save_pretrained", None)
         if callable(save_pretrained):
-            save_pretrained(temporary, safe_serialization=True)
-            _name_untied_head(model, temporary / "config.json")
+            save_pretrained(draft, safe_serialization=True)
+            _name_untied_head(model, draft / "config.json")
         else:
-            save_model(model, str(temporary / "model.safetensors"))
+            save_model(model, str(draft / "model.safetensors"))
         if state:
-            file = temporary / STATE_FILE
+            file = draft / STATE_FILE
             file.parent.mkdir()
             save_file({name: value.cpu().contiguous() for name, value in state.items()}, file)
-        write_files(temporary, files or {})
-        write_manifest(temporary, about)
+        write_files(draft, files or {})
 
 
 def _name_untied_head(model: Any, config: Path) -> None:
@@ -115,6 +115,18 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
+@contextmanager
+def described_folder(
+    folder: Path, about: Mapping[str, Any], name: str = MANIFEST
+) -> Iterator[Path]:
+    """Yield a folder to be filled, which becomes ``folder`` as in
+    :func:`~fusion_bench_nufilt.utils.files.atomic_folder`, with a manifest.
+    """
+    with atomic_folder(folder) as draft:
+        yield draft
+        write_manifest(draft, about, name)
+
+
 def write_manifest(folder: Path, about: Mapping[str, Any], name: str = MANIFEST) -> None:
     """Write a folder's manifest, with digests of all other files."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -150,11 +162,12 @@ def read_whole_checkpoint(folder: Path) -> Manifest:
 
 def verify_files(
     folder: Path,
-    manifest: Manifest,
+    manifest: Mapping[str, Any],
     advice: str,
     names: Iterable[str] | None = None,
     *,
     digests: bool = True,
+    manifest_name: str = MANIFEST,
 ) -> None:
     """Raise a ValueError that names a file which is missing or changed; without ``digests``, sizes
     alone tell.
@@ -164,7 +177,7 @@ def verify_files(
     files = manifest.get("files", {})
     if names is None:
         if not files:
-            raise ValueError(f"'{folder}': {MANIFEST} does not list its files; {advice}")
+            raise ValueError(f"'{folder}': {manifest_name} does not list its files; {advice}")
         names = files.keys() - {CARD}
     names = sorted(names)
     for name in names:
@@ -175,7 +188,7 @@ def verify_files(
     for name in names:
         if name not in files:
             raise ValueError(
-                f"'{folder}': {MANIFEST} does not list {name} among its files; {advice}"
+                f"'{folder}': {manifest_name} does not list {name} among its files; {advice}"
             )
         if (folder / name).stat().st_size != files[name]["size"]:
             raise ValueError(

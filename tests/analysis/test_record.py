@@ -1,10 +1,12 @@
 """Second moments are those of the inputs that the layers really get."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fusion_bench_nufilt.analysis import record as recording
 from fusion_bench_nufilt.analysis.pool import merged_layers
 from fusion_bench_nufilt.analysis.record import (
     known_moments,
@@ -86,30 +88,58 @@ def test_moments_are_known_again_only_for_the_same(tmp_path):
     assert known_moments(tmp_path / "elsewhere", {"samples": 3}) is None
 
 
-ABOUT = '{"about": {"samples": 3}, "owner": %s, "files": {}, "tokens": 3}'
+def damage(file, content):
+    if content is None:
+        file.unlink()
+    elif isinstance(content, dict):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **content}))
+    else:
+        file.write_text(content)
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "message"),
+    ("file", "content", "message"),
     [
         ("about.json", "{}", "'about'"),
         ("about.json", "[1", "it is no JSON"),
-        ("about.json", ABOUT % "[]", "'owner'"),
-        ("about.json", ABOUT % '{"a": "b"}', "the moment of 'b'"),
-        ("moments-0.safetensors", None, "can't be read"),
-        ("moments-0.safetensors", "x", "truncated or corrupt"),
+        ("about.json", {"owner": []}, "'owner'"),
+        ("about.json", {"owner": {"a": "b"}}, "the moment of 'b'"),
+        ("about.json", {"files": {}}, "about.json does not list its files"),
+        ("moments-0.safetensors", None, "lacks moments-0.safetensors"),
+        ("moments-0.safetensors", "x", "moments-0.safetensors is not what was saved"),
     ],
 )
-def test_damaged_moments_are_recorded_again_with_one_warning(tmp_path, caplog, file, text, message):
+def test_damaged_moments_are_recorded_again_with_one_warning(
+    tmp_path, caplog, file, content, message
+):
     record(clip(), pictures(3), tmp_path, about={"samples": 3})
-    (tmp_path / file).unlink()
-    if text is not None:
-        (tmp_path / file).write_text(text)
+    damage(tmp_path / file, content)
     assert known_moments(tmp_path, {"samples": 3}) is None
     (line,) = caplog.messages
     assert message in line
     assert str(tmp_path) in line
     assert line.endswith("recording again")
+
+
+def test_moments_of_which_a_bit_was_flipped_are_recorded_again(tmp_path):
+    record(clip(), pictures(3), tmp_path, about={"samples": 3})
+    file = tmp_path / "moments-0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert known_moments(tmp_path, {"samples": 3}) is None
+
+
+def test_a_recording_that_is_interrupted_leaves_that_of_before(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    record(clip(), pictures(3), tmp_path / "a", about={"samples": 3})
+    monkeypatch.setattr(recording, "_run_and_sum", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        record(clip(), pictures(3), tmp_path / "a", about={"samples": 4})
+    assert known_moments(tmp_path / "a", {"samples": 3}) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_samples_are_drawn_once_for_a_seed():

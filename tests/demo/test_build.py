@@ -24,13 +24,13 @@ def copy(demo, tmp_path, monkeypatch):
 def made(monkeypatch):
     """The names of the parts that are made from now on."""
     names = []
-    atomic_folder = demo_package.atomic_folder
+    make = demo_package._make
 
-    def noted_folder(target):
-        names.append(target.name)
-        return atomic_folder(target)
+    def noted_make(recipe, part, draft, pretrained):
+        names.append(part)
+        make(recipe, part, draft, pretrained)
 
-    monkeypatch.setattr(demo_package, "atomic_folder", noted_folder)
+    monkeypatch.setattr(demo_package, "_make", noted_make)
     return names
 
 
