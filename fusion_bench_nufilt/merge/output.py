@@ -18,7 +18,7 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.files import LOCK, lock_folder, sync, write_text
+from fusion_bench_nufilt.utils.files import LOCK, lock_folder, put_in_place, write_text
 from fusion_bench_nufilt.utils.manifest import in_one_line, merge_differences
 from fusion_bench_nufilt.utils.tensors import file_digest, write_at
 
@@ -227,12 +227,7 @@ class Output:
 
     def finish(self) -> None:
         """Give the folder its name, once everything is on the disk."""
-        # All before the name: after a power cut, what has the name is whole.
-        for file in self.model.rglob("*"):
-            sync(file)
-        sync(self.model)
-        self.model.rename(self.out)
-        sync(self.out.parent)
+        put_in_place(self.model, self.out)
         self.close()
         clear_work_folder(self.out)
 

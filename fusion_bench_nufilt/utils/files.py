@@ -133,9 +133,7 @@ def atomic_file(target: Path) -> Iterator[Path]:
         with disk_full_errors(target.parent), temporary.open("ab") as stream:
             _lock(stream)
             yield temporary
-            _give_usual_mode(temporary)
-            sync(temporary)
-            temporary.replace(target)
+            put_in_place(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -168,17 +166,26 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     try:
         with disk_full_errors(target):
             yield temporary
-            for file in temporary.rglob("*"):
-                if file.is_file():
-                    _give_usual_mode(file)
-                sync(file)
-            if target.exists():
-                target.rename(_aside(target))
-            temporary.rename(target)
-            sync(target.parent)
+            put_in_place(temporary, target, _aside(target))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         restore_folder(target)
+
+
+def put_in_place(draft: Path, target: Path, aside: Path | None = None) -> None:
+    """Give a file or folder its name, once all of it is on the disk: after a power cut, what has
+    the name is whole.
+
+    A file of that name is replaced. A folder is moved ``aside``, or else an OSError.
+    """
+    for path in [draft, *draft.rglob("*")]:
+        if path.is_file():
+            _give_usual_mode(path)
+        _sync(path)
+    if aside is not None and target.exists():
+        target.rename(aside)
+    draft.replace(target)
+    _sync(target.parent)
 
 
 def restore_folder(target: Path) -> None:
@@ -203,7 +210,7 @@ def _give_usual_mode(file: Path) -> None:
     file.chmod(0o666 & ~umask)
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

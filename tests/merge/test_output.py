@@ -243,3 +243,13 @@ def test_a_journal_whose_first_line_is_damaged_is_said_to_be(tmp_path, caplog):
         assert output.done == {}
     assert "the journal of " in caplog.text
     assert "is damaged" in caplog.text
+
+
+def test_a_folder_of_the_name_that_was_made_while_the_merge_ran_stays(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "notes.txt").write_text("precious")
+        with pytest.raises(OSError, match="not empty"):
+            output.finish()
+    assert (tmp_path / "out" / "notes.txt").read_text() == "precious"
