@@ -77,6 +77,7 @@ def measure_order_free(
             base + (theta_t - theta_0),
             step=1,
             strength=1.0,
+            digits=base.dtype,
             float64=False,
         )
         seconds, peak = timed(lambda: states.append(update()[0]), clock)  # noqa: B023

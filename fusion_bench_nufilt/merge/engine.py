@@ -31,6 +31,7 @@ from fusion_bench_nufilt.utils.devices import (
     warn_once,
 )
 from fusion_bench_nufilt.utils.tensors import (
+    coarser_dtype,
     is_finite,
     replace_rows,
     select_rows,
@@ -117,15 +118,27 @@ class LayerSource(ABC, Generic[_L]):
     def read(self, layer: _L, device: torch.device) -> MergedLayer[_L]:
         """Read a layer of the base, and its state before the first task, to a device."""
 
+    def base_dtype(self, merged: MergedLayer[_L]) -> torch.dtype:
+        """Return the dtype of the fewest digits that a layer of the base has had so far."""
+        return merged.theta_0.dtype
+
     @abstractmethod
     def task_name(self, number: int) -> str:
         """Return the name of a task, from 0."""
 
     @abstractmethod
     def read_task(self, number: int, merged: MergedLayer[_L]) -> Tensor | LowRank | None:
-        """Read a task's weight of a layer, or the factors of its update, to the device of
-        ``merged``; None if it has the layer as it is in the base.
+        """Read a task's weight of a layer as it is stored, or the factors of its update, to the
+        device of ``merged``; None if it has the layer as it is in the base.
         """
+
+    def weighted(
+        self, number: int, merged: MergedLayer[_L], weight: Tensor | LowRank
+    ) -> Tensor | LowRank:
+        """Return what :meth:`read_task` returned with its update at the task's weight in the
+        merge.
+        """
+        return weight
 
     def as_stored(self, merged: MergedLayer[_L], weight: Tensor) -> Tensor:
         """Return the merged weight of a layer in the form in which the base has it."""
@@ -209,8 +222,8 @@ class LayerMerger(Generic[_L]):
         """Read layers of one shape to a device, and add all tasks to their states."""
         batch = self._read(layers, device)
         for number in range(len(self.source.strengths)):
-            for rows, weights in self._read_task(number, batch):
-                self._add_task(number, batch, rows, weights)
+            for digits, rows, weights in self._read_task(number, batch):
+                self._add_task(number, batch, digits, rows, weights)
         for key, value in batch.state.items():
             for layer, layer_value in zip(batch.merged, value, strict=True):
                 layer.state[key] = layer_value
@@ -232,27 +245,37 @@ class LayerMerger(Generic[_L]):
 
     def _read_task(
         self, number: int, batch: "_Batch[_L]"
-    ) -> list[tuple[list[int], list[Tensor | LowRank]]]:
-        """Return a task's weights of the layers that it changes, with their rows in the batch; each
-        list is of weights, or of factors of one rank.
+    ) -> list[tuple[torch.dtype, list[int], list[Tensor | LowRank]]]:
+        """Return a task's weights of the layers that it changes, with their rows in the batch, and
+        the dtype of the fewest digits in which they and the base are stored; each list is of
+        weights of one such dtype, or of factors of one rank.
         """
         # An adapter may leave a layer as it is, or have another rank there.
-        groups: dict[int | None, tuple[list[int], list[Tensor | LowRank]]] = {}
+        groups: dict[tuple[torch.dtype, int | None], tuple[list[int], list[Tensor | LowRank]]] = {}
         for row, layer in enumerate(batch.merged):
             with oom_as_error(self._label(layer.layer), batch.device):
                 weight = self.source.read_task(number, layer)
             if weight is None:
                 continue
+            digits = self.source.base_dtype(layer)
+            if isinstance(weight, Tensor):
+                digits = coarser_dtype(digits, weight.dtype)
+            weight = self.source.weighted(number, layer, weight)
             if isinstance(weight, LowRank) and not self.source.method.supports_low_rank:
                 weight = to_compute_dtype(layer.theta_0) + weight.product()
             rank = weight.rank if isinstance(weight, LowRank) else None
-            rows, weights = groups.setdefault(rank, ([], []))
+            rows, weights = groups.setdefault((digits, rank), ([], []))
             rows.append(row)
             weights.append(weight)
-        return list(groups.values())
+        return [(digits, *group) for (digits, _), group in groups.items()]
 
     def _add_task(
-        self, number: int, batch: "_Batch[_L]", rows: list[int], weights: list[Tensor | LowRank]
+        self,
+        number: int,
+        batch: "_Batch[_L]",
+        digits: torch.dtype,
+        rows: list[int],
+        weights: list[Tensor | LowRank],
     ) -> None:
         """Add a task to the states of some rows of a batch, with a report for each; ``weights`` is
         empty then.
@@ -267,7 +290,9 @@ class LayerMerger(Generic[_L]):
         layers = [batch.merged[row].layer for row in rows]
         began = time.perf_counter()
         with self._turn_on(batch.device):
-            after, measures = self._update(number, layers, state, base, weights, batch.device)
+            after, measures = self._update(
+                number, layers, state, base, weights, digits, batch.device
+            )
             # Reading them waits for an accelerator.
             columns = {key: values.tolist() for key, values in measures.items()}
         seconds = (time.perf_counter() - began) / len(rows)
@@ -298,6 +323,7 @@ class LayerMerger(Generic[_L]):
         state: State,
         base: Tensor,
         weights: list[Tensor | LowRank],
+        digits: torch.dtype,
         device: torch.device,
     ) -> tuple[State, Measures]:
         """Return what the method returns for a task, on the CPU where its solver fails for a single
@@ -317,6 +343,7 @@ class LayerMerger(Generic[_L]):
                     _stack(weights),
                     step=step,
                     strength=strength,
+                    digits=digits,
                     float64=False,
                 )
         except RuntimeError as error:
@@ -333,6 +360,7 @@ class LayerMerger(Generic[_L]):
             _stack(weights),
             step=step,
             strength=strength,
+            digits=digits,
         )
 
     def _refuse_norm(self, number: int, layer: _L, norm: float) -> None:

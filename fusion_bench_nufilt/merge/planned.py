@@ -50,6 +50,7 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     TensorInfo,
+    coarser_dtype,
     compute_dtype,
     describe,
     digest,
@@ -319,6 +320,13 @@ class PlannedLayers(LayerSource[Layer]):
         # A task would be rounded with it: the result is rounded once, when it is written.
         return so_far.to(compute_dtype(theta_0))
 
+    def base_dtype(self, merged: MergedLayer[Layer]) -> torch.dtype:
+        if isinstance(merged, LayerInBasis):
+            return merged.theta_0.dtype  # of zeros
+        # It is computed in the dtype of the result.
+        stored = FLOATS[self.plan.base.tensors[merged.layer.keys[0]].dtype]
+        return coarser_dtype(merged.theta_0.dtype, stored)
+
     def task_name(self, number: int) -> str:
         return self.plan.tasks[number].source.name
 
@@ -331,10 +339,16 @@ class PlannedLayers(LayerSource[Layer]):
             return None
         theta_0 = layer.view.part(merged.theta_0)
         weight, merged.record["read"][f"task {number}"] = task.weight(layer.param, theta_0)
-        weight = task.at_strength(weight, theta_0)
         if isinstance(weight, LowRank):
             return weight
         return layer.view.matrix(weight)
+
+    def weighted(
+        self, number: int, merged: MergedLayer[Layer], weight: Tensor | LowRank
+    ) -> Tensor | LowRank:
+        if isinstance(merged, LayerInBasis):
+            return weight  # all factors were read, and weighted, with their basis
+        return self.plan.tasks[number].at_strength(weight, merged.theta_0)
 
     def as_stored(self, merged: MergedLayer[Layer], weight: Tensor) -> Tensor:
         layer = merged.layer

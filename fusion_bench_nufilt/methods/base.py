@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
@@ -116,6 +117,7 @@ class LayerMethod(ABC):
         *,
         step: int,
         strength: float,
+        digits: torch.dtype,
         float64: bool,
     ) -> tuple[State, Measures]:
         """Return the states after one more task, and what the step measured.
@@ -128,6 +130,8 @@ class LayerMethod(ABC):
             task: the task's weights, or the factors of its update.
             step: the number of the task in the stream, from 1.
             strength: that of the whole task, see :func:`.task_vector.task_strength`.
+            digits: the dtype of the fewest digits in which the layers are stored in the pretrained
+                model and the task, whose tensors may be wider here.
             float64: decompose in float64, since a solver failed in less.
         """
 

@@ -14,7 +14,6 @@ from fusion_bench_nufilt.nufilt.step import MEASURES, fuse_stack, initial_A, mea
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 from fusion_bench_nufilt.utils.tensors import (
-    coarser_dtype,
     compute_dtype,
     replace_rows,
     select_rows,
@@ -72,6 +71,7 @@ class Nufilt(LayerMethod):
         *,
         step: int,
         strength: float,
+        digits: torch.dtype,
         float64: bool,
     ) -> tuple[State, Measures]:
         theta = state["weight"]
@@ -96,6 +96,7 @@ class Nufilt(LayerMethod):
                     part_of_task,
                     step=step,
                     strength=strength,
+                    digits=digits,
                     float64=float64,
                 )
                 weight = replace_rows(weight, rows, after["weight"])
@@ -112,10 +113,6 @@ class Nufilt(LayerMethod):
                 task = base.to(wide) + task.to(wide).product()
             # A whole model's own bits, which the base plus a rounded difference need not have.
             return {"weight": task.to(wide).to(theta.dtype)}, measures_of_first(tau)
-        # A result in float32 of models in bfloat16 has their rounding, too.
-        digits = base.dtype
-        if isinstance(task, Tensor):
-            digits = coarser_dtype(base.dtype, task.dtype)
         del task  # as large as anything that follows
         A = None
         if self.options.has_adapter:

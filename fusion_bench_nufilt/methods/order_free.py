@@ -105,13 +105,14 @@ class OrderFree(LayerMethod):
         *,
         step: int,
         strength: float,
+        digits: torch.dtype,
         float64: bool,
     ) -> tuple[State, Measures]:
         states = []
         task_norms = []
         shape = self.shape_of(names[0], base)
         for row in range(len(names)):
-            tau = TaskOfLayer(task[row], base[row], strength, shape, float64=float64)
+            tau = TaskOfLayer(task[row], base[row], strength, shape, digits=digits, float64=float64)
             before = {key: value[row] for key, value in state.items()}
             after = before
             if not tau.is_zero:

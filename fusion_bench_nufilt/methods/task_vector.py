@@ -20,7 +20,6 @@ from fusion_bench_nufilt.nufilt.bases import leading_basis, top_eigenvectors
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, share_of_strongest
 from fusion_bench_nufilt.utils.tensors import (
-    coarser_dtype,
     compute_dtype,
     row_blocks,
     to_compute_dtype,
@@ -240,7 +239,7 @@ class TaskVector:
 
 class TaskOfLayer(TaskVector):
     """The task vector of a layer, given by the task's weight ``(d_o, d_i)``, or by the factors of
-    its update, and the pretrained weight, which has the rounding errors of its dtype.
+    its update, and the pretrained weight, which have the rounding errors of ``digits``.
 
     What takes a pass over the weights is computed where a method asks for it.
     """
@@ -252,14 +251,14 @@ class TaskOfLayer(TaskVector):
         strength: float = 1.0,
         shape: tuple[int, int] | None = None,
         *,
+        digits: torch.dtype,
         float64: bool = False,
     ) -> None:
-        stored = task
         if float64:
             task = task.double()
         super().__init__(task, strength, shape=shape)
-        self._stored = stored
         self._theta_0 = theta_0
+        self._digits = digits
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -277,9 +276,9 @@ class TaskOfLayer(TaskVector):
 
     @cached_property
     def rounding(self) -> float:
-        if isinstance(self._stored, LowRank):
+        if isinstance(self._given, LowRank):
             return 0.0  # factors are exact
-        return rounding_of(self._theta_0, self._stored.dtype)
+        return rounding_energy(self._theta_0, torch.finfo(self._digits).eps)
 
     @property
     def is_zero(self) -> bool:
@@ -438,12 +437,3 @@ def rounding_energy(theta: Tensor, spacing: float) -> float:
     """
     # It may be no matrix, such as a convolution's.
     return subspace.rounding_energy(theta.reshape(1, -1), spacing).item()
-
-
-def rounding_of(theta_0: Tensor, stored: torch.dtype) -> float:
-    """Return the expected energy of the rounding errors of a task's weight, which is stored in a
-    dtype, given the pretrained one.
-
-    That may be wider than its file, since a result in float32 is computed with a base in float32.
-    """
-    return rounding_energy(theta_0, torch.finfo(coarser_dtype(theta_0.dtype, stored)).eps)

@@ -2,15 +2,27 @@
 
 import json
 import shlex
+from copy import deepcopy
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from fusion_bench_nufilt.merge.folders import merge_folders
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from tests.cli.helpers import nufilt
-from tests.merge.helpers import RANKS, change, hashes, merge, plan, same, save_stream, tensors
+from tests.merge.helpers import (
+    RANKS,
+    change,
+    hashes,
+    manifest,
+    merge,
+    plan,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.tiny_models import llama
 
 INDEX = "model.safetensors.index.json"
@@ -37,6 +49,38 @@ def test_a_float32_result_of_a_bfloat16_base_is_not_rounded_in_between(tmp_path)
     merge(tmp_path, ["task1"], "one", settings={"dtype": "float32"})
     two = merge(tmp_path, ["task2", "task3"], "two", merged="one", settings={"dtype": "float32"})
     assert same(tensors(two), tensors(exact))
+
+
+@pytest.fixture(scope="module")
+def merged_adapters(tmp_path_factory):
+    """A base in bfloat16, and two tasks with an adapter of rank 2 merged into it: `task1` and
+    `task2` are in bfloat16, `wide1` and `wide2` in float32.
+    """
+    folder = tmp_path_factory.mktemp("merged_adapters")
+    size = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=2)).bfloat16()
+    base.save_pretrained(folder / "base")
+    for number in (1, 2):
+        task = deepcopy(base).float()
+        for name, weight in task.named_parameters():
+            if "proj" in name:
+                weight.data += 1e-3 * torch.randn(96, 2) @ torch.randn(2, 96)
+        task.save_pretrained(folder / f"wide{number}")
+        task.bfloat16().save_pretrained(folder / f"task{number}")
+    return folder
+
+
+@pytest.mark.parametrize("weights", [None, [0.7, 0.9]])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("tasks", [["task1", "task2"], ["task1", "wide2"]])
+def test_what_is_rounding_does_not_depend_on_the_results_dtype_nor_on_weights(
+    merged_adapters, tmp_path, tasks, dtype, weights
+):
+    settings = {"dtype": dtype, "weights": weights}
+    planned = plan(merged_adapters, tasks, settings=settings, null_rank=64)
+    for reports in manifest(merge_folders(planned, tmp_path / "out"))["layers"].values():
+        assert reports[1]["protected_rank"] == 2
 
 
 def test_values_that_the_dtype_can_not_hold_are_refused_by_name(stream):

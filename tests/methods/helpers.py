@@ -1,6 +1,7 @@
 """A method on a single layer, whose state is given and returned without the stack around it."""
 
 from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.utils.tensors import coarser_dtype
 
 
 def stacked(state):
@@ -17,10 +18,12 @@ def start(method, theta_0, layer="layer"):
 
 def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, layer="layer"):
     """Return the state after one more task, which is given by its weight or by factors."""
+    digits = theta_0.dtype
     if isinstance(theta_t, LowRank):
         task = LowRank(theta_t.left[None], theta_t.right[None])
     else:
         task = theta_t[None]
+        digits = coarser_dtype(digits, theta_t.dtype)
     after, _ = method.update(
         [layer],
         stacked(state),
@@ -28,6 +31,7 @@ def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, layer="layer")
         task,
         step=step,
         strength=strength,
+        digits=digits,
         float64=False,
     )
     return alone(after)
