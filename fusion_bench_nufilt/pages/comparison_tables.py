@@ -10,7 +10,7 @@ import pandas as pd
 from fusion_bench_nufilt.utils.files import counted
 
 from .content import Comparison
-from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown
+from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown, shown_number
 from .page import sentences
 from .results import long_table, means, printed_rows, select
 from .tables import Table
@@ -55,7 +55,7 @@ def main_table(results: Comparison) -> Table:
     texts["changed"] = _changed_words(results)
     texts["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
     for name in _SECONDS:
-        texts[COSTS[name].title] = [_number(mean.mean) for mean in seconds[name]]
+        texts[COSTS[name].title] = [shown_number(mean.mean) for mean in seconds[name]]
     texts["runs"] = ""
     if not all(method.complete for method in results.methods.values()):
         for label, method in results.methods.items():
@@ -235,10 +235,10 @@ def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
         if name == "data_seconds":
             merging_seconds = costs["total_seconds"] - costs["data_seconds"].fillna(0)
             outside_solver = merging_seconds - costs["solving_seconds"]
-            words["subspaces s"] = [_number(seconds) for seconds in outside_solver]
+            words["subspaces s"] = [shown_number(seconds) for seconds in outside_solver]
         digits = 0 if name == "iterations" else 1
         words[COSTS[name].title] = [
-            _number(cost / COSTS[name].unit, digits) for cost in costs[name]
+            shown_number(cost / COSTS[name].unit, digits) for cost in costs[name]
         ]
     accuracy = _words(means(table, "metric", labels, ["ACC"]), "metric")
     words[METRICS["ACC"].column] = accuracy["ACC"]
@@ -344,11 +344,3 @@ def _millions(number: Any) -> str:
     if number == 0:
         return "none"
     return f"{number / 1e6:.3g} M"
-
-
-def _number(number: float, digits: int = 1) -> str:
-    if math.isnan(number):
-        return "-"
-    if number == 0 or number >= 0.1:
-        return f"{number:.{digits}f}"
-    return f"{number:.2g}"

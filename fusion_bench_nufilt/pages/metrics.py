@@ -110,6 +110,19 @@ def as_shown(value: float) -> float:
     return float(percent(value))
 
 
+def shown_number(value: float, digits: int = 1) -> str:
+    """Return a number with ``digits`` decimals, one that would be 0 with its first two digits, such
+    as ``0.013``, a whole number as it is, and ``-`` for none.
+    """
+    if isinstance(value, int):
+        return str(value)
+    if math.isnan(value):
+        return "-"
+    if 0 < abs(value) < 10**-digits:
+        return f"{value:.2g}"
+    return f"{value:.{digits}f}"
+
+
 def percent(value: float, *, sign: bool = False) -> str:
     """Return a fraction as text, in per cent with one decimal; ``-`` for NaN."""
     if math.isnan(value):

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fusion_bench_nufilt.utils.files import counted, printable
 
-from .metrics import METRICS
+from .metrics import METRICS, shown_number
 from .theme import CONFIG, cell_widths, panels_of
 
 PAGE = "index.html"
@@ -66,7 +66,7 @@ def templates() -> Environment:
     environment.filters["count"] = counted
     environment.filters["cell_widths"] = cell_widths
     environment.filters["number_columns"] = _number_columns
-    environment.filters["number"] = _number
+    environment.filters["number"] = shown_number
     environment.filters["table"] = _table
     environment.filters["ranges"] = _ranges
     environment.filters["indented"] = _indented
@@ -97,17 +97,6 @@ def _indented(content: Any) -> str:
 
 def _sha256(text: str) -> str:
     return b64encode(sha256(text.encode()).digest()).decode()
-
-
-def _number(value: float, digits: int) -> str:
-    """Return a whole number as it is, and another with ``digits`` decimals, or as ``1.00e-05`` if
-    they are all 0.
-    """
-    if isinstance(value, int):
-        return str(value)
-    if 0 < abs(value) < 10**-digits:
-        return f"{value:.2e}"
-    return f"{value:.{digits}f}"
 
 
 def _number_columns(frame: pd.DataFrame) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.pages.charts import heat_maps
+from fusion_bench_nufilt.pages.metrics import shown_number
 from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.theme import cells
 from fusion_bench_nufilt.pages.write import try_write_report, write_results
@@ -135,10 +136,17 @@ def test_a_page_runs_its_own_two_scripts_and_no_others(tmp_path):
 
 
 def test_missing_numbers_sort_last_and_small_ones_stay_visible():
-    text = table(["name", "value"], [["a", None], ["b", 0.00001], ["c", 2]])
+    text = table(["name", "value"], [["a", None], ["b", 0.00001], ["c", 2], ["d", 0.0126]])
     assert 'data-value="">-</td>' in text
-    assert "1.00e-05" in text
+    assert ">1e-05</td>" in text
     assert ">2</td>" in text
+
+
+def test_pages_and_tables_write_a_small_number_alike():
+    assert shown_number(0.0126) == "0.013"
+    assert shown_number(0.2) == "0.2"
+    assert shown_number(0.0, 2) == "0.00"
+    assert shown_number(float("nan")) == "-"
 
 
 def test_a_column_without_a_value_is_left_out_and_per_cents_have_one_decimal():
