@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from fusion_bench_nufilt.pages.analysis import AnalysisSummary
 from fusion_bench_nufilt.pages.metrics import LAYER_MEANS
 from fusion_bench_nufilt.pages.names import depth, kind
 from fusion_bench_nufilt.pages.page import sentences
@@ -29,8 +30,8 @@ AFFINITY = ["layer", "kind", "data", "vector", "affinity", "chance", "by_rank"]
 
 @dataclass
 class Analysis:
-    """Everything that tables, pictures and sentences are made of; what was not measured is empty or
-    None.
+    """What was measured, as rows, from which tables and summary are made; what was not measured is
+    empty or None.
 
     A task vector has rows for the layers that it changes, and none for the others, which would pull
     means to zero. The tables leave out ``energy`` by direction, and ``by_rank``, the affinities for
@@ -77,15 +78,14 @@ class Analysis:
             self.overlaps.append(row)
 
 
-def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
+def save_analysis(analysis: Analysis, folder: Path) -> tuple[AnalysisSummary, list[str]]:
     """Write ``analysis.json``, ``reading.md`` and the CSV tables; return the first one's content,
     and all names.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = summarise(analysis)
-    content["reading"] = reading(content)
-    write_json(folder / "analysis.json", content)
-    items = [f"- {escape_html(sentence)}\n" for sentence in content["reading"]]
+    summary = summarise(analysis)
+    write_json(folder / "analysis.json", summary)
+    items = [f"- {escape_html(sentence)}\n" for sentence in summary["reading"]]
     write_text(folder / "reading.md", "".join(items))
     files = ["analysis.json", "reading.md"]
     tables = {
@@ -100,10 +100,10 @@ def save_analysis(analysis: Analysis, folder: Path) -> tuple[Row, list[str]]:
             table = table.drop(columns=["energy", "by_rank"], errors="ignore")
             write_text(folder / f"{name}.csv", to_csv(table))
             files.append(f"{name}.csv")
-    return content, files
+    return summary, files
 
 
-def reading(content: Row) -> list[str]:
+def reading(content: AnalysisSummary) -> list[str]:
     """Return sentences on which tasks collide and where, how many directions they take, and what
     the data shows.
     """
@@ -129,8 +129,8 @@ def reading(content: Row) -> list[str]:
     )
 
 
-def summarise(analysis: Analysis) -> Row:
-    """Return the summary for JSON, without what was not measured; what is not finite is None.
+def summarise(analysis: Analysis) -> AnalysisSummary:
+    """Return the summary, without what was not measured; what is not finite is None.
 
     Raises:
         ValueError: no task vector changes any layer.
@@ -151,35 +151,37 @@ def summarise(analysis: Analysis) -> Row:
             about = {"name": name, "kind": kind(name), "depth": depth(name), "shape": list(shape)}
             layers.append(about)
     different = overlaps[overlaps["vector"] != overlaps["other_vector"]]
-    content: Row = {
-        "kind": "analysis",
-        "about": analysis.about,
-        "tasks": analysis.tasks,
-        "names": names,
-        "task_rank": analysis.task_rank,
-        "layers": layers,
-        "unchanged_layers": len(analysis.layers) - len(layers),
-    }
-    content["chance"] = _chances(different)
-    content["vectors"] = _vectors(vectors)
-    content["overlap"] = _overlaps(overlaps, names)
-    content["common_layers"] = _common_layers(overlaps, names)
-    content["energy"] = _energy(vectors)
-    content["layers_of"] = _layer_means(vectors, different, affinity)
     packages = ("fusion-bench-nufilt", "torch", "transformers")
-    content["versions"] = {name: version(name) for name in packages}
+    summary = AnalysisSummary(
+        about=analysis.about,
+        tasks=analysis.tasks,
+        names=names,
+        task_rank=analysis.task_rank,
+        layers=layers,
+        unchanged_layers=len(analysis.layers) - len(layers),
+        chance=_chances(different),
+        vectors=_vectors(vectors),
+        overlap=_overlaps(overlaps, names),
+        common_layers=_common_layers(overlaps, names),
+        energy=_energy(vectors),
+        layers_of=_layer_means(vectors, different, affinity),
+        versions={name: version(name) for name in packages},
+        reading=[],
+    )
     if analysis.affinity:
-        content["affinity"] = _affinities(affinity, analysis.tasks)
-        content["pairs"] = analysis.pairs or _default_pairs(content["affinity"], analysis.tasks)
+        affinities = _affinities(affinity, analysis.tasks)
+        summary["affinity"] = affinities
+        summary["pairs"] = analysis.pairs or _default_pairs(affinities, analysis.tasks)
         widths = affinity["layer"].map(lambda name: analysis.layers[name][1])
-        content["affinity_by_rank"] = _by_rank(affinity, widths)
+        summary["affinity_by_rank"] = _by_rank(affinity, widths)
     if analysis.losses:
-        content["methods"] = {}
+        summary["methods"] = {}
         # In the order in which they were asked for; pandas would sort by name.
         for name, rows in pd.DataFrame(analysis.losses).groupby("method", sort=False):
-            content["methods"][name] = {**analysis.scores.get(name, {}), **_method(rows)}
-        content["failures"] = analysis.failures
-    finite: Row = _for_json(content)
+            summary["methods"][name] = {**analysis.scores.get(name, {}), **_method(rows)}
+        summary["failures"] = analysis.failures
+    finite: AnalysisSummary = _for_json(summary)
+    finite["reading"] = reading(finite)
     return finite
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from fusion_bench_nufilt.analysis.settings import MOMENTS, AnalysisConfig
 from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
-from fusion_bench_nufilt.pages.analysis import AnalysisContent
+from fusion_bench_nufilt.pages.analysis import AnalysisSummary
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import lock_folder, printable, read_json, refuse_foreign
 from fusion_bench_nufilt.utils.overrides import with_config_dir, without_method
@@ -105,7 +105,7 @@ def analyze(
         if plan is not None:
             refuse_inside(plan, out)
         # Another program's file of that name would be overwritten, with what lies beside it.
-        read_json(out / "analysis.json", AnalysisContent, "name a new or an empty folder")
+        read_json(out / "analysis.json", AnalysisSummary, "name a new or an empty folder")
         lock = lock_folder(out)
         try:
             if plan is not None:

@@ -1,6 +1,6 @@
 """The pictures and the page of an analysis, drawn from its files alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NotRequired
 
 import altair as alt
@@ -30,32 +30,41 @@ _FROM_0_TO_1 = alt.Scale(domain=[0, 1])
 _LIMITS = [step / 200 for step in range(201)]
 
 
-class AnalysisContent(TypedDict):
+class AnalysisSummary(TypedDict):
+    """The content of ``analysis.json``; what was not measured is left out, and what is not finite
+    is None.
+    """
+
     about: Json
     tasks: list[str]
-    names: list[str]  # of the task vectors
+    names: list[str]  # of the task vectors that change a layer
     task_rank: int
-    layers: list[Json]
-    vectors: dict[str, dict[str, float | None]]
+    layers: list[Json]  # those that a task changes
+    unchanged_layers: NotRequired[int]
+    vectors: dict[str, dict[str, float | None]]  # means over the layers, by task vector
+    #: Of each two task vectors, mean over layers, by their kind; and by chance.
     overlap: dict[str, list[list[float | None]]]
-    energy: dict[str, list[float]]
-    reading: list[str]
-    layers_of: NotRequired[dict[str, dict[str, float]]]
-    affinity: NotRequired[dict[str, Json]]
+    chance: NotRequired[dict[str, float | None]]
+    common_layers: NotRequired[list[list[int]]]  # how many layers two task vectors both change
+    energy: dict[str, list[float]]  # the share of the first directions, by task vector
+    layers_of: NotRequired[dict[str, dict[str, float]]]  # means of each layer, by their title
+    affinity: NotRequired[dict[str, Json]]  # of data and task vectors, by kind of layers
     affinity_by_rank: NotRequired[dict[str, list[float]]]
-    pairs: NotRequired[list[list[int]]]
-    methods: NotRequired[dict[str, Json]]
+    pairs: NotRequired[Sequence[Sequence[int]]]  # (data, vector) whose affinities are drawn
+    methods: NotRequired[dict[str, Json]]  # losses and scores
+    failures: NotRequired[dict[str, str]]  # why a method has none
     versions: NotRequired[Json]
+    reading: list[str]  # sentences
 
 
-def analysis_outputs(content: AnalysisContent, tables: Tables) -> Outputs:
+def analysis_outputs(content: AnalysisSummary, tables: Tables) -> Outputs:
     """Make the page, and each picture for which there are numbers."""
     charts = charts_of(content, tables)
     page = render_page("analysis.html", content=content, charts=charts, measured=_measured(content))
     return Outputs(page, charts)
 
 
-def charts_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType]:
+def charts_of(content: AnalysisSummary, tables: Tables) -> dict[str, ChartType]:
     """Return, by name, each chart for which ``analysis.json`` and the tables beside it have
     numbers.
     """
@@ -79,7 +88,7 @@ def charts_of(content: AnalysisContent, tables: Tables) -> dict[str, ChartType]:
     return charts
 
 
-def _layer_means(content: AnalysisContent) -> Rows:
+def _layer_means(content: AnalysisSummary) -> Rows:
     rows: Rows = []
     for quantity, values in content["layers_of"].items():
         for layer, value in values.items():
@@ -87,7 +96,7 @@ def _layer_means(content: AnalysisContent) -> Rows:
     return rows
 
 
-def _affinity(content: AnalysisContent) -> ChartType:
+def _affinity(content: AnalysisSummary) -> ChartType:
     tasks = content["tasks"]
     kinds = [layer["kind"] for layer in content["layers"]]
     rows: Rows = []
@@ -100,7 +109,7 @@ def _affinity(content: AnalysisContent) -> ChartType:
     return heat_maps(rows, tasks, tasks, ("data of", "task vector of"), "affinity", across=across)
 
 
-def _distributions(content: AnalysisContent, table: pd.DataFrame) -> ChartType:
+def _distributions(content: AnalysisSummary, table: pd.DataFrame) -> ChartType:
     """Draw the distribution over the layers of the affinities, from 0 to 1, of a high, a moderate
     and a low pair.
     """
@@ -128,7 +137,7 @@ def _distributions(content: AnalysisContent, table: pd.DataFrame) -> ChartType:
     )
 
 
-def _by_rank(content: AnalysisContent) -> ChartType:
+def _by_rank(content: AnalysisSummary) -> ChartType:
     curves = content["affinity_by_rank"]
     titles = {
         "diagonal": "matched: the task's own vector",
@@ -149,7 +158,7 @@ def _by_rank(content: AnalysisContent) -> ChartType:
     )
 
 
-def _overlap(content: AnalysisContent) -> ChartType:
+def _overlap(content: AnalysisSummary) -> ChartType:
     """Draw how far the task vectors overlap, without the overlap of each with itself, which is
     1.
     """
@@ -162,7 +171,7 @@ def _overlap(content: AnalysisContent) -> ChartType:
     return heat_maps(rows, names, names, ("task vector", "other task vector"), legend)
 
 
-def _energy(content: AnalysisContent) -> ChartType:
+def _energy(content: AnalysisSummary) -> ChartType:
     rows: Rows = []
     for name, shares in content["energy"].items():
         for direction, share in enumerate(shares, 1):
@@ -172,7 +181,7 @@ def _energy(content: AnalysisContent) -> ChartType:
     return lines(rows, "directions", title, y_scale=_FROM_0_TO_1, dots=False)
 
 
-def _measured(content: AnalysisContent) -> dict[str, Json]:
+def _measured(content: AnalysisSummary) -> dict[str, Json]:
     """Return the methods whose losses are known beyond the first step, with their scores in per
     cent.
     """

@@ -12,7 +12,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import MANIFEST, RUN, read_json, write_text
 
-from .analysis import MEASURED, AnalysisContent, analysis_outputs
+from .analysis import MEASURED, AnalysisSummary, analysis_outputs
 from .comparison import comparison_outputs
 from .content import Comparison
 from .merge import MergeContent, merge_outputs
@@ -42,7 +42,7 @@ KINDS = {
     "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, _LAYERS),
     "results.json": Kind(Comparison, "run the comparison again", comparison_outputs),
     "analysis.json": Kind(
-        AnalysisContent, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
+        AnalysisSummary, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
     ),
     # A run has this file from its start on, so that its scores must be looked for before it.
     RUN: Kind(UnscoredRun, "run the method again", unscored_outputs, _LAYERS),
