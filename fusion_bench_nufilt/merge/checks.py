@@ -232,7 +232,11 @@ def check_state(plan: Plan, name: str) -> list[str]:
             f"{remedy}"
         )
     if plan.is_adapter:
-        return check_state_in_basis(plan, name)
+        warnings = check_state_in_basis(plan, name)
+        means = [param for param in plan.saved_tensors if _is_rounded_mean(plan, param)]
+        if means:
+            warnings.append(_warning_of_means(name, means, "float32 from the first merge on"))
+        return warnings
     stored: dict[str, str] = {}
     if plan.state is not None:
         stored = plan.state.keys
@@ -251,8 +255,7 @@ def check_state(plan: Plan, name: str) -> list[str]:
     for param, like in means_to_keep(plan).items():
         if mean_key(param) in stored:
             _check_stored(plan, mean_key(param), like)
-        # A mean without a model in it is replaced by the first one, so that its digits don't count.
-        elif plan.models_in_mean(param) > 0 and _is_rounded(plan, param):
+        elif _is_rounded_mean(plan, param):
             rounded_means.append(param)
     unknown = sorted(stored.keys() - known)
     warnings = []
@@ -270,12 +273,25 @@ def check_state(plan: Plan, name: str) -> list[str]:
             "its own merges of the same layers only"
         )
     if rounded_means:
-        warnings.append(
-            f"'{name}' does not have the means of {format_names(rounded_means)} in float32: going "
-            "on from the rounded ones; all tasks at once, or --state from the first merge on, "
-            "avoid that"
-        )
+        warnings.append(_warning_of_means(name, rounded_means, "--state from the first merge on"))
     return warnings
+
+
+def _warning_of_means(name: str, params: Sequence[str], remedy: str) -> str:
+    return (
+        f"'{name}' does not have the means of {format_names(params)} in float32: going on from the "
+        f"rounded ones; all tasks at once, or {remedy}, avoid that"
+    )
+
+
+def _is_rounded_mean(plan: Plan, param: str) -> bool:
+    """Tell whether the merged model has the mean of a tensor in fewer digits than float32."""
+    # A mean without a model in it is replaced by the first one, so that its digits don't count.
+    if plan.models_in_mean(param) == 0:
+        return False
+    if plan.merged is not None and param not in plan.merged.keys:
+        return False  # it has the base's
+    return _is_rounded(plan, param)
 
 
 def _check_stored(plan: Plan, param: str, like: Tensor) -> None:

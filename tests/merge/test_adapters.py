@@ -278,6 +278,21 @@ def test_a_mean_of_full_tensors_needs_the_base_or_is_left_to_it(tmp_path):
     assert_close(on_base(tmp_path, out), updates(tmp_path, "model"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_going_on_from_a_mean_of_full_tensors_in_16_bits_says_so(tmp_path, dtype):
+    """And float32, which the warning asks for, is none."""
+    save_with_full_tensors(tmp_path, "modules_to_save")
+    options = {**MEAN, "base": "base", "settings": {"dtype": dtype}}
+    first = adapter_of(tmp_path, ["math"], "first", **options)
+    assert not any("the means" in warning for warning in manifest(first)["warnings"])
+    second = adapter_of(tmp_path, ["code"], "second", first, **options)
+    of_means = [warning for warning in manifest(second)["warnings"] if "the means" in warning]
+    if dtype == "float32":
+        assert not of_means
+    else:
+        assert "or float32 from the first merge on, avoid that" in of_means[0]
+
+
 def test_an_update_outside_the_layers_that_is_not_merged_is_left_out_of_the_next_merge(tmp_path):
     save_adapters(tmp_path, tasks=2, target_modules=["q_proj", "embed_tokens"])
     first = adapter_of(tmp_path, ["math"], "first", target_modules=["q_proj"])
