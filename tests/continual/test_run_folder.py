@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -152,3 +153,12 @@ def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
     assert folder.newest_step(1, 1) is None
     assert f"field '{field}" in caplog.text
     assert "step 1: '" in caplog.text  # whose folder has the number 0
+
+
+@pytest.mark.parametrize(("source", "place"), [(1, 2), (2, 1)])
+def test_the_folder_of_another_step_is_none(folder, source, place):
+    folder.save_step(2, nn.Linear(2, 2), {**ABOUT, "step": 2, "tasks": ["a", "b"]}, {}, {})
+    shutil.rmtree(folder.checkpoint(place))
+    shutil.copytree(folder.checkpoint(source), folder.checkpoint(place))
+    with pytest.raises(ValueError, match=rf"' is of step {source}$"):
+        folder.read_step(place)

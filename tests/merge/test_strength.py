@@ -1,6 +1,7 @@
 """`best` gives a task the same strength in all layers, in whatever form the task comes."""
 
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -40,6 +41,17 @@ def test_an_adapter_has_its_strength_as_an_adapter_and_merged_in_float32_and_in_
     merged.save_pretrained(folder / "task9_bfloat16")
     tasks = ["task1", "adapter", "task9", "task9_bfloat16"]
     assert strengths(folder, tasks) == [1.0, 0.5, 0.5, 0.5]
+
+
+def test_a_weak_adapter_that_was_merged_and_stored_in_bfloat16_is_still_an_adapter(folder):
+    """Its tail is rounding: with it, a twentieth of the adapter would have most of the strength."""
+    base = tensors(folder / "base")
+    state = {}
+    for key, value in tensors(folder / "task9").items():
+        state[key] = (base[key] + 0.05 * (value - base[key])).bfloat16()
+    shutil.copytree(folder / "task9", folder / "weak")
+    save_file(state, folder / "weak" / "model.safetensors", metadata={"format": "pt"})
+    assert strengths(folder, ["weak"]) == [0.5]
 
 
 def test_the_strength_of_a_task_does_not_depend_on_its_weight_in_the_merge(folder):

@@ -80,6 +80,22 @@ def test_directions_of_exactly_low_rank_stand_above_any_rounding():
     assert above_rounding(squares, rest, rounding, 100, 100).tolist() == [[True, True, False]]
 
 
+def test_weak_factors_are_as_much_in_the_way_of_a_base_in_bfloat16_as_of_one_in_float32():
+    """They were never rounded to its digits, and have all of their directions, here half of
+    the width at equal strength, below the edge of the base's rounding.
+    """
+    theta_0 = THETA_0[:32, :32]
+    left, right = torch.linalg.qr(drawn(2, 32, 16, seed=1, scale=1.0)).Q
+    factors = LowRank(2e-4 * left, right.mT.contiguous())
+    so_far = theta_0.float() + drawn(32, 3, seed=2, scale=0.2) @ drawn(3, 32, seed=3, scale=0.2)
+    config = FusionConfig(null_rank=3, lora_rank=4, task_rank=6)
+    overlaps = []
+    for base in (theta_0, theta_0.float()):
+        _, reports = fuse_layers({"w": base}, {"w": so_far}, {"w": factors}, config, step=2)
+        overlaps.append(reports["w"].overlap)
+    assert overlaps[0] == overlaps[1]
+
+
 def test_in_float32_no_direction_is_taken_for_rounding():
     tau = merged_in(torch.float32, 1) - THETA_0.float()
     V = top_right_singular_vectors(tau, 16)

@@ -14,6 +14,7 @@ from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.order_free import RTOL, layer_scales
 from fusion_bench_nufilt.methods.spectral import Spectral, flatten
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
@@ -240,6 +241,17 @@ def test_the_report_of_layers_has_the_votes(tmp_path):
     header, *rows = (tmp_path / "layers.csv").read_text().splitlines()
     assert header == "step,task,layer,shape,seconds,task_norm,vote_energy,mean,rounding,count"
     assert {row.rsplit(",", 1)[1] for row in rows} == {"1", "2"}
+
+
+@pytest.mark.parametrize("power", [0.1, 2.0])
+def test_a_rough_vote_has_all_directions_that_count(power):
+    """All of them in a nearly flat spectrum, and the leading ones in a steep one."""
+    values = torch.arange(1, 49, dtype=torch.float64) ** -power
+    task = TaskVector(matrix_with_spectrum(64, 48, values, seed=1))
+    vote, s_1 = task.vote()
+    rough_vote, rough_s_1 = task.rough_vote(1e-4)
+    assert torch.linalg.matrix_norm(rough_vote - vote, ord=2) < 1e-4
+    assert rough_s_1.item() == pytest.approx(s_1.item())
 
 
 def test_the_strength_of_a_direction_falls_a_little_up_to_a_vote_and_then_with_damp():

@@ -79,3 +79,40 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, out):
         files.refuse_foreign(tmp_path / out, "compare.json")
     files.refuse_foreign(tmp_path / "new" / "out", "compare.json")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """The numbers of the files that were waited for until they were on the disk."""
+    numbers = []
+    sync = os.fsync
+
+    def record(descriptor):
+        sync(descriptor)
+        numbers.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return numbers
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, synced, monkeypatch):
+    """Otherwise a machine that loses power may keep the name and lose the content."""
+    before_the_name = []
+    replace = os.replace
+
+    def record(source, target):
+        before_the_name.extend(synced)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", record)
+    files.write_text(tmp_path / "file", "content")
+    assert before_the_name == [(tmp_path / "file").stat().st_ino]
+
+
+def test_a_folder_and_its_files_are_on_the_disk_before_it_has_its_name(tmp_path, synced):
+    with files.atomic_folder(tmp_path / "folder") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "file").write_text("content")
+    numbers = [path.stat().st_ino for path in sorted((tmp_path / "folder").rglob("*"))]
+    assert sorted(synced[:-1]) == sorted(numbers)
+    assert synced[-1] == tmp_path.stat().st_ino

@@ -1,10 +1,13 @@
 """safetensors files that are read tensor by tensor."""
 
 import json
+import os
+import time
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fusion_bench_nufilt.utils.tensors import TensorFile, is_finite
 
@@ -43,3 +46,23 @@ def test_a_single_nan_or_infinity_is_seen(dtype, bad):
     values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
     values[: len(bad)] = torch.tensor(bad)
     assert not is_finite(values)
+
+
+def test_a_file_that_is_written_over_is_changed_though_its_size_and_time_are_as_before(tmp_path):
+    """`cp -p` and `tar` set the time of a file that they write to."""
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(4)}, path)
+    before = path.stat()
+    opened = TensorFile(path)
+    assert not opened.changed()
+    deadline = time.monotonic() + 5
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock of some milliseconds
+        assert time.monotonic() < deadline
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"1")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    kept = ("st_size", "st_mtime_ns", "st_ino")
+    assert [getattr(after, name) for name in kept] == [getattr(before, name) for name in kept]
+    assert opened.changed()
