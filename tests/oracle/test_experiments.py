@@ -1,13 +1,22 @@
 """Numbers of experiments that nobody thought of, by plain formulas: accuracy, backward transfer,
-zero-shot, deviations, and ranks, of random scores of which some are missing.
+zero-shot, deviations, and ranks, of random scores of which some are missing, and of runs of which
+some failed or were killed.
 """
 
+import dataclasses
 import math
 import statistics
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion_bench_nufilt.compare import run as compare_run
+from fusion_bench_nufilt.compare.run import compare
+from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual import task_order
 from fusion_bench_nufilt.pages.comparison_tables import task_table
 from fusion_bench_nufilt.pages.content import SeedRun
@@ -167,5 +176,93 @@ def test_a_comparison_has_the_mean_accuracy_and_transfer_of_its_seeds(table):
                 mean_of([last - own for last, own in pairs if None not in (last, own)])
             )
         for metric, values in (("ACC", accuracies), ("BWT", transfers)):
-            known = [value for value in values if not math.isnan(value)]
-            assert is_same(measured_mean(results, label, metric).mean, mean_of(known))
+            numbers = [value for value in values if not math.isnan(value)]
+            mean = measured_mean(results, label, metric)
+            assert is_same(mean.mean, mean_of(numbers))
+            assert math.isnan(mean.std) == (len(numbers) < 2)
+            if len(numbers) > 1:
+                deviation = statistics.stdev(numbers)
+                assert math.isclose(mean.std, deviation, rel_tol=1e-9, abs_tol=1e-12)
+
+
+class MadeUpExperiment:
+    """Stands in for models and data: a run has the scores of a table, fails where these are None,
+    and is killed after a number of others.
+    """
+
+    def __init__(self, table, runs_until_killed):
+        self.tasks = TASKS
+        self.settings = {"test_data": "some"}
+        self.composed = {}
+        self.digests = dict.fromkeys(["_pretrained_", *TASKS], "0")
+        self.evaluator = None
+        self.table = table
+        self.runs_until_killed = runs_until_killed
+        self.started = []
+
+    def make_method(self, config):
+        pass
+
+    def in_effect(self, config):
+        return config
+
+    def score_single_models(self, on_step):
+        return {"pretrained": dict.fromkeys(TASKS, 0.25), "individual": dict.fromkeys(TASKS, 0.95)}
+
+    def run(self, config, on_step):
+        if len(self.started) == self.runs_until_killed:
+            raise KeyboardInterrupt
+        self.started.append((config["label"], config["seed"]))
+        (run,) = runs_of({"": {config["seed"]: self.table[config["label"]][config["seed"]]}})[""]
+        return dataclasses.replace(run, config=config)
+
+
+def compare_on(folder, table, labels, seeds, runs_until_killed=None):
+    """Compare methods on seeds, and return the results, None if killed, and the runs started."""
+    experiment = MadeUpExperiment(table, runs_until_killed)
+    specs = [RunSpec(label, (f"method={label}",), label) for label in labels]
+
+    def compose(overrides):
+        label = overrides[-1].removeprefix("method=")
+        return SimpleNamespace(method={"label": label, "shuffle_order": True})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_run, "Experiment", lambda *_: experiment)
+        patch.setattr(compare_run, "compose_run", compose)
+        patch.setattr(compare_run, "plain", dict)
+        try:
+            results = compare("some_pool", specs, seeds, folder)
+        except KeyboardInterrupt:
+            results = None
+    return results, experiment.started
+
+
+@settings(max_examples=8)
+@given(data=st.data(), table=experiments())
+def test_a_comparison_in_several_goes_is_that_of_one_whatever_was_killed(data, table):
+    labels = sorted(table)
+    seeds = sorted(table[labels[0]])
+    with tempfile.TemporaryDirectory() as name:
+        expected, started = compare_on(Path(name) / "one go", table, labels, seeds)
+        assert sorted(started) == sorted((label, seed) for label in labels for seed in seeds)
+        finished = set()
+        for _ in range(data.draw(st.integers(0, 3), label="goes")):
+            part = {
+                "labels": sorted(data.draw(st.sets(st.sampled_from(labels), min_size=1))),
+                "seeds": sorted(data.draw(st.sets(st.sampled_from(seeds), min_size=1))),
+            }
+            killed_after = data.draw(st.one_of(st.none(), st.integers(0, 4)), label="killed after")
+            results, started = compare_on(
+                Path(name) / "goes", table, **part, runs_until_killed=killed_after
+            )
+            wanted = {(label, seed) for label in part["labels"] for seed in part["seeds"]}
+            # What failed is run again, and nothing that finished.
+            assert finished.isdisjoint(started)
+            if results is not None:
+                assert set(started) == wanted - finished
+            for label, seed in started:
+                if table[label][seed] is not None:
+                    finished.add((label, seed))
+        results, started = compare_on(Path(name) / "goes", table, labels, seeds)
+    assert finished.isdisjoint(started)
+    assert results.as_json() == expected.as_json()
