@@ -25,6 +25,7 @@ from fusion_bench_nufilt.merge.checks import (
     other_options,
 )
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
+from fusion_bench_nufilt.merge.kept_state import carry_over_kept, kept_state, mean_key
 from fusion_bench_nufilt.merge.other_params import (
     average_others,
     describe_heads,
@@ -33,15 +34,7 @@ from fusion_bench_nufilt.merge.other_params import (
     take_head,
 )
 from fusion_bench_nufilt.merge.plan import Plan, Selection, select
-from fusion_bench_nufilt.merge.planned import (
-    PlannedLayers,
-    affords_state,
-    has_state,
-    mean_key,
-    state_tensors,
-    state_to_keep,
-    stored_keys,
-)
+from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models import Heads
@@ -245,7 +238,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for param in names:
                 first_params[param] = self._architecture.first(names)
         carry_over(self._architecture, self._mean_counts, first_params)
-        carry_over(self._architecture, self._states, first_params, mean_key)
+        carry_over_kept(self._architecture, self._states, first_params)
 
     @property
     def solving_share(self) -> float | None:
@@ -285,15 +278,17 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         for task, head in self.task_heads.items():
             self.head_tensors[task] = load(self.files[head["file"]])
         carry_over(self._architecture, self._mean_counts, self._first_params)
-        carry_over(self._architecture, self._states, self._first_params, mean_key)
+        carry_over_kept(self._architecture, self._states, self._first_params)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), before=manifest)
         for warning in check_state(plan, source):
             log.warning("%s", warning)
-        self._states = {key: self._states[stored] for key, stored in stored_keys(plan).items()}
+        kept = kept_state(plan)
+        earlier_keys = kept.earlier_keys()
+        self._states = {key: self._states[stored] for key, stored in earlier_keys.items()}
         # Of a method that keeps nothing but the weight, a state is the weight in float32.
         if self.method.is_stateless:
-            layers = [layer for layer in plan.layers if has_state(plan, layer)]
+            layers = [layer for layer in plan.layers if kept.is_needed(layer)]
             self._holds_float32 = any(layer.keys[0] in self._states for layer in layers)
 
     def differences_from(self, manifest: Manifest) -> list[Difference]:
@@ -395,6 +390,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._holds_float32 = affords_state(plan, next(merged.parameters()).device)
             plan = self._plan([model], step, merged_weights)
         self._keep_heads(plan)
+        layers = PlannedLayers(plan)
+        kept = layers.kept
         reports: dict[str, Report] = {}
 
         def on_layer(result: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
@@ -402,18 +399,18 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             # The weight of a step that nobody reads is not computed, unless it is the state.
             if self.method.is_stateless or self.is_used(step):
                 merged_source.write(merged_weights.keys[layer.param], merged_weight())
-            if plan.keeps_state and has_state(plan, layer):
+            if plan.keeps_state and kept.is_needed(layer):
                 # The state stays with the model, whichever GPU computed the layer.
                 device = layer.view.read(pretrained).device
-                for key, value in state_to_keep(plan, layer, result.state).items():
+                for key, value in kept.by_key(layer, result.state).items():
                     self._states[key] = value.to(device)
             else:  # what an earlier merge kept in float32 is in the model now
-                for key, _, _ in state_tensors(plan, layer).values():
-                    self._states.pop(key, None)
+                for tensor in kept.of_layer(layer).values():
+                    self._states.pop(tensor.key, None)
             reports[layer.name] = result.record["reports"][0]
 
         with (
-            closing(merge_layers(PlannedLayers(plan), plan.layers, on_layer)) as merged_layers,
+            closing(merge_layers(layers, plan.layers, on_layer)) as merged_layers,
             tqdm(
                 total=len(plan.layers),
                 desc=f"Merging {name}",

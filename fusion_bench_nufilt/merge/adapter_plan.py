@@ -37,9 +37,9 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .checks import check_shapes
+from .kept_state import KeptStateOfAdapter
 from .other_params import find_heads
 from .plan import DTYPES, Files, Plan, SavedTensor, Selection, select
-from .planned import shape_in_basis
 
 # The ranks that vLLM has for its option max_lora_rank end here.
 _HIGHEST_RANK_OF_VLLM = 512
@@ -328,10 +328,10 @@ def _settings_in_effect(plan: Plan, ranks: Mapping[str, int]) -> Settings:
 def _ranks(plan: Plan) -> dict[str, int]:
     """Return the rank of each tensor in the result that has factors, by param."""
     ranks = {}
+    kept = KeptStateOfAdapter(plan)
     for layer in plan.layers:
-        shape = shape_in_basis(plan, layer)
-        if shape is not None and layer.param in plan.adapter_keys:
-            ranks[layer.param] = min(shape)
+        if layer.param in plan.adapter_keys:
+            ranks[layer.param] = min(kept.shape_in_basis(layer))
     for param in plan.others:
         if param not in plan.saved_tensors:
             total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0

@@ -15,13 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.merge.plan import Plan, Selection, is_rounded
-from fusion_bench_nufilt.merge.planned import (
-    check_state_in_basis,
-    mean_key,
-    means_to_keep,
-    state_tensors,
-)
+from fusion_bench_nufilt.merge.kept_state import kept_state
+from fusion_bench_nufilt.merge.plan import Plan, Selection
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture, Layer
@@ -29,7 +24,6 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import coverage, exclude_hint
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
-from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, Manifest
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
@@ -45,7 +39,7 @@ from fusion_bench_nufilt.utils.manifest import (
     verify_files,
 )
 from fusion_bench_nufilt.utils.options import with_scope
-from fusion_bench_nufilt.utils.tensors import FLOATS, describe
+from fusion_bench_nufilt.utils.tensors import FLOATS
 
 log = logging.getLogger(__name__)
 
@@ -231,88 +225,7 @@ def check_state(plan: Plan, name: str) -> list[str]:
             f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
             f"{remedy}"
         )
-    if plan.is_adapter:
-        warnings = check_state_in_basis(plan, name)
-        means = [param for param in plan.saved_tensors if _is_rounded_mean(plan, param)]
-        if means:
-            warnings.append(_warning_of_means(name, means, "float32 from the first merge on"))
-        return warnings
-    stored: dict[str, str] = {}
-    if plan.state is not None:
-        stored = plan.state.keys
-    missing = []
-    known = {mean_key(param) for param in plan.others}
-    known |= {new_rows_key(param) for param in plan.pretrained.params}
-    for layer in plan.layers:
-        for key, param, like in state_tensors(plan, layer).values():
-            known.add(param)
-            if param in stored:
-                _check_stored(plan, param, like)
-            # A weight that the model has in float32 needs no second copy beside it.
-            elif not method.is_stateless or _is_rounded(plan, param):
-                missing.append(key)
-    rounded_means = []
-    for param, like in means_to_keep(plan).items():
-        if mean_key(param) in stored:
-            _check_stored(plan, mean_key(param), like)
-        elif _is_rounded_mean(plan, param):
-            rounded_means.append(param)
-    unknown = sorted(stored.keys() - known)
-    warnings = []
-    if method.is_stateless:
-        if plan.keeps_state and missing and plan.before:
-            warnings.append(
-                f"'{name}' does not have all merged layers in float32: going on from the rounded "
-                "ones"
-            )
-    elif missing or unknown:
-        # Sums of other layers, or of another method, are not those of these tasks.
-        content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
-        raise ValueError(
-            f"the merged model '{name}' has {content} in {STATE_FILE}: {method.label} goes on from "
-            "its own merges of the same layers only"
-        )
-    if rounded_means:
-        warnings.append(_warning_of_means(name, rounded_means, "--state from the first merge on"))
-    return warnings
-
-
-def _warning_of_means(name: str, params: Sequence[str], remedy: str) -> str:
-    return (
-        f"'{name}' does not have the means of {format_names(params)} in float32: going on from the "
-        f"rounded ones; all tasks at once, or {remedy}, avoid that"
-    )
-
-
-def _is_rounded_mean(plan: Plan, param: str) -> bool:
-    """Tell whether the merged model has the mean of a tensor in fewer digits than float32."""
-    # A mean without a model in it is replaced by the first one, so that its digits don't count.
-    if plan.models_in_mean(param) == 0:
-        return False
-    if plan.merged is not None and param not in plan.merged.keys:
-        return False  # it has the base's
-    return _is_rounded(plan, param)
-
-
-def _check_stored(plan: Plan, param: str, like: Tensor) -> None:
-    """Refuse a tensor of the state that has another shape or dtype than the plan needs."""
-    assert plan.state is not None
-    stored = plan.state.source.tensors[plan.state.keys[param]]
-    shape = tuple(like.shape)
-    if stored.shape != shape or stored.dtype != describe(like).dtype:
-        dtype = str(like.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"'{plan.state.source.name}', tensor '{param}': {stored.dtype} {stored.shape} is not "
-            f"{dtype} {shape}, as the base's layer would be; remove that folder if the weights "
-            "beside it are right"
-        )
-
-
-def _is_rounded(plan: Plan, param: str) -> bool:
-    """Tell whether the merged model has a tensor in fewer digits than float32."""
-    if plan.merged is None:
-        return plan.rounds(plan.pretrained.keys[param])
-    return is_rounded(plan.merged.source.tensors[plan.merged.keys[param]])
+    return kept_state(plan).check(name)
 
 
 def verify_merged(plan: Plan) -> list[str]:

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.utils.devices import exact_products, give_back_freed_me
 from .engine import LayerMerger, MergedLayer
 from .output import Record
 from .plan import Plan
-from .planned import PlannedLayers, serialize_layer, state_layout
+from .planned import PlannedLayers
 
 # The record of each layer, and its bytes in arrays, which Ray moves without a copy.
 _Merged = list[tuple[Record, list[numpy.ndarray]]]
@@ -80,8 +80,9 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    merger = LayerMerger(PlannedLayers(local_plan, strengths))
-    _, state_places = state_layout(local_plan)
+    source = PlannedLayers(local_plan, strengths)
+    merger = LayerMerger(source)
+    _, state_places = source.kept.layout()
     layers = {layer.param: layer for layer in plan.layers}
 
     def merge(params: Sequence[str]) -> _Merged:
@@ -89,7 +90,7 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
         results: _Merged = []
 
         def on_layer(merged: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
-            pieces = serialize_layer(local_plan, state_places, merged, merged_weight)
+            pieces = source.serialize(state_places, merged, merged_weight)
             arrays = [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]
             results.append((merged.record, arrays))
 

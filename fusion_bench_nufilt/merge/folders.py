@@ -48,8 +48,6 @@ from .plan import Plan
 from .planned import (
     PlannedLayers,
     disk_bytes,
-    serialize_layer,
-    state_layout,
 )
 
 log = logging.getLogger(__name__)
@@ -81,9 +79,9 @@ def merge_folders(
     check_disk(plan, out)
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
-    state_header, state_places = state_layout(plan)
     # One for all, since it measures the strengths of tasks, where they have any, at most once.
     layers = PlannedLayers(plan)
+    state_header, state_places = layers.kept.layout()
     with (
         disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
         closing(_open_output(layers, out, state_header)) as output,
@@ -236,7 +234,7 @@ def _merge(
     others = [param for param in plan.others if param not in done]
 
     def write_layer(merged: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
-        output.add(merged.record, serialize_layer(plan, state_places, merged, merged_weight))
+        output.add(merged.record, source.serialize(state_places, merged, merged_weight))
 
     def write_other_param(param: str) -> None:
         write_other(plan, param, state_places, output)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from fusion_bench_nufilt.merge.kept_state import kept_state, mean_key
 from fusion_bench_nufilt.merge.output import Output, Record
 from fusion_bench_nufilt.merge.plan import Plan
-from fusion_bench_nufilt.merge.planned import factors_by_key, mean_key, means_to_keep
+from fusion_bench_nufilt.merge.planned import factors_by_key
 from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.model import ModelWeights
@@ -349,7 +350,7 @@ def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[s
     that the model rounds, by their keys in the state.
     """
     means = {}
-    to_keep = means_to_keep(plan)
+    to_keep = kept_state(plan).means()
     for param, keys in plan.others.items():
         if param not in plan.averaged:
             continue
@@ -362,7 +363,7 @@ def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[s
         if tensor.tasks:
             write(keys[0], value)
         if param in to_keep:
-            means[mean_key(param)] = value.to(to_keep[param].dtype)
+            means[to_keep[param].key] = value.to(to_keep[param].like.dtype)
     return means
 
 

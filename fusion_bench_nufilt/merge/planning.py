@@ -20,7 +20,6 @@ from fusion_bench_nufilt.models.vocabulary import (
     Vocabulary,
     have_tokens_of_base,
     join_vocabularies,
-    new_rows_key,
 )
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
@@ -37,9 +36,10 @@ from .checks import (
     check_task,
     verify_merged,
 )
+from .kept_state import carry_over_kept, kept_state
 from .other_params import describe_heads, find_heads, take_head
 from .plan import Plan, arrange_files, models_by_role, select, small_files_of
-from .planned import PlannedLayers, mean_key, state_layout
+from .planned import PlannedLayers
 
 
 def plan_merge(
@@ -114,8 +114,7 @@ def plan_merge(
         carry_over(architecture, before["mean_counts"], earlier)
     if state is not None:
         state.tie(architecture)
-        carry_over(architecture, state.keys, earlier, mean_key)
-        carry_over(architecture, state.keys, earlier, new_rows_key)
+        carry_over_kept(architecture, state.keys, earlier)
 
     # A task's own head is no layer, although the base may have one of that name.
     heads = find_heads(targets.heads, pretrained, opened, architecture, before)
@@ -220,7 +219,8 @@ def _settings_in_effect(
     if _has_files(plan, default_size, small_files, untied):
         settings = default_size
     default_state = dataclasses.replace(settings, state=None)
-    if state_layout(dataclasses.replace(plan, settings=default_state)) == state_layout(plan):
+    without_choice = dataclasses.replace(plan, settings=default_state)
+    if kept_state(without_choice).layout() == kept_state(plan).layout():
         settings = default_state
     return settings
 
