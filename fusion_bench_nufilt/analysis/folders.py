@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.merge import Plan
-from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.devices import map_layers

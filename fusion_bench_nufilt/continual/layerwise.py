@@ -38,8 +38,8 @@ from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models import Heads
-from fusion_bench_nufilt.models.architecture import Architecture, Layer
-from fusion_bench_nufilt.models.layers import MatrixView
+from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.layers import Layer, MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,

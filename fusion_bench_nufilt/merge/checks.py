@@ -19,9 +19,9 @@ from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.plan import Plan, Selection
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
-from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.layers import coverage, exclude_hint
+from fusion_bench_nufilt.models.layers import Layer, coverage, exclude_hint
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, Manifest

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
 from fusion_bench_nufilt.utils.devices import exact_products, give_back_freed_memory

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
 from fusion_bench_nufilt.utils.files import (
     CARD,

@@ -17,8 +17,9 @@ from torch import Tensor
 from fusion_bench_nufilt.methods import METHODS, LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models import Heads
-from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
 from fusion_bench_nufilt.utils.options import split_options, with_current_names
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion_bench_nufilt.methods.base import State
-from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import carry_over
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import new_rows_key

@@ -30,7 +30,7 @@ from fusion_bench_nufilt.methods.task_vector import (
     task_strength,
 )
 from fusion_bench_nufilt.models.adapters import EMBEDDING_A
-from fusion_bench_nufilt.models.architecture import Layer
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source, check_belongs

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.architecture import Architecture, Layer
+from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, config_at_hand
 from fusion_bench_nufilt.models.experts import Expert, ExpertRows, find_experts, find_saved_experts
 from fusion_bench_nufilt.models.heads import labels
-from fusion_bench_nufilt.models.layers import with_same_ending
+from fusion_bench_nufilt.models.layers import Layer, with_same_ending
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights
 from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.nufilt import LowRank

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import (
+    Layer,
     MatrixView,
     exclude_hint,
     layer_name,
@@ -47,14 +48,6 @@ _COMPUTED = (
     "masked_bias",
     "num_batches_tracked",
 )
-
-
-class Layer(NamedTuple):
-    name: str  # its name in the model, which seeds the adapter
-    param: str
-    # Of the base checkpoint; more than one where a tied weight is stored more than once.
-    keys: tuple[str, ...]
-    view: MatrixView  # how the param's tensor holds the layer's matrix
 
 
 class Architecture:

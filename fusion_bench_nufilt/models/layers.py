@@ -70,6 +70,16 @@ class MatrixView:
         return parameter.detach()[slice(*self.rows)]
 
 
+class Layer(NamedTuple):
+    """A layer that is merged."""
+
+    name: str  # its name in the model, which seeds the adapter
+    param: str
+    # Of the base checkpoint; more than one where a tied weight is stored more than once.
+    keys: tuple[str, ...]
+    view: MatrixView  # how the param's tensor holds the layer's matrix
+
+
 def views(model: nn.Module) -> list[MatrixView]:
     """Return all matrices of a model in the order of its modules (``docs/checkpoints.md`` has a
     table).
