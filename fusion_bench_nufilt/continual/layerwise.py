@@ -39,7 +39,7 @@ from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.layers import Layer, MatrixView
+from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
@@ -394,7 +394,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         kept = layers.kept
         reports: dict[str, Report] = {}
 
-        def on_layer(result: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
+        def on_layer(result: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
             layer = result.layer
             # The weight of a step that nobody reads is not computed, unless it is the state.
             if self.method.is_stateless or self.is_used(step):

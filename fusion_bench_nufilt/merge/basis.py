@@ -13,7 +13,6 @@ float32. The base of zeros says so, since its rounding has no energy.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.merge.engine import MergedLayer
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-
-_L = TypeVar("_L")
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def resize_lists(value: Tensor, axes: str, length: int) -> Tensor:
 
 
 @dataclass
-class LayerInBasis(MergedLayer[_L]):
+class LayerInBasis(MergedLayer):
     """A layer that is merged in a basis of its tasks' directions, where its base is zero."""
 
     basis: Basis

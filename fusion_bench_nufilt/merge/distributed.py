@@ -47,14 +47,14 @@ def merge_on_cluster(
     # A run that goes on may have none left, for which no worker is started.
     if not layers:
         return
-    source = PlannedLayers(plan)
+    reader = PlannedLayers(plan)
     work = {}
-    for batch in source.batches(layers):
+    for batch in reader.batches(layers):
         work[f"layer '{batch[0].param}'"] = ([layer.param for layer in batch],)
     ray = connect(plan.settings.address)
     nodes = cluster_nodes(plan)
     # Measured here, so that every node has the same.
-    strengths = source.strengths
+    strengths = reader.strengths
     with closing(run_on_cluster(ray, nodes, work, _make_merger, plan, strengths)) as results:
         for _, merged in results:
             # As they arrive: a driver that is killed has lost no more than the layers in progress.
@@ -80,17 +80,17 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    source = PlannedLayers(local_plan, strengths)
-    merger = LayerMerger(source)
-    _, state_places = source.kept.layout()
+    reader = PlannedLayers(local_plan, strengths)
+    merger = LayerMerger(reader)
+    _, state_places = reader.kept.layout()
     layers = {layer.param: layer for layer in plan.layers}
 
     def merge(params: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         results: _Merged = []
 
-        def on_layer(merged: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
-            pieces = source.serialize(state_places, merged, merged_weight)
+        def on_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
+            pieces = reader.serialize(state_places, merged, merged_weight)
             arrays = [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]
             results.append((merged.record, arrays))
 

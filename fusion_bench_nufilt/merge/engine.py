@@ -1,25 +1,26 @@
 """The scheduler of all merges: layers several at a time, within a memory limit, in this process.
 
-What is merged, and where it is read from, a :class:`LayerSource` says; how, a
+What is merged, and where it is read from, a :class:`LayerReader` says; how, a
 :class:`fusion_bench_nufilt.methods.LayerMethod`. Neither knows of threads, devices or failures.
 """
 
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
 from fusion_bench_nufilt.utils.devices import (
@@ -46,41 +47,47 @@ CPU = torch.device("cpu")
 #: Of a task's update in a layer. Cubes of what is outside leave the range of float32.
 NORMS = (1e-12, 1e12)
 
-_L = TypeVar("_L")
 _R = TypeVar("_R")
 
 
 @dataclass
-class MergedLayer(Generic[_L]):
+class MergedLayer:
     """A layer, and what the tasks so far made of it."""
 
-    layer: _L
+    layer: Layer
     theta_0: Tensor  # (d_o, d_i)
     state: State  # of this layer alone
     record: Any  # a dict with the "reports" of its steps
 
 
 @dataclass
-class _Batch(Generic[_L]):
+class _Batch:
     """Layers of one shape that are merged together on a device."""
 
-    merged: list[MergedLayer[_L]]
+    merged: list[MergedLayer]
     base: Tensor  # (n, d_o, d_i)
     state: State  # of all layers
     device: torch.device
 
 
 #: Takes a layer that is merged, and the function that computes its weight as the base stores it.
-OnLayer = Callable[[MergedLayer[_L], Callable[[], Tensor]], object]
+OnLayer = Callable[[MergedLayer, Callable[[], Tensor]], object]
 
 
-class LayerSource(ABC, Generic[_L]):
-    """The layers of a merge: how they are read, and how much memory they take."""
+#: A shape ``(d_o, d_i)``, and dtypes.
+Form = tuple[tuple[int, int], tuple[torch.dtype, ...]]
+
+
+class LayerReader(ABC):
+    """Reads the layers of a merge, and knows how much memory they take."""
 
     method: LayerMethod
     devices: list[torch.device]
     workers: int
     """The number of batches of layers in progress."""
+    batch_bytes: int
+    """On an accelerator, layers are solved together within about this much memory."""
+    task_names: Sequence[str]
     first_step: int
     """The number of the first task in the stream, from 1."""
 
@@ -95,57 +102,64 @@ class LayerSource(ABC, Generic[_L]):
         """The strength of each task."""
 
     @abstractmethod
-    def name(self, layer: _L) -> str:
-        """Return the layer's name in the model."""
+    def form(self, layer: Layer) -> Form:
+        """Return what layers have in common that are merged together: the shape in which that is
+        done, and the dtypes of the base and of what else is stacked.
+        """
 
     @abstractmethod
-    def shape(self, layer: _L) -> tuple[int, ...]:
-        """Return ``(d_o, d_i)``."""
-
-    @abstractmethod
-    def batches(self, layers: Sequence[_L]) -> list[list[_L]]:
-        """Return the layers that are merged together: one on a CPU, else several of one shape."""
-
-    @abstractmethod
-    def memory(self, layer: _L) -> int:
+    def memory(self, layer: Layer) -> int:
         """Return the bytes of main memory held while a layer is merged."""
 
     @abstractmethod
-    def solving_memory(self, layer: _L) -> int:
+    def solving_memory(self, layer: Layer) -> int:
         """Return the bytes held on the device where a layer is merged."""
 
     @abstractmethod
-    def read(self, layer: _L, device: torch.device) -> MergedLayer[_L]:
+    def read(self, layer: Layer, device: torch.device) -> MergedLayer:
         """Read a layer of the base, and its state before the first task, to a device."""
 
-    def base_dtype(self, merged: MergedLayer[_L]) -> torch.dtype:
+    def base_dtype(self, merged: MergedLayer) -> torch.dtype:
         """Return the dtype of the fewest digits that a layer of the base has had so far."""
         return merged.theta_0.dtype
 
     @abstractmethod
-    def task_name(self, number: int) -> str:
-        """Return the name of a task, from 0."""
-
-    @abstractmethod
-    def read_task(self, number: int, merged: MergedLayer[_L]) -> Tensor | LowRank | None:
+    def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
         """Read a task's weight of a layer as it is stored, or the factors of its update, to the
         device of ``merged``; None if it has the layer as it is in the base.
         """
 
     def weighted(
-        self, number: int, merged: MergedLayer[_L], weight: Tensor | LowRank
+        self, number: int, merged: MergedLayer, weight: Tensor | LowRank
     ) -> Tensor | LowRank:
         """Return what :meth:`read_task` returned with its update at the task's weight in the
         merge.
         """
         return weight
 
-    def as_stored(self, merged: MergedLayer[_L], weight: Tensor) -> Tensor:
+    def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
         """Return the merged weight of a layer in the form in which the base has it."""
         return weight
 
+    def batches(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+        """Return the layers that are merged together: one on a CPU, else several of one form."""
+        groups = defaultdict(list)
+        for layer in layers:
+            groups[self.form(layer)].append(layer)
+        batches = []
+        for group in groups.values():
+            size = self.most_together(group[0])
+            batches += [group[first : first + size] for first in range(0, len(group), size)]
+        return batches
 
-class LayerMerger(Generic[_L]):
+    def most_together(self, layer: Layer) -> int:
+        """Return the most layers like this one in a batch."""
+        shape, dtypes = self.form(layer)
+        itemsize = max(4, dtypes[0].itemsize)
+        return batch_size(self.method, shape, itemsize, self.devices[0], self.batch_bytes)
+
+
+class LayerMerger:
     """Merges layers in this process: one per thread on a CPU, batches of them on GPUs.
 
     Several batches are on a GPU at a time. One of them is solved while the others are read and
@@ -153,10 +167,10 @@ class LayerMerger(Generic[_L]):
     CUDA stream, where its operations wait for no other batch's.
     """
 
-    def __init__(self, source: LayerSource[_L]) -> None:
-        self.source = source
-        self._budget = Budget(source.memory_limit)
-        devices = [device for device in source.devices if device.type == "cuda"]
+    def __init__(self, reader: LayerReader) -> None:
+        self.reader = reader
+        self._budget = Budget(reader.memory_limit)
+        devices = [device for device in reader.devices if device.type == "cuda"]
         for device in devices:
             # The streams below do not wait for what the caller left to do on its own.
             torch.cuda.current_stream(device).synchronize()
@@ -169,20 +183,20 @@ class LayerMerger(Generic[_L]):
         self._turns = {gpu: Lock() for gpu in self._gpus}
 
     @torch.no_grad()
-    def merge(self, layers: list[_L], on_layer: OnLayer[_L]) -> int:
+    def merge(self, layers: list[Layer], on_layer: OnLayer) -> int:
         """Merge all tasks into some layers of one shape, hand over each, and return their number.
 
         They are merged together, or half of them at a time where that fails.
         """
-        source = self.source
+        reader = self.reader
         with ExitStack() as held:
             # Memory, stream, room: in one order in all threads, so that no two wait for each other.
-            held.enter_context(self._budget.reserve(sum(map(source.memory, layers))))
-            device = source.devices[0]
+            held.enter_context(self._budget.reserve(sum(map(reader.memory, layers))))
+            device = reader.devices[0]
             if self._gpus:
                 stream = held.enter_context(self._streams.free())
                 device = stream.device
-                on_gpu = sum(map(source.solving_memory, layers))
+                on_gpu = sum(map(reader.solving_memory, layers))
                 held.enter_context(self._room[device].reserve(on_gpu))
                 held.enter_context(torch.cuda.stream(stream))
             waiting = deque([layers])
@@ -199,29 +213,29 @@ class LayerMerger(Generic[_L]):
                     # extendleft reverses what it is given, so that the first half comes next.
                     waiting.extendleft([together[middle:], together[:middle]])
                     continue
-                for each in merged:
-                    on_layer(each, partial(self._merged_weight, each, device))
+                for merged_layer in merged:
+                    on_layer(merged_layer, partial(self._merged_weight, merged_layer, device))
                 # Else one half would be held in memory while the other is solved.
                 del merged
             if self._gpus:
                 stream.synchronize()  # the caller reads the results on another stream
         return len(layers)
 
-    def _log_halving(self, layers: Sequence[_L], device: torch.device, error: Exception) -> None:
+    def _log_halving(self, layers: Sequence[Layer], device: torch.device, error: Exception) -> None:
         if not isinstance(error, SteepSpectrumError):
             warn_once(
                 "device '%s', %d layers of shape %s together: %s; halves take over, which changes "
                 "them by rounding",
                 device,
                 len(layers),
-                self.source.shape(layers[0]),
+                layers[0].view.shape,
                 classify_error(error),
             )
 
-    def _solve(self, layers: Sequence[_L], device: torch.device) -> list[MergedLayer[_L]]:
+    def _solve(self, layers: Sequence[Layer], device: torch.device) -> list[MergedLayer]:
         """Read layers of one shape to a device, and add all tasks to their states."""
         batch = self._read(layers, device)
-        for number in range(len(self.source.strengths)):
+        for number in range(len(self.reader.strengths)):
             for digits, rows, weights in self._read_task(number, batch):
                 self._add_task(number, batch, digits, rows, weights)
         for key, value in batch.state.items():
@@ -229,12 +243,12 @@ class LayerMerger(Generic[_L]):
                 layer.state[key] = layer_value
         return batch.merged
 
-    def _read(self, layers: Sequence[_L], device: torch.device) -> "_Batch[_L]":
+    def _read(self, layers: Sequence[Layer], device: torch.device) -> _Batch:
         """Read layers of the base, and their states before the first task, as one batch."""
-        merged: list[MergedLayer[_L]] = []
+        merged: list[MergedLayer] = []
         for layer in layers:
-            with oom_as_error(self._label(layer), device):
-                merged.append(self.source.read(layer, device))
+            with oom_as_error(_label(layer), device):
+                merged.append(self.reader.read(layer, device))
         base = _stack([layer.theta_0 for layer in merged])
         state = {key: _stack([layer.state[key] for layer in merged]) for key in merged[0].state}
         # A layer has its rows of the stack, and not what they are copies of: none is held twice.
@@ -244,7 +258,7 @@ class LayerMerger(Generic[_L]):
         return _Batch(merged, base, state, device)
 
     def _read_task(
-        self, number: int, batch: "_Batch[_L]"
+        self, number: int, batch: _Batch
     ) -> list[tuple[torch.dtype, list[int], list[Tensor | LowRank]]]:
         """Return a task's weights of the layers that it changes, with their rows in the batch, and
         the dtype of the fewest digits in which they and the base are stored; each list is of
@@ -253,15 +267,15 @@ class LayerMerger(Generic[_L]):
         # An adapter may leave a layer as it is, or have another rank there.
         groups: dict[tuple[torch.dtype, int | None], tuple[list[int], list[Tensor | LowRank]]] = {}
         for row, layer in enumerate(batch.merged):
-            with oom_as_error(self._label(layer.layer), batch.device):
-                weight = self.source.read_task(number, layer)
+            with oom_as_error(_label(layer.layer), batch.device):
+                weight = self.reader.read_task(number, layer)
             if weight is None:
                 continue
-            digits = self.source.base_dtype(layer)
+            digits = self.reader.base_dtype(layer)
             if isinstance(weight, Tensor):
                 digits = coarser_dtype(digits, weight.dtype)
-            weight = self.source.weighted(number, layer, weight)
-            if isinstance(weight, LowRank) and not self.source.method.supports_low_rank:
+            weight = self.reader.weighted(number, layer, weight)
+            if isinstance(weight, LowRank) and not self.reader.method.supports_low_rank:
                 weight = to_compute_dtype(layer.theta_0) + weight.product()
             rank = weight.rank if isinstance(weight, LowRank) else None
             rows, weights = groups.setdefault((digits, rank), ([], []))
@@ -272,7 +286,7 @@ class LayerMerger(Generic[_L]):
     def _add_task(
         self,
         number: int,
-        batch: "_Batch[_L]",
+        batch: _Batch,
         digits: torch.dtype,
         rows: list[int],
         weights: list[Tensor | LowRank],
@@ -304,8 +318,8 @@ class LayerMerger(Generic[_L]):
             self._refuse_infinite(number, layers, base, after)
         for position, row in enumerate(rows):
             report = {
-                "step": self.source.first_step + number,
-                "shape": tuple(self.source.shape(layers[position])),
+                "step": self.reader.first_step + number,
+                "shape": tuple(layers[position].view.shape),
                 "seconds": seconds,
             }
             report |= {key: values[position] for key, values in columns.items()}
@@ -319,129 +333,97 @@ class LayerMerger(Generic[_L]):
     def _update(
         self,
         number: int,
-        layers: list[_L],
+        layers: list[Layer],
         state: State,
         base: Tensor,
         weights: list[Tensor | LowRank],
         digits: torch.dtype,
         device: torch.device,
     ) -> tuple[State, Measures]:
-        """Return what the method returns for a task, on the CPU where its solver fails for a single
-        layer.
-        """
-        method = self.source.method
-        names = [self.source.name(layer) for layer in layers]
-        step = self.source.first_step + number
-        strength = self.source.strengths[number]
-        try:
-            with oom_as_error(self._label(layers[0]), device):
-                # The method alone holds a stack of weights, and can free it.
-                return method.update(
-                    names,
-                    state,
-                    base,
-                    _stack(weights),
-                    step=step,
-                    strength=strength,
-                    digits=digits,
-                    float64=False,
-                )
-        except RuntimeError as error:
-            if len(names) > 1 or classify_error(error) is None:
-                raise
-            failure = error.with_traceback(None)  # which would hold the matrices
-        return self._on_cpu(
-            failure,
-            device,
-            method.update,
-            names,
-            state,
-            base,
-            _stack(weights),
-            step=step,
-            strength=strength,
-            digits=digits,
-        )
+        """Return what the method returns for a task."""
+        names = [layer.name for layer in layers]
+        step = self.reader.first_step + number
+        strength = self.reader.strengths[number]
 
-    def _refuse_norm(self, number: int, layer: _L, norm: float) -> None:
+        def update(device: torch.device, float64: bool) -> tuple[State, Measures]:
+            # The method alone holds a stack of weights, and can free it.
+            return self.reader.method.update(
+                names,
+                _to(state, device),
+                _to(base, device),
+                _to(_stack(weights), device),
+                step=step,
+                strength=strength,
+                digits=digits,
+                float64=float64,
+            )
+
+        return self._solved(update, layers, device)
+
+    def _refuse_norm(self, number: int, layer: Layer, norm: float) -> None:
         smallest, largest = NORMS
         if norm != 0 and not smallest <= norm <= largest:
             raise ValueError(
-                f"model '{self.source.task_name(number)}', layer '{self.source.name(layer)}' "
-                f"{self.source.shape(layer)}: its update has the norm {norm:.0e}, and the methods "
-                f"compute with norms from {smallest:.0e} to {largest:.0e}: leave the layer out, or "
-                "scale the model"
+                f"model '{self.reader.task_names[number]}', layer {_label(layer)}: its update has "
+                f"the norm {norm:.0e}, and the methods compute with norms from {smallest:.0e} to "
+                f"{largest:.0e}: leave the layer out, or scale the model"
             )
 
     def _refuse_infinite(
-        self, number: int, layers: Sequence[_L], base: Tensor, state: State
+        self, number: int, layers: Sequence[Layer], base: Tensor, state: State
     ) -> None:
         for row, layer in enumerate(layers):
             if not all(is_finite(value[row]) for value in state.values()):
                 raise ValueError(
-                    f"model '{self.source.task_name(number)}', layer '{self.source.name(layer)}': "
-                    f"the result is too large for {base.dtype}, or its squares are"
+                    f"model '{self.reader.task_names[number]}', layer '{layer.name}': the result "
+                    f"is too large for {base.dtype}, or its squares are"
                 )
 
-    def _merged_weight(self, merged: MergedLayer[_L], device: torch.device) -> Tensor:
+    def _merged_weight(self, merged: MergedLayer, device: torch.device) -> Tensor:
         """Return the merged weight of a layer as the base stores it."""
-        method = self.source.method
+        method = self.reader.method
         if method.is_stateless:  # it has been solved
-            return self.source.as_stored(merged, merged.state["weight"])
-        names = [self.source.name(merged.layer)]
+            return self.reader.as_stored(merged, merged.state["weight"])
+        names = [merged.layer.name]
         state = {key: value[None] for key, value in merged.state.items()}
         base = merged.theta_0[None]
-        with self._turn_on(device):
-            failure = None
-            try:
-                with oom_as_error(self._label(merged.layer), device):
-                    weight = method.merged_weight(names, state, base, float64=False)
-            except RuntimeError as error:
-                if classify_error(error) is None:
-                    raise
-                failure = error.with_traceback(None)
-            if failure is not None:
-                weight = self._on_cpu(failure, device, method.merged_weight, names, state, base)
-        return self.source.as_stored(merged, weight[0])
 
-    def _on_cpu(
+        def merged_weight(device: torch.device, float64: bool) -> Tensor:
+            return method.merged_weight(
+                names, _to(state, device), _to(base, device), float64=float64
+            )
+
+        with self._turn_on(device):
+            weight = self._solved(merged_weight, [merged.layer], device)
+        return self.reader.as_stored(merged, weight[0])
+
+    def _solved(
         self,
-        failure: RuntimeError,
+        solve: Callable[[torch.device, bool], _R],
+        layers: Sequence[Layer],
         device: torch.device,
-        function: Callable[..., _R],
-        names: list[str],
-        state: State,
-        *tensors: Tensor | LowRank,
-        **options: Any,
     ) -> _R:
-        """Return on a device what a function of the method returns on the CPU, in the end in
-        float64, for a stack of one layer whose solver failed.
+        """Return on a device what a function of the method returns there, or, where its solver
+        fails for a single layer, on the CPU, in the end in float64.
+
+        ``solve`` takes a device, and whether matrices are decomposed in float64.
         """
-        label = f"'{names[0]}' {tuple(tensors[0].shape[1:])}"
-        attempts = [("float64 on the CPU", True)]
-        if device != CPU and self.source.method.itemsize == 8:
+        label = _label(layers[0])
+        attempts = [(device, False, ""), (CPU, True, "float64 on the CPU")]
+        if device != CPU and self.reader.method.itemsize == 8:
             # What computes in float64 by itself has the same bits there.
-            attempts.insert(0, ("the CPU", False))
-        for name, float64 in attempts:
-            if isinstance(failure, SteepSpectrumError):
-                # Nothing is wrong: a LoRA that was merged into its base has exactly low rank.
-                log.debug("layer %s: %s; %s computes it", label, failure, name)
-            else:
-                warn_once("%s: %s takes over in such layers, which is slower", str(failure), name)
+            attempts.insert(1, (CPU, False, "the CPU"))
+        failure: RuntimeError | None = None
+        for solving_device, float64, name in attempts:
+            if failure is not None:
+                _log_takeover(label, failure, name)
             try:
-                with oom_as_error(label, CPU):
-                    result = function(
-                        names,
-                        _to(state, CPU),
-                        *[_to(tensor, CPU) for tensor in tensors],
-                        float64=float64,
-                        **options,
-                    )
-                    return _to(result, device)
+                with oom_as_error(label, solving_device):
+                    return _to(solve(solving_device, float64), device)
             except RuntimeError as error:
-                if classify_error(error) is None:
+                if len(layers) > 1 or classify_error(error) is None:
                     raise
-                failure = error.with_traceback(None)
+                failure = error.with_traceback(None)  # which would hold the matrices
         raise ValueError(
             f"layer {label}: no singular vectors, in float64 on the CPU either: {failure}"
         ) from failure
@@ -450,8 +432,18 @@ class LayerMerger(Generic[_L]):
         """Wait until no other batch is solved on a GPU; on a CPU, every thread solves."""
         return self._turns.get(device, nullcontext())
 
-    def _label(self, layer: _L) -> str:
-        return f"'{self.source.name(layer)}' {self.source.shape(layer)}"
+
+def _label(layer: Layer) -> str:
+    return f"'{layer.name}' {layer.view.shape}"
+
+
+def _log_takeover(label: str, failure: RuntimeError, name: str) -> None:
+    """Log that another way to compute, of this name, takes over in a layer where one failed."""
+    if isinstance(failure, SteepSpectrumError):
+        # Nothing is wrong: a LoRA that was merged into its base has exactly low rank.
+        log.debug("layer %s: %s; %s computes it", label, failure, name)
+    else:
+        warn_once("%s: %s takes over in such layers, which is slower", str(failure), name)
 
 
 class Budget:
@@ -479,7 +471,7 @@ class Budget:
 
 
 def merge_layers(
-    source: LayerSource[_L], layers: Sequence[_L], on_layer: OnLayer[_L]
+    reader: LayerReader, layers: Sequence[Layer], on_layer: OnLayer
 ) -> Generator[int, None, None]:
     """Merge layers in this process, and hand over each; yield the number of those that were merged
     meanwhile.
@@ -489,12 +481,12 @@ def merge_layers(
     # A run that goes on may have none left, for which no stream of a GPU is made.
     if not layers:
         return
-    merger = LayerMerger(source)
+    merger = LayerMerger(reader)
     yield from map_layers(
         partial(merger.merge, on_layer=on_layer),
-        source.batches(layers),
-        source.devices[0],
-        source.workers,
+        reader.batches(layers),
+        reader.devices[0],
+        reader.workers,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
 from fusion_bench_nufilt.utils.files import (
     CARD,
@@ -220,12 +219,12 @@ def _fetch(plan: Plan) -> list[str]:
 
 
 def _merge(
-    source: PlannedLayers,
+    reader: PlannedLayers,
     state_places: Mapping[str, TensorInfo],
     output: Output,
     progress: Callable[[int, int], object],
 ) -> None:
-    plan = source.plan
+    plan = reader.plan
     done = output.done
     total = len(plan.layers) + len(plan.others)
     if done:
@@ -233,8 +232,8 @@ def _merge(
     layers = [layer for layer in plan.layers if layer.param not in done]
     others = [param for param in plan.others if param not in done]
 
-    def write_layer(merged: MergedLayer[Layer], merged_weight: Callable[[], Tensor]) -> None:
-        output.add(merged.record, source.serialize(state_places, merged, merged_weight))
+    def write_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
+        output.add(merged.record, reader.serialize(state_places, merged, merged_weight))
 
     def write_other_param(param: str) -> None:
         write_other(plan, param, state_places, output)
@@ -246,7 +245,7 @@ def _merge(
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        merged_layers = merge_layers(source, layers, write_layer)
+        merged_layers = merge_layers(reader, layers, write_layer)
     written_others = map_layers(write_other_param, others, torch.device("cpu"))
     for written in (merged_layers, written_others):
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

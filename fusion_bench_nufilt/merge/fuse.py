@@ -1,9 +1,8 @@
 """Merge matrices that are in memory: the public function on tensors."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import LayerMethod, State
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
+from fusion_bench_nufilt.models.layers import Layer, MatrixView
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.step import LayerReport
@@ -18,14 +18,18 @@ from fusion_bench_nufilt.utils.devices import Devices, check_devices
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .basis import Basis
-from .engine import LayerSource, MergedLayer, batch_size, merge_layers
+from .engine import Form, LayerReader, MergedLayer, merge_layers
 
 Layers = Mapping[str, Tensor]
 TaskLayers = Mapping[str, Tensor | LowRank]
 
 
-class MatrixLayers(LayerSource[str]):
-    """Layers by their names in dicts of matrices, which go to a device and stay where they are."""
+class MatrixLayers(LayerReader):
+    """Layers by their names in dicts of matrices, which go to a device and stay where they are.
+
+    They make no plan, which is of models: these have names that are tied, heads, tensors outside
+    the layers and files, and matrices have none of them.
+    """
 
     memory_limit = 2**63  # they are in memory already
 
@@ -45,6 +49,8 @@ class MatrixLayers(LayerSource[str]):
         self.pretrained = pretrained
         self.tasks = tasks
         self.states = states
+        self.layers = [_layer_of(name, weight) for name, weight in pretrained.items()]
+        self.task_names = ["task"] * len(tasks)
         self.first_step = first_step
         self.batch_bytes = batch_bytes
         self._strengths = strengths or [1.0] * len(tasks)
@@ -59,53 +65,42 @@ class MatrixLayers(LayerSource[str]):
     def strengths(self) -> Sequence[float]:
         return self._strengths
 
-    def name(self, layer: str) -> str:
-        return layer
+    def form(self, layer: Layer) -> Form:
+        states = self.states[layer.name] if self.states is not None else {}
+        dtypes = [value.dtype for value in states.values()]
+        # A stack has one dtype: no layer may have other bits for the sake of its company.
+        return layer.view.shape, (self.pretrained[layer.name].dtype, *dtypes)
 
-    def shape(self, layer: str) -> tuple[int, ...]:
-        return tuple(self.pretrained[layer].shape)
-
-    def batches(self, layers: Sequence[str]) -> list[list[str]]:
-        groups: dict[Any, list[str]] = defaultdict(list)
-        for layer in layers:
-            states = self.states[layer] if self.states is not None else {}
-            dtypes = [value.dtype for value in states.values()]
-            # A stack has one dtype: no layer may have other bits for the sake of its company.
-            groups[self.shape(layer), self.pretrained[layer].dtype, *dtypes].append(layer)
-        batches = []
-        for group in groups.values():
-            itemsize = compute_dtype(self.pretrained[group[0]]).itemsize
-            shape = self.shape(group[0])
-            size = batch_size(self.method, shape, itemsize, self.devices[0], self.batch_bytes)
-            batches += [group[first : first + size] for first in range(0, len(group), size)]
-        return batches
-
-    def memory(self, layer: str) -> int:
+    def memory(self, layer: Layer) -> int:
         return 0
 
-    def solving_memory(self, layer: str) -> int:
-        weight = self.pretrained[layer]
+    def solving_memory(self, layer: Layer) -> int:
+        weight = self.pretrained[layer.name]
         itemsize = max(compute_dtype(weight).itemsize, self.method.itemsize)
         # The base, the merged weight so far and the task.
         return 3 * weight.nbytes + self.method.working_bytes(tuple(weight.shape), itemsize)
 
-    def read(self, layer: str, device: torch.device) -> MergedLayer[str]:
-        theta_0 = self.pretrained[layer].detach().to(device)
+    def read(self, layer: Layer, device: torch.device) -> MergedLayer:
+        theta_0 = self.pretrained[layer.name].detach().to(device)
         if self.states is None:
-            stack = self.method.init_state([layer], theta_0[None])
+            stack = self.method.init_state([layer.name], theta_0[None])
             state = {key: value[0] for key, value in stack.items()}
         else:
-            state = {key: value.detach().to(device) for key, value in self.states[layer].items()}
+            kept = self.states[layer.name]
+            state = {key: value.detach().to(device) for key, value in kept.items()}
         return MergedLayer(layer, theta_0, state, {"reports": []})
 
-    def task_name(self, number: int) -> str:
-        return "task"
-
-    def read_task(self, number: int, merged: MergedLayer[str]) -> Tensor | LowRank | None:
-        weight = self.tasks[number][merged.layer]
+    def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
+        weight = self.tasks[number][merged.layer.name]
         if not isinstance(weight, LowRank):
             weight = weight.detach()
         return weight.to(merged.theta_0.device)
+
+
+def _layer_of(name: str, weight: Tensor) -> Layer:
+    d_o, d_i = weight.shape
+    whole = MatrixView(name, name, name, (d_o, d_i), (0, d_o), (d_o, d_i))
+    return Layer(name, name, (name,), whole)
 
 
 def fuse_layers(
@@ -167,7 +162,7 @@ def fuse_layers(
     whole, so_far, new = _in_bases(pretrained, merged, task, bases)
     if device is None:
         device = next((weight.device for weight in so_far.values()), "cpu")
-    source = MatrixLayers(
+    reader = MatrixLayers(
         Nufilt(config, list(merged), seed, shapes=layer_shapes, lora_A=lora_A),
         whole,
         [new],
@@ -180,17 +175,17 @@ def fuse_layers(
     reports: dict[str, LayerReport] = {}
     finished: deque[str] = deque()
 
-    def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
-        name = layer.layer
+    def on_layer(merged_layer: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
+        name = merged_layer.layer.name
         weight = merged_weight().to(so_far[name])
         fused[name] = bases[name].product(weight) if name in bases else weight
-        (report,) = layer.record["reports"]
+        (report,) = merged_layer.record["reports"]
         values = {key: report[key] for key in report if key != "step"}
         reports[name] = LayerReport(**{**values, "shape": layer_shapes[name]})
         # This is a worker's thread: the loop below tells the caller in the caller's own.
         finished.append(name)
 
-    with closing(merge_layers(source, list(merged), on_layer)) as merged_layers:
+    with closing(merge_layers(reader, reader.layers, on_layer)) as merged_layers:
         for _ in merged_layers:
             while finished:
                 name = finished.popleft()
@@ -231,14 +226,15 @@ def _in_bases(
     return *matrices, new
 
 
-def merge_matrices(source: MatrixLayers) -> dict[str, Tensor]:
+def merge_matrices(reader: MatrixLayers) -> dict[str, Tensor]:
     """Merge all tasks into all layers, and return the merged weights by name."""
     merged: dict[str, Tensor] = {}
 
-    def on_layer(layer: MergedLayer[str], merged_weight: Callable[[], Tensor]) -> None:
-        merged[layer.layer] = merged_weight().to(source.pretrained[layer.layer])
+    def on_layer(merged_layer: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
+        name = merged_layer.layer.name
+        merged[name] = merged_weight().to(reader.pretrained[name])
 
-    with closing(merge_layers(source, list(source.pretrained), on_layer)) as merged_layers:
+    with closing(merge_layers(reader, reader.layers, on_layer)) as merged_layers:
         for _ in merged_layers:
             pass
     return merged

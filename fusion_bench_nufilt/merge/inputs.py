@@ -42,14 +42,14 @@ def read_digests(
     """
     # Digests are of bytes as they are stored, for which no GPU or cluster is needed.
     settings = dataclasses.replace(plan.settings, engine="local", address=None, device="cpu")
-    source = PlannedLayers(dataclasses.replace(plan, settings=settings), strengths)
-    budget = Budget(source.memory_limit)
+    reader = PlannedLayers(dataclasses.replace(plan, settings=settings), strengths)
+    budget = Budget(reader.memory_limit)
     layers = {layer.param: layer for layer in plan.layers}
 
     def digests_of_layer(param: str) -> dict[str, str]:
         layer = layers[param]
-        with budget.reserve(source.memory(layer)):
-            return source.digests_read(layer)
+        with budget.reserve(reader.memory(layer)):
+            return reader.digests_read(layer)
 
     wanted = set(params)
     merged = [param for param in layers if param in wanted]

@@ -288,7 +288,7 @@ class KeptState:
 
     # What this merge keeps
 
-    def expand(self, merged: LayerInBasis[Layer], weight: Tensor) -> State:
+    def expand(self, merged: LayerInBasis, weight: Tensor) -> State:
         """Return the state of a layer that was merged in a basis as it is kept; its merged weight
         is given as it is stored.
         """
@@ -434,7 +434,7 @@ class KeptStateOfAdapter(KeptState):
             return [f"'{name}' was cut or rounded, and {method.label} goes on from what is left"]
         return []
 
-    def expand(self, merged: LayerInBasis[Layer], weight: Tensor) -> State:
+    def expand(self, merged: LayerInBasis, weight: Tensor) -> State:
         bases = {"outputs": merged.basis.outputs, "inputs": merged.basis.inputs}
         state = {}
         for name, tensor in self.of_layer(merged.layer).items():

@@ -9,7 +9,6 @@ in a run that goes on, and for tasks that are merged one at a time.
 import dataclasses
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.merge.basis import Basis, LayerInBasis, best_factors
-from fusion_bench_nufilt.merge.engine import LayerSource, MergedLayer, batch_size
+from fusion_bench_nufilt.merge.engine import Form, LayerReader, MergedLayer
 from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
@@ -54,7 +53,7 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 4 * 2**30
 
 
-class PlannedLayers(LayerSource[Layer]):
+class PlannedLayers(LayerReader):
     """The layers of a plan, whose weights are read as they are merged."""
 
     def __init__(self, plan: Plan, strengths: Sequence[float] | None = None) -> None:
@@ -64,6 +63,8 @@ class PlannedLayers(LayerSource[Layer]):
         self.method = plan.method
         self.devices = plan.settings.devices
         self.workers = plan.settings.workers
+        self.batch_bytes = BATCH_BYTES
+        self.task_names = [task.source.name for task in plan.tasks]
         self.first_step = plan.first_step
         self._strengths = strengths
         self._measuring = Lock()
@@ -83,27 +84,17 @@ class PlannedLayers(LayerSource[Layer]):
                     self._strengths = [1.0] * len(self.plan.tasks)
             return self._strengths
 
-    def name(self, layer: Layer) -> str:
-        return layer.name
+    def form(self, layer: Layer) -> Form:
+        return self._shape_merged(layer), (self.plan.dtype(layer.keys[0]),)
 
-    def shape(self, layer: Layer) -> tuple[int, ...]:
-        return layer.view.shape
-
-    def batches(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+    def most_together(self, layer: Layer) -> int:
+        size = super().most_together(layer)
         settings = self.plan.settings
-        groups: dict[tuple[tuple[int, ...], torch.dtype], list[Layer]] = defaultdict(list)
-        for layer in layers:
-            groups[self._shape_merged(layer), self.plan.dtype(layer.keys[0])].append(layer)
-        batches = []
-        for (shape, dtype), group in groups.items():
-            itemsize = max(4, dtype.itemsize)
-            size = batch_size(self.method, shape, itemsize, self.devices[0], BATCH_BYTES)
-            # A batch passes through main memory as a whole on its way to an accelerator and back.
-            if settings.max_memory is not None:
-                free = settings.max_memory - process_memory(settings.workers)
-                size = max(1, min(size, free // self.memory(group[0])))
-            batches += [group[first : first + size] for first in range(0, len(group), size)]
-        return batches
+        # A batch passes through main memory as a whole on its way to an accelerator and back.
+        if settings.max_memory is not None:
+            free = settings.max_memory - process_memory(settings.workers)
+            size = max(1, min(size, free // self.memory(layer)))
+        return size
 
     def memory(self, layer: Layer) -> int:
         # On a GPU, a layer only passes through main memory.
@@ -159,7 +150,7 @@ class PlannedLayers(LayerSource[Layer]):
             return largest
         return min(largest, bound - process_memory(workers))
 
-    def read(self, layer: Layer, device: torch.device) -> MergedLayer[Layer]:
+    def read(self, layer: Layer, device: torch.device) -> MergedLayer:
         plan = self.plan
         key = layer.keys[0]
         digests: dict[str, str] = {}
@@ -181,7 +172,7 @@ class PlannedLayers(LayerSource[Layer]):
 
     def _read_in_basis(
         self, layer: Layer, device: torch.device, digests: dict[str, str]
-    ) -> LayerInBasis[Layer]:
+    ) -> LayerInBasis:
         """Read the factors of all tasks, and return the layer in their basis, on a base of
         zeros.
         """
@@ -242,17 +233,14 @@ class PlannedLayers(LayerSource[Layer]):
         # A task would be rounded with it: the result is rounded once, when it is written.
         return so_far.to(compute_dtype(theta_0))
 
-    def base_dtype(self, merged: MergedLayer[Layer]) -> torch.dtype:
+    def base_dtype(self, merged: MergedLayer) -> torch.dtype:
         if isinstance(merged, LayerInBasis):
             return merged.theta_0.dtype  # of zeros
         # It is computed in the dtype of the result.
         stored = FLOATS[self.plan.base.tensors[merged.layer.keys[0]].dtype]
         return coarser_dtype(merged.theta_0.dtype, stored)
 
-    def task_name(self, number: int) -> str:
-        return self.plan.tasks[number].source.name
-
-    def read_task(self, number: int, merged: MergedLayer[Layer]) -> Tensor | LowRank | None:
+    def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
         layer = merged.layer
         task = self.plan.tasks[number]
         if isinstance(merged, LayerInBasis):
@@ -266,13 +254,13 @@ class PlannedLayers(LayerSource[Layer]):
         return layer.view.matrix(weight)
 
     def weighted(
-        self, number: int, merged: MergedLayer[Layer], weight: Tensor | LowRank
+        self, number: int, merged: MergedLayer, weight: Tensor | LowRank
     ) -> Tensor | LowRank:
         if isinstance(merged, LayerInBasis):
             return weight  # all factors were read, and weighted, with their basis
         return self.plan.tasks[number].at_strength(weight, merged.theta_0)
 
-    def as_stored(self, merged: MergedLayer[Layer], weight: Tensor) -> Tensor:
+    def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
         layer = merged.layer
         if self.plan.is_adapter:
             return weight
@@ -280,7 +268,7 @@ class PlannedLayers(LayerSource[Layer]):
             weight = self._on_base(merged, weight)
         return layer.view.part(weight)
 
-    def _on_base(self, merged: LayerInBasis[Layer], update: Tensor) -> Tensor:
+    def _on_base(self, merged: LayerInBasis, update: Tensor) -> Tensor:
         """Return the weight ``(d_o, d_i)`` that an update in the basis makes of the base's, which
         is read here.
         """
@@ -293,7 +281,7 @@ class PlannedLayers(LayerSource[Layer]):
     def serialize(
         self,
         state_places: Mapping[str, TensorInfo],
-        merged: MergedLayer[Layer],
+        merged: MergedLayer,
         merged_weight: Callable[[], Tensor],
     ) -> list[memoryview]:
         """Return the bytes of a layer's state, if it is kept, and of its weight; note their places

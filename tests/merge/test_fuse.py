@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt import fuse_layers
-from fusion_bench_nufilt.merge import fuse
+from fusion_bench_nufilt.merge import engine
 from fusion_bench_nufilt.methods import nufilt
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
@@ -208,7 +208,7 @@ def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
     rounding.
     """
     config = replace(CONFIG, solver=solver, max_steps=5)
-    monkeypatch.setattr(fuse, "batch_size", lambda *_: n)
+    monkeypatch.setattr(engine, "batch_size", lambda *_: n)
     shapes = {f"layer{number}": (20, 12) for number in range(7)}
     pretrained, merged, task = models(shapes=shapes)
     merged["layer2"] = pretrained["layer2"]  # into this one, nothing was merged
@@ -228,9 +228,9 @@ def test_a_stack_is_as_large_as_the_memory_bound_allows():
     needed = method.working_bytes((20, 12), 4)
     gpu = torch.device("cuda")
     bounds = (0, needed, 4 * needed - 1)
-    sizes = [fuse.batch_size(method, (20, 12), 4, gpu, bound) for bound in bounds]
+    sizes = [engine.batch_size(method, (20, 12), 4, gpu, bound) for bound in bounds]
     assert sizes == [1, 1, 3]
-    assert fuse.batch_size(method, (20, 12), 4, torch.device("cpu"), 100 * needed) == 1
+    assert engine.batch_size(method, (20, 12), 4, torch.device("cpu"), 100 * needed) == 1
 
 
 @pytest.fixture
@@ -349,7 +349,7 @@ def test_an_eigenvalue_solver_that_fails_is_tried_again_layer_by_layer_and_on_th
     shapes = {"a": (20, 12), "b": (20, 12)}
     expected, _ = fuse_layers(*models(shapes=shapes), CONFIG)
     monkeypatch.setattr(nufilt, "fuse_stack", failing)
-    monkeypatch.setattr(fuse, "batch_size", lambda *_: 2)
+    monkeypatch.setattr(engine, "batch_size", lambda *_: 2)
     fused, _ = fuse_layers(*models(shapes=shapes), CONFIG)
     assert attempts == [(2, False), (1, False), (1, True), (1, False), (1, True)]
     for name in shapes:

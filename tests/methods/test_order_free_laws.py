@@ -300,7 +300,8 @@ def test_where_a_solver_fails_in_float32_float64_takes_over_and_says_so(kind, mo
         def on_layer(layer, weigh):
             results.append({**layer.state, "weight": weigh()})
 
-        list(merge_layers(MatrixLayers(method, theta_0, tasks), ["layer"], on_layer))
+        reader = MatrixLayers(method, theta_0, tasks)
+        list(merge_layers(reader, reader.layers, on_layer))
         (result,) = results
         return result
 

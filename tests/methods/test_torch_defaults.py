@@ -72,12 +72,12 @@ def merged_by(kind, layers, tasks):
     found = {}
 
     def on_layer(merged, weigh):
-        name = merged.layer
+        name = merged.layer.name
         found[name] = weigh()
         found.update({f"{name}.{key}": value for key, value in merged.state.items()})
 
-    source = MatrixLayers(method, layers, tasks, device="cpu")
-    list(merge_layers(source, list(layers), on_layer))
+    reader = MatrixLayers(method, layers, tasks, device="cpu")
+    list(merge_layers(reader, reader.layers, on_layer))
     return found
 
 
