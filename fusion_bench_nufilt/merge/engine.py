@@ -119,15 +119,19 @@ class LayerReader(ABC):
     def read(self, layer: Layer, device: torch.device) -> MergedLayer:
         """Read a layer of the base, and its state before the first task, to a device."""
 
-    def base_dtype(self, merged: MergedLayer) -> torch.dtype:
-        """Return the dtype of the fewest digits that a layer of the base has had so far."""
-        return merged.theta_0.dtype
-
     @abstractmethod
     def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
         """Read a task's weight of a layer as it is stored, or the factors of its update, to the
         device of ``merged``; None if it has the layer as it is in the base.
         """
+
+    def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
+        """Return the dtype of the fewest digits in which a layer of the base, and of a task as
+        :meth:`read_task` returned it, are stored.
+        """
+        if isinstance(weight, LowRank):
+            return merged.theta_0.dtype
+        return coarser_dtype(merged.theta_0.dtype, weight.dtype)
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank
@@ -271,9 +275,7 @@ class LayerMerger:
                 weight = self.reader.read_task(number, layer)
             if weight is None:
                 continue
-            digits = self.reader.base_dtype(layer)
-            if isinstance(weight, Tensor):
-                digits = coarser_dtype(digits, weight.dtype)
+            digits = self.reader.digits(number, layer, weight)
             weight = self.reader.weighted(number, layer, weight)
             if isinstance(weight, LowRank) and not self.reader.method.supports_low_rank:
                 weight = to_compute_dtype(layer.theta_0) + weight.product()

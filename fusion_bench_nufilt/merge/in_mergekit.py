@@ -22,7 +22,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
 from fusion_bench_nufilt.utils.options import split_options, with_current_names
-from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
+from fusion_bench_nufilt.utils.tensors import FLOATS, coarser_dtype, compute_dtype, is_finite
 
 from .fuse import MatrixLayers, check_layers, merge_matrices
 from .other_params import running_mean
@@ -105,11 +105,15 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             matrices = _matrices(layers, tensor)
             check_layers(pretrained, matrices, model=name)
             task_layers.append(matrices)
+        task_folders = [_folder(task.id) for task in group.non_base]
         strengths = [1.0] * len(tasks)
         if method.weighs_tasks:
-            task_folders = [_folder(task.id) for task in group.non_base]
             strengths = [_strength(folder, targets, task) for task in task_folders]
-        merged = merge_matrices(MatrixLayers(method, pretrained, task_layers, strengths=strengths))
+        # mergekit gives tensors in the dtype of the merge.
+        digits = [_digits(folder, targets, task, layers[0]) for task in task_folders]
+        merged = merge_matrices(
+            MatrixLayers(method, pretrained, task_layers, strengths=strengths, digits=digits)
+        )
         # Rows that no layer has stay the base's, bit by bit.
         result = base.clone()
         for layer in layers:
@@ -200,10 +204,27 @@ def _layers_in(base: _Base, group: Any) -> list[Layer]:
 def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
     base = _base(base_folder, targets)
-    layers = base.all_layers()
-    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), base.architecture)
-    task.tie(base.architecture)
-    return strength_of(base.checkpoint, layers, task)
+    task = _task(base_folder, targets, folder)
+    return strength_of(base.checkpoint, base.all_layers(), task)
+
+
+@cache
+def _task(base_folder: Path, targets: TargetConfig, folder: Path) -> ModelWeights:
+    architecture = _base(base_folder, targets).architecture
+    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), architecture)
+    task.tie(architecture)
+    return task
+
+
+def _digits(base_folder: Path, targets: TargetConfig, folder: Path, layer: Layer) -> torch.dtype:
+    """Return the dtype of the fewest digits in which the base and a task store a layer."""
+    base = _base(base_folder, targets).checkpoint
+    task = _task(base_folder, targets, folder)
+    digits = FLOATS[base.tensors[layer.keys[0]].dtype]
+    if layer.param in task.keys:
+        stored = task.source.tensors[task.keys[layer.param]]
+        digits = coarser_dtype(digits, FLOATS[stored.dtype])
+    return digits
 
 
 def _matrices(layers: list[Layer], tensor: Tensor) -> dict[str, Tensor]:

@@ -233,13 +233,6 @@ class PlannedLayers(LayerReader):
         # A task would be rounded with it: the result is rounded once, when it is written.
         return so_far.to(compute_dtype(theta_0))
 
-    def base_dtype(self, merged: MergedLayer) -> torch.dtype:
-        if isinstance(merged, LayerInBasis):
-            return merged.theta_0.dtype  # of zeros
-        # It is computed in the dtype of the result.
-        stored = FLOATS[self.plan.base.tensors[merged.layer.keys[0]].dtype]
-        return coarser_dtype(merged.theta_0.dtype, stored)
-
     def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
         layer = merged.layer
         task = self.plan.tasks[number]
@@ -252,6 +245,14 @@ class PlannedLayers(LayerReader):
         if isinstance(weight, LowRank):
             return weight
         return layer.view.matrix(weight)
+
+    def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
+        digits = super().digits(number, merged, weight)
+        if isinstance(merged, LayerInBasis):
+            return digits  # on a base of zeros
+        # The base is computed in the dtype of the result.
+        stored = FLOATS[self.plan.base.tensors[merged.layer.keys[0]].dtype]
+        return coarser_dtype(digits, stored)
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+from copy import deepcopy
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
@@ -31,6 +33,23 @@ def save_stream(folder, base, tasks=3, dtype=torch.float32, shards=SHARDED):
         models[f"task{i}"] = finetuned(base, seed=i, scale=0.002)
         models[f"task{i}"].save_pretrained(folder / f"task{i}")
     return models
+
+
+def save_merged_adapters(folder):
+    """A base in bfloat16, and two tasks with an adapter of rank 2 merged into it: `task1` and
+    `task2` in bfloat16, `wide1` and `wide2` in float32.
+    """
+    size = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=2)).bfloat16()
+    base.save_pretrained(folder / "base")
+    for number in (1, 2):
+        task = deepcopy(base).float()
+        for name, weight in task.named_parameters():
+            if "proj" in name:
+                weight.data += 1e-3 * torch.randn(96, 2) @ torch.randn(2, 96)
+        task.save_pretrained(folder / f"wide{number}")
+        task.bfloat16().save_pretrained(folder / f"task{number}")
 
 
 def algorithm(models, **options):

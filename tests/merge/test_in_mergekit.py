@@ -12,7 +12,16 @@ from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.nufilt import FusionConfig
 from tests.cli.helpers import nufilt
 from tests.families import FAMILIES
-from tests.merge.helpers import RANKS, STATE, change, change_json, same, save_stream, tensors
+from tests.merge.helpers import (
+    RANKS,
+    STATE,
+    change,
+    change_json,
+    same,
+    save_merged_adapters,
+    save_stream,
+    tensors,
+)
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import llama
 
@@ -115,6 +124,23 @@ def test_options_weights_and_the_seed_are_parameters_of_the_file(folder, method)
         parameters["scale"] = 0.7
     write(folder, method, {"task2": 0.5, "task3": 2}, **parameters)
     assert same(*both(folder))
+
+
+@pytest.mark.parametrize("method", ["nufilt", "tsv_stream"])
+@pytest.mark.parametrize("weights", [{}, {"task2": 0.7}])
+def test_in_float32_the_rounding_of_the_models_is_known_as_in_nufilt_merge(
+    tmp_path, monkeypatch, method, weights
+):
+    save_merged_adapters(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    parameters = {"null_rank": 64} if method == "nufilt" else {}
+    content = write(tmp_path, method, weights, tasks=("task1", "task2"), **parameters)
+    (tmp_path / "mergekit.yaml").write_text(yaml.safe_dump({**content, "dtype": "float32"}))
+    recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "dtype": "float32"}))
+    theirs, ours = both(tmp_path)
+    assert {value.dtype for value in theirs.values()} == {torch.float32}
+    assert same(theirs, ours)
 
 
 def test_the_files_order_is_the_order_of_the_stream(folder):

@@ -2,12 +2,11 @@
 
 import json
 import shlex
-from copy import deepcopy
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.folders import merge_folders
 from fusion_bench_nufilt.merge.planned import disk_bytes
@@ -20,6 +19,7 @@ from tests.merge.helpers import (
     merge,
     plan,
     same,
+    save_merged_adapters,
     save_stream,
     tensors,
 )
@@ -53,21 +53,8 @@ def test_a_float32_result_of_a_bfloat16_base_is_not_rounded_in_between(tmp_path)
 
 @pytest.fixture(scope="module")
 def merged_adapters(tmp_path_factory):
-    """A base in bfloat16, and two tasks with an adapter of rank 2 merged into it: `task1` and
-    `task2` are in bfloat16, `wide1` and `wide2` in float32.
-    """
     folder = tmp_path_factory.mktemp("merged_adapters")
-    size = {"hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
-    torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=2)).bfloat16()
-    base.save_pretrained(folder / "base")
-    for number in (1, 2):
-        task = deepcopy(base).float()
-        for name, weight in task.named_parameters():
-            if "proj" in name:
-                weight.data += 1e-3 * torch.randn(96, 2) @ torch.randn(2, 96)
-        task.save_pretrained(folder / f"wide{number}")
-        task.bfloat16().save_pretrained(folder / f"task{number}")
+    save_merged_adapters(folder)
     return folder
 
 
