@@ -2,6 +2,8 @@
 same name.
 """
 
+import atexit
+import gc
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -58,6 +60,8 @@ def main(
     ] = False,
 ) -> None:
     """Null-space filtering (NUFILT): merge checkpoints of any size, compare merging methods."""
+    # Python ends with a search for garbage among all that was imported, of more than a second.
+    atexit.register(gc.freeze)
 
 
 class _Lazy(TyperCommand):

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fusion_bench_nufilt.methods.options import METHOD_TABLE, Settings, TargetConfig
+from fusion_bench_nufilt.utils.garbage import garbage_left
 
 from .terminal import AsJson, Quiet, options_from, terminal, typed_values
 
@@ -61,7 +62,8 @@ def merge(
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
     with terminal(quiet) as console:
         # Torch takes two seconds, for which help does not wait.
-        from .merging import run
+        with garbage_left():
+            from .merging import run
 
         typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
         run(console, words or (), typed_values(context, typed), dry_run=dry_run, as_json=as_json)

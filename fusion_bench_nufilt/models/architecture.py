@@ -34,6 +34,7 @@ from fusion_bench_nufilt.models.layers import (
 from fusion_bench_nufilt.models.names import Names, modern_name, names_of, submodule
 from fusion_bench_nufilt.models.source import Parts, Source, part_key
 from fusion_bench_nufilt.utils.files import printable
+from fusion_bench_nufilt.utils.garbage import garbage_left
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 
 log = logging.getLogger(__name__)
@@ -499,8 +500,10 @@ def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
         try:
             # A model's own code is never run; its layers are told by names instead.
             settings = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
+            with garbage_left():
+                model_class = getattr(transformers, name)  # which is imported here
             with torch.device("meta"):
-                model = getattr(transformers, name)._from_config(settings)
+                model = model_class._from_config(settings)
                 if config.get("tie_word_embeddings") is False:
                     _untie_head(model)
                 return model, name

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING, Any
 
 from fusion_bench_nufilt.utils.options import with_current_names
+
+# Hydra is imported where there is a word to read, which most merges do without.
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 #: The name of this plugin in Hydra's search path.
 PLUGIN = "fusion-bench-nufilt"
@@ -19,6 +18,8 @@ def user_folders(words: Sequence[str]) -> list[str]:
     """Return the folders of configurations (``file://…``) that a command line names by
     ``--config-dir`` and ``hydra.searchpath``.
     """
+    from hydra._internal.utils import get_args_parser
+
     try:
         options, others = get_args_parser().parse_known_args(list(words))
         overrides = [_parse(word) for word in [*options.overrides, *others]]
@@ -36,6 +37,8 @@ def user_folders(words: Sequence[str]) -> list[str]:
 
 def key_value(word: str) -> tuple[str, Any]:
     """Return the key and the value of a word that sets one value; refuse any other."""
+    from hydra.core.override_parser.types import OverrideType
+
     override = _parse(word)
     if override.type is not OverrideType.CHANGE or override.is_sweep_override():
         hint = ""
@@ -77,7 +80,10 @@ def without_method(words: Iterable[str]) -> list[str]:
     return [word for word in words if not key_of(word).startswith("method.")]
 
 
-def _parse(word: str) -> Override:
+def _parse(word: str) -> "Override":
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:

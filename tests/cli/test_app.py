@@ -55,7 +55,8 @@ def test_a_shell_completes_commands_and_their_options():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "unwanted"), [(["--help"], "torch"), (["merge", "-h"], "torch")]
+    ("arguments", "unwanted"),
+    [(["--help"], "torch"), (["merge", "-h"], "torch"), (["merge", "-h"], "hydra")],
 )
 def test_a_command_imports_only_what_it_needs(arguments, unwanted):
     code = (
@@ -64,3 +65,13 @@ def test_a_command_imports_only_what_it_needs(arguments, unwanted):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_command_ends_without_a_search_for_garbage_among_what_it_imported():
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from fusion_bench_nufilt.cli.app import app\n"
+        "app(['merge'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "True"
