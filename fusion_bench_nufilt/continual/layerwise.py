@@ -19,32 +19,24 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.merge.checks import (
     check_made_from,
     check_same_base,
-    check_shapes,
     check_state,
     check_task,
     other_options,
 )
+from fusion_bench_nufilt.merge.draft import Draft, take_head
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.kept_state import carry_over_kept, kept_state, mean_key
-from fusion_bench_nufilt.merge.other_params import (
-    average_others,
-    describe_heads,
-    find_head,
-    new_heads,
-    take_head,
-)
-from fusion_bench_nufilt.merge.plan import Plan, Selection, select
+from fusion_bench_nufilt.merge.other_params import average_others, new_heads
+from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
-from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
     earlier_params,
-    tie_weights,
     untie_model,
 )
 from fusion_bench_nufilt.models.source import MemorySource, module_source
@@ -93,12 +85,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     method: LayerMethod
     task_heads: dict[str, Head]  # the heads that are kept, by task
     head_tensors: dict[str, dict[str, Tensor]]
-    _architecture: Architecture
-    _base: ModelWeights  # the pretrained model
-    _heads: Heads
-    _default_heads: Heads  # what the default of the option finds
-    _has_other_shapes: bool  # whether a task has tensors in another shape, which are left out
-    _selection: Selection  # the layers to merge
+    _draft: Draft  # what is merged, as far as the models so far tell
     _states: dict[str, Tensor]  # what is kept to go on from, as in the file beside a merged model
     _holds_float32: bool  # whether that has all in float32 that the model rounds
     _mean_counts: dict[str, int]  # models in the mean of a tensor, where not one for each step
@@ -140,9 +127,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def settings_of_models(self) -> dict[str, Any]:
         if self._are_checked:
             settings = {}
-            if self._default_heads.modules == self._heads.modules:
+            if self._draft.has_default_heads:
                 settings["heads"] = "auto"
-            if not self._has_other_shapes:
+            if not self._draft.has_other_shapes:
                 settings["on_shape_mismatch"] = "error"
             return settings
         if self._has_begun:  # with models that nobody has checked
@@ -161,50 +148,34 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._mean_counts = {}
         self._reports = []
         self._ignored_keys = {}
-        self._architecture = Architecture(pretrained)
         self._first_params = {}
-        self._base = self._model(PRETRAINED, pretrained, ())
+        base = module_source(PRETRAINED, pretrained)
+        self._draft = Draft(Architecture(pretrained), base, self.targets)
+        self._draft.tie()
         stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).params
-        config = self._base.source.config
-        self._heads = Heads(
-            self.targets.heads,
-            stored,
-            config,
-            self._architecture.backbone,
-            self._architecture.embeddings(stored),
-        )
-        self._default_heads = Heads(
-            "auto",
-            stored,
-            config,
-            self._architecture.backbone,
-            self._architecture.embeddings(stored),
-        )
-        self._has_other_shapes = False
         # Before layers are chosen: else the head would be merged, and the state not fit.
-        for heads in (self._heads, self._default_heads):
-            heads.keep(self.before.get("heads", {}).values())
+        self._draft.keep_heads(self.before, stored=stored)
+        for heads in (self._draft.heads, self._draft.default_heads):
             # A head that its checkpoint lacks counts, too.
-            heads.add(PRETRAINED, self._base.params, config, ())
+            heads.add(PRETRAINED, self._draft.pretrained.params, base.config, ())
         self._select()
         log.info("%s", self.method)
 
     @property
     def layers(self) -> dict[str, MatrixView]:
         """The merged layers of the last run, by name."""
-        return {layer.name: layer.view for layer in self._selection.layers}
+        return {layer.name: layer.view for layer in self._draft.selection.layers}
 
     def _select(self) -> None:
         """Select the layers, without those of the heads that are known by now."""
-        self._selection = select(self._base, self._architecture, self.targets, self._heads)
-        self.method = self.method_class(
-            self.options, list(self.layers), self.seed, self._architecture.last_blocks
-        )
-        log.info("%s", self._selection.coverage)
+        self._draft.select()
+        self.method = self._draft.method(self.method_class, self.options, self.seed)
+        coverage = self._draft.selection.coverage
+        log.info("%s", coverage)
         shapes = [view.shape for view in self.layers.values()]
-        all_merged = not self._selection.coverage.left_out
+        all_merged = not coverage.left_out
         for warning in (
-            self._selection.coverage.warning,
+            coverage.warning,
             self.method.warning(shapes, self.entry_point, all_merged=all_merged),
         ):
             if warning:
@@ -212,33 +183,32 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def _model(self, name: str, model: nn.Module, ignored: Collection[str]) -> ModelWeights:
         """Return the weights of a module, but those of the ignored keys."""
-        weights = ModelWeights(module_source(name, model, ignored), self._architecture)
-        weights.tie(self._architecture)
+        architecture = self._draft.architecture
+        weights = ModelWeights(module_source(name, model, ignored), architecture)
+        weights.tie(architecture)
         return weights
 
-    def _untie(
-        self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str]
-    ) -> None:
+    def _untie(self, model: nn.Module, name: str, missing_keys: Sequence[str]) -> None:
         """Untie what a model has as two weights, and the pretrained one as one."""
-        weights = ModelWeights(module_source(name, model, missing_keys), self._architecture)
-        tied_before = self._architecture.weights
+        architecture = self._draft.architecture
+        weights = ModelWeights(module_source(name, model, missing_keys), architecture)
+        tied_before = architecture.weights
         if name == MERGED:
-            self._first_params = earlier_params(self._architecture, weights)
-            tie_weights(self._architecture, [weights], [], self.targets)
+            self._first_params = earlier_params(architecture, weights)
+            self._draft.tie(lasting=[weights])
         else:
             step = self.first_step + self.names.index(name)
-            tie_weights(self._architecture, [], [weights], self.targets, step)
-        if self._architecture.weights == tied_before:
+            self._draft.tie(tasks=[weights], first_step=step)
+        if architecture.weights == tied_before:
             return
-        self._base = self._model(PRETRAINED, pretrained, ())
         self._select()
         # What was kept of a tied weight goes to each of those that it has become.
         first_params = {}
         for names in tied_before:
             for param in names:
-                first_params[param] = self._architecture.first(names)
-        carry_over(self._architecture, self._mean_counts, first_params)
-        carry_over_kept(self._architecture, self._states, first_params)
+                first_params[param] = architecture.first(names)
+        carry_over(architecture, self._mean_counts, first_params)
+        carry_over_kept(architecture, self._states, first_params)
 
     @property
     def solving_share(self) -> float | None:
@@ -249,14 +219,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return solving_seconds / sum(row["seconds"] for row in self._reports)
 
     def prepare(self, merged: nn.Module) -> None:
-        untie_model(self._architecture, merged)
+        untie_model(self._draft.architecture, merged)
 
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
         # A tensor that every model has is the mean of `step` models, and needs no entry.
         counts = {key: count for key, count in self._mean_counts.items() if count != step}
         return {
-            "coverage": self._selection.coverage.as_dict(),
+            "coverage": self._draft.selection.coverage.as_dict(),
             "mean_counts": counts,
             "heads": self.task_heads,
         }
@@ -277,8 +247,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.head_tensors = {}
         for task, head in self.task_heads.items():
             self.head_tensors[task] = load(self.files[head["file"]])
-        carry_over(self._architecture, self._mean_counts, self._first_params)
-        carry_over_kept(self._architecture, self._states, self._first_params)
+        architecture = self._draft.architecture
+        carry_over(architecture, self._mean_counts, self._first_params)
+        carry_over_kept(architecture, self._states, self._first_params)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), before=manifest)
         for warning in check_state(plan, source):
@@ -303,23 +274,20 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str] = ()
     ) -> None:
         if name != PRETRAINED:
-            self._untie(pretrained, model, name, missing_keys)
+            self._untie(model, name, missing_keys)
         if name in (PRETRAINED, MERGED):
             merged_keys = {view.key for view in self.layers.values()}
             missing_layers = [key for key in missing_keys if key in merged_keys]
             refuse_missing_keys(name, missing_layers, can_exclude=True)
             if name == MERGED:
-                check_made_from(self._base, self._model(name, model, ()), ())
+                check_made_from(self._draft.pretrained, self._model(name, model, ()), ())
             return
+        draft = self._draft
         task = self._model(name, model, missing_keys)
-        head_params = self._heads.of(self._base.params)
-        find_head(self._heads, task)
-        find_head(self._default_heads, task)
-        if self._heads.of(self._base.params) != head_params:
+        if draft.find_heads([task]):
             self._refuse_late_head(name)
             self._select()
-        take_head(self._heads, task)
-        missing_heads = self._heads.of(map(self._architecture.param, missing_keys))
+        missing_heads = draft.heads.of(map(draft.architecture.param, missing_keys))
         if missing_heads:
             log.warning(
                 "model '%s': its checkpoint has no head ('%s' was drawn at random): none is kept",
@@ -327,23 +295,21 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 missing_heads[0],
             )
         plan = self._plan([task], self.first_step + self.names.index(name))
-        for param in check_shapes(plan, task, self._architecture):
-            self._has_other_shapes = True
-            task.ignore(param)
-        for warning in check_task(plan, task, self._architecture, plan.averaged):
+        draft.fit(task)
+        for warning in check_task(plan, task, draft.architecture, plan.averaged):
             log.warning("%s", warning)
         for warning in check_same_base(plan):
             log.warning("%s", warning)
         self._ignored_keys[name] = set(missing_keys)
         for key in task.source.tensors:
-            if self._architecture.param(key) in task.ignored:
+            if draft.architecture.param(key) in task.ignored:
                 self._ignored_keys[name].add(key)
 
     def _refuse_late_head(self, name: str) -> None:
         """Refuse a head that is found after a step has merged it as a layer."""
         # Choosing the layers anew would drop what the steps made so far have kept of them.
         if not self._checked_first and self.first_step + len(self.merge_seconds) > 1:
-            heads = ", ".join(sorted(self._heads.modules))
+            heads = ", ".join(sorted(self._draft.heads.modules))
             raise ValueError(
                 f"model '{name}' has a head of its own ({heads}), which the models before it had "
                 f"not: set heads='{heads}', or leave check_models on"
@@ -355,7 +321,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         """Return the plan of a step."""
         state = None
         if self._states:
-            state = ModelWeights(MemorySource("the state", self._states), self._architecture)
+            source = MemorySource("the state", self._states)
+            state = ModelWeights(source, self._draft.architecture)
         devices = self.device_config.choose(self.fabric.device)
         settings = Settings(
             seed=self.seed,
@@ -365,22 +332,13 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             verify=self.verify,
         )
         before = Manifest(step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads)
-        return Plan(
-            **vars(self._selection),
-            tasks=tasks,
-            method=self.method,
-            settings=settings,
-            before=before,
-            merged=merged,
-            state=state,
-            heads=describe_heads(self._heads, self._base, tasks, before),
-        )
+        return self._draft.plan(tasks, self.method, settings, before, merged=merged, state=state)
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
         model = self._model(name, task, self._ignored_keys[name])
-        take_head(self._heads, model)
+        take_head(self._draft.heads, model)
         self.prepare(merged)
         merged_weights = self._model(MERGED, merged, ())
         merged_source = merged_weights.source
@@ -529,7 +487,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
         merged = super().merge_step(step, name, pretrained, merged, task)
-        parameters, share = self._selection.coverage.others
+        parameters, share = self._draft.selection.coverage.others
         is_whole = self.options.first_task == "paper" and self.targets.other_params == "pretrained"
         if step == 1 and is_whole and parameters > 0:
             log.info(

@@ -29,17 +29,16 @@ from fusion_bench_nufilt.models.checkpoint import (
     is_adapter,
 )
 from fusion_bench_nufilt.models.layers import coverage
-from fusion_bench_nufilt.models.model import ModelWeights, complete_base, tie_weights
+from fusion_bench_nufilt.models.model import ModelWeights, complete_base
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
-from .checks import check_shapes
+from .draft import Draft, add_own_head
 from .kept_state import KeptStateOfAdapter
-from .other_params import find_heads
-from .plan import DTYPES, Files, Plan, SavedTensor, Selection, select
+from .plan import DTYPES, Files, Plan, SavedTensor, Selection
 
 # The ranks that vLLM has for its option max_lora_rank end here.
 _HIGHEST_RANK_OF_VLLM = 512
@@ -83,7 +82,6 @@ def plan_adapter(
             models = _open_models(with_weights, checkpoints, weights, merged_checkpoint)
             break
     architecture = models.architecture
-    pretrained = models.pretrained
     merged_adapter = models.merged
     opened = models.tasks
     state = None
@@ -94,41 +92,25 @@ def plan_adapter(
         if state_checkpoint is not None:
             state = ModelWeights(state_checkpoint, architecture)
     adapters = models.adapters
-    lasting: list[ModelWeights] = [pretrained]
+    draft = Draft(architecture, models.base, targets)
+    lasting: list[ModelWeights] = []
     if merged_adapter is not None:
         lasting.append(merged_adapter)
-    tie_weights(architecture, lasting, opened, targets, first_step)
-    complete_base(architecture, pretrained, adapters)
-    heads = find_heads("none", pretrained, opened, architecture, before)
-    selection = _adapted(select(pretrained, architecture, targets, heads), models, first_step)
-    selection = dataclasses.replace(
-        selection,
-        coverage=coverage(
-            architecture.model, {layer.name: layer.view for layer in selection.layers}, targets
-        ),
-    )
-    method = method_class(
-        options,
-        [layer.name for layer in selection.layers],
-        settings.seed,
-        architecture.last_blocks,
-        {layer.name: layer.view.shape for layer in selection.layers},
-    )
+    draft.tie(lasting, opened, first_step)
+    complete_base(architecture, draft.pretrained, adapters)
+    draft.keep_heads(before, rule="none")
+    draft.select()
+    selection = _adapted(draft.selection, models, first_step)
+    views = {layer.name: layer.view for layer in selection.layers}
+    covered = coverage(architecture.model, views, targets)
+    draft.selection = dataclasses.replace(selection, coverage=covered)
     for task in opened:
-        for param in check_shapes(selection, task, architecture):
-            task.ignore(param)
-        task.check_layers(selection.layers, pretrained, architecture, can_exclude=True)
+        draft.fit(task)
+        task.check_layers(selection.layers, draft.pretrained, architecture, can_exclude=True)
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)
-    plan = Plan(
-        **vars(selection),
-        tasks=list(opened),
-        method=method,
-        settings=settings,
-        before=before,
-        merged=merged_adapter,
-        state=state,
-    )
+    method = draft.method(method_class, options, settings.seed)
+    plan = draft.plan(opened, method, settings, before, merged=merged_adapter, state=state)
     saved = _saved_tensors(plan, models.sources_outside(targets, first_step))
     keys = _keys_by_param(selection, adapters, saved)
     plan = dataclasses.replace(plan, adapter_keys=keys, saved_tensors=saved)
@@ -168,7 +150,7 @@ class _Models:
     """The models of a merge, as their base has them."""
 
     architecture: Architecture
-    pretrained: ModelWeights
+    base: Checkpoint
     tasks: list[LoraAdapter]
     merged: LoraAdapter | None
 
@@ -194,14 +176,13 @@ def _open_models(
     merged: Checkpoint | None,
 ) -> _Models:
     architecture = Architecture.of_checkpoint(base)
-    pretrained = ModelWeights(base, architecture)
     opened = []
     for checkpoint, weight in zip(tasks, weights, strict=True):
         task = LoraAdapter(checkpoint, architecture)
         task.strength = weight
         opened.append(task)
     merged_adapter = None if merged is None else LoraAdapter(merged, architecture)
-    return _Models(architecture, pretrained, opened, merged_adapter)
+    return _Models(architecture, base, opened, merged_adapter)
 
 
 def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Checkpoint:
@@ -219,7 +200,11 @@ def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Ch
 
 
 def _refuse_what_no_adapter_holds(models: _Models, targets: TargetConfig, before: Manifest) -> None:
-    heads = find_heads(targets.heads, models.pretrained, models.tasks, models.architecture, before)
+    draft = Draft(models.architecture, models.base, targets)
+    draft.keep_heads(before)
+    heads = draft.heads
+    for task in models.tasks:
+        add_own_head(heads, task)
     for adapter in models.adapters:
         of_heads = heads.of(adapter.keys)
         experts = [

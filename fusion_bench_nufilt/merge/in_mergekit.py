@@ -3,7 +3,6 @@
 import re
 from dataclasses import Field, fields
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,14 +15,15 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods import METHODS, LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
-from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
+from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.options import split_options, with_current_names
 from fusion_bench_nufilt.utils.tensors import FLOATS, coarser_dtype, compute_dtype, is_finite
 
+from .draft import Draft
 from .fuse import MatrixLayers, check_layers, merge_matrices
 from .other_params import running_mean
 from .planned import strength_of
@@ -96,8 +96,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         if not layers:
             joining = [task for step, task in enumerate(tasks, 1) if targets.changes_others(step)]
             return _mean(base, joining, group.metadata.name)
-        layer_names = [layer.name for layer in model.all_layers()]
-        method = self.kind(options, layer_names, rest["seed"], model.architecture.last_blocks)
+        method = model.draft.method(self.kind, options, rest["seed"])
         pretrained = _matrices(layers, base)
         check_layers(pretrained, pretrained, model=str(group.base.id))
         task_layers = []
@@ -159,14 +158,10 @@ def _checked(options_class: type, option: Field[Any]) -> Any:
 
 
 class _Base(NamedTuple):
-    """The base of a merge, and for each of its tensors, by param, the layers to merge in it."""
+    """What is merged of a base, and for each of its tensors, by param, the layers in it."""
 
-    checkpoint: Checkpoint
-    architecture: Architecture
+    draft: Draft
     layers: dict[str, list[Layer]]
-
-    def all_layers(self) -> list[Layer]:
-        return list(chain(*self.layers.values()))
 
 
 def _folder(model: Any) -> Path:
@@ -178,19 +173,22 @@ def _folder(model: Any) -> Path:
 def _base(folder: Path, targets: TargetConfig) -> _Base:
     checkpoint = Checkpoint.from_folder(str(folder), folder)
     architecture = Architecture.of_checkpoint(checkpoint)
-    whole = ModelWeights(Checkpoint.from_folder(str(folder), folder), architecture)
-    tie_weights(architecture, [whole], [], targets)
-    layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(checkpoint)}
-    architecture.split(checkpoint)
-    for layer in architecture.layers(checkpoint, targets, Heads("none", {}, {})):
+    draft = Draft(architecture, checkpoint, targets)
+    draft.tie()
+    draft.keep_heads(Manifest())
+    draft.select()
+    # mergekit gives tensors as they are stored, of which a draft makes one for each layer.
+    stored = Checkpoint.from_folder(str(folder), folder)
+    layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(stored)}
+    for layer in draft.selection.layers:
         layers[architecture.param(layer.view.key)].append(layer)
-    return _Base(checkpoint, architecture, layers)
+    return _Base(draft, layers)
 
 
 def _layers_in(base: _Base, group: Any) -> list[Layer]:
     """Return the layers to merge that a tensor holds."""
     tensor = group.metadata.name
-    param = base.architecture.param(tensor)
+    param = base.draft.architecture.param(tensor)
     if param not in base.layers:
         raise ValueError(
             f"the base '{group.base.id}' has no tensor '{tensor}' of the result: name one that has "
@@ -203,14 +201,14 @@ def _layers_in(base: _Base, group: Any) -> list[Layer]:
 @cache
 def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
-    base = _base(base_folder, targets)
+    draft = _base(base_folder, targets).draft
     task = _task(base_folder, targets, folder)
-    return strength_of(base.checkpoint, base.all_layers(), task)
+    return strength_of(draft.base, draft.selection.layers, task)
 
 
 @cache
 def _task(base_folder: Path, targets: TargetConfig, folder: Path) -> ModelWeights:
-    architecture = _base(base_folder, targets).architecture
+    architecture = _base(base_folder, targets).draft.architecture
     task = ModelWeights(Checkpoint.from_folder(str(folder), folder), architecture)
     task.tie(architecture)
     return task
@@ -218,7 +216,7 @@ def _task(base_folder: Path, targets: TargetConfig, folder: Path) -> ModelWeight
 
 def _digits(base_folder: Path, targets: TargetConfig, folder: Path, layer: Layer) -> torch.dtype:
     """Return the dtype of the fewest digits in which the base and a task store a layer."""
-    base = _base(base_folder, targets).checkpoint
+    base = _base(base_folder, targets).draft.base
     task = _task(base_folder, targets, folder)
     digits = FLOATS[base.tensors[layer.keys[0]].dtype]
     if layer.param in task.keys:

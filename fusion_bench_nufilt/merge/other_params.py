@@ -1,11 +1,11 @@
 """The tensors outside the merged layers: kept, the first task's or a mean, a bounded part at a
-time; and those of heads, which are found in the tasks and kept beside the merged model.
+time; and those of heads, which are kept beside the merged model.
 """
 
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from safetensors.torch import save
@@ -15,15 +15,11 @@ from fusion_bench_nufilt.merge.kept_state import kept_state, mean_key
 from fusion_bench_nufilt.merge.output import Output, Record
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import factors_by_key
-from fusion_bench_nufilt.models import Heads
-from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.files import Head, Manifest
-from fusion_bench_nufilt.utils.manifest import add_head, read_heads
+from fusion_bench_nufilt.utils.manifest import read_heads
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
@@ -370,60 +366,6 @@ def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[s
 def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
     """Return where the pieces of a range begin and end."""
     return [(first, min(first + length, stop)) for first in range(start, stop, length)]
-
-
-def find_heads(
-    rule: str,
-    base: ModelWeights,
-    tasks: Sequence[ModelWeights],
-    architecture: Architecture,
-    before: Manifest,
-) -> Heads:
-    """Find the heads of the tasks, and of those that an earlier merge kept."""
-    heads = Heads(
-        rule,
-        base.params,
-        base.source.config,
-        architecture.backbone,
-        architecture.embeddings(base.params),
-    )
-    # Without the heads of earlier tasks, this merge would choose other layers than theirs.
-    heads.keep(before.get("heads", {}).values())
-    for task in tasks:
-        find_head(heads, task)
-    return heads
-
-
-def find_head(heads: Heads, task: ModelWeights) -> None:
-    """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
-    shapes = {param: task.params[param] for param in _float_params(task)}
-    heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
-
-
-def take_head(heads: Heads, task: ModelWeights) -> None:
-    """Take a task's head out of the merge."""
-    task.take_head(heads.of(_float_params(task)))
-
-
-def _float_params(task: ModelWeights) -> list[str]:
-    params = []
-    for param, key in task.keys.items():
-        if task.source.tensors[key].dtype in FLOATS:
-            params.append(param)
-    return params
-
-
-def describe_heads(
-    heads: Heads, base: ModelWeights, tasks: Sequence[ModelWeights], before: Manifest
-) -> dict[str, Head]:
-    """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
-    described = dict(before.get("heads", {}))
-    for task in tasks:
-        if task.head:
-            modules = heads.modules_of(task.head)
-            config = task.head_config(base.source.config)
-            add_head(described, task.source.label, modules, config)
-    return described
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ from fusion_bench_nufilt.models.model import (
     carry_over,
     complete_base,
     earlier_params,
-    tie_weights,
 )
 from fusion_bench_nufilt.models.vocabulary import (
     Vocabulary,
@@ -31,14 +30,13 @@ from .checks import (
     check_merged,
     check_module_files,
     check_same_base,
-    check_shapes,
     check_state,
     check_task,
     verify_merged,
 )
+from .draft import Draft
 from .kept_state import carry_over_kept, kept_state
-from .other_params import describe_heads, find_heads, take_head
-from .plan import Plan, arrange_files, models_by_role, select, small_files_of
+from .plan import Plan, arrange_files, models_by_role, small_files_of
 from .planned import PlannedLayers
 
 
@@ -98,18 +96,19 @@ def plan_merge(
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
-    pretrained = ModelWeights(checkpoint, architecture)
     merged_model, before, state = _open_merged(merged, architecture, method_class)
     opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
-    lasting = [pretrained]
+    draft = Draft(architecture, checkpoint, targets)
+    lasting = []
     earlier: dict[str, str] = {}
     if merged_model is not None:
         lasting.append(merged_model)
         earlier = earlier_params(architecture, merged_model)
     first_step = settings.step or before.get("step", 0) + 1
     # Which weights are one is decided before anything is selected by its name.
-    tie_weights(architecture, lasting, opened, targets, first_step)
-    complete_base(architecture, pretrained, [*lasting, *opened])
+    draft.tie(lasting, opened, first_step)
+    pretrained = draft.pretrained
+    complete_base(architecture, pretrained, [pretrained, *lasting, *opened])
     if "mean_counts" in before:
         carry_over(architecture, before["mean_counts"], earlier)
     if state is not None:
@@ -117,25 +116,14 @@ def plan_merge(
         carry_over_kept(architecture, state.keys, earlier)
 
     # A task's own head is no layer, although the base may have one of that name.
-    heads = find_heads(targets.heads, pretrained, opened, architecture, before)
+    draft.keep_heads(before)
+    draft.find_heads(opened)
     given = {**vars(options), **vars(targets)}
-    default_heads = find_heads("auto", pretrained, opened, architecture, before)
-    if default_heads.modules == heads.modules:
-        targets = dataclasses.replace(targets, heads="auto")
-    for task in opened:
-        # All have been found: one task's head is no layer of another either.
-        take_head(heads, task)
-    selection = select(pretrained, architecture, targets, heads)
-    for layer in selection.layers:
+    if draft.has_default_heads:
+        draft.targets = dataclasses.replace(targets, heads="auto")
+    draft.select()
+    for layer in draft.selection.layers:
         pretrained.source.check_floats(layer.keys)
-    layer_names = [layer.name for layer in selection.layers]
-    layer_method = method_class(
-        options,
-        layer_names,
-        settings.seed,
-        architecture.last_blocks,
-        {layer.name: layer.view.shape for layer in selection.layers},
-    )
 
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
@@ -143,33 +131,30 @@ def plan_merge(
     vocabulary = _join_vocabularies(
         models_by_role(pretrained, merged_model, None, opened),
         architecture,
-        targets,
+        draft.targets,
         settings.tokenizer,
         small_files,
         before,
         state,
     )
     for task in opened:
-        for param in check_shapes(selection, task, architecture):
-            task.ignore(param)
+        draft.fit(task)
     if settings.tokenizer is not None:
         # A tokenizer that changes nothing is not recorded as chosen.
         tokenizer = vocabulary.tokenizer if vocabulary.params else None
         settings = dataclasses.replace(settings, tokenizer=tokenizer)
     given |= vars(settings)
 
-    files = arrange_files(selection, vocabulary, settings)
+    files = arrange_files(draft.selection, vocabulary, settings)
     untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
-    plan = Plan(
-        **vars(selection),
-        tasks=opened,
-        method=layer_method,
-        settings=settings,
-        before=before,
+    plan = draft.plan(
+        opened,
+        draft.method(method_class, options, settings.seed),
+        settings,
+        before,
         merged=merged_model,
         state=state,
-        heads=describe_heads(heads, pretrained, opened, before),
         small_files=small_files_of(small_files, checkpoint, files, settings.dtype, untied),
         files=files,
         vocabulary=vocabulary,
