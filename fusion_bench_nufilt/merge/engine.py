@@ -69,6 +69,25 @@ class _Batch:
     state: State  # of all layers
     device: torch.device
 
+    @property
+    def layers(self) -> list[Layer]:
+        return [merged_layer.layer for merged_layer in self.merged]
+
+    def part(self, rows: list[int]) -> "_Batch":
+        """Return some of the layers, with copies of their rows."""
+        merged = [self.merged[row] for row in rows]
+        state = {key: select_rows(value, rows) for key, value in self.state.items()}
+        return _Batch(merged, select_rows(self.base, rows), state, self.device)
+
+
+@dataclass
+class _TaskWeights:
+    """A task's weights of some layers of a batch, or factors of one rank."""
+
+    digits: torch.dtype  # the one of the fewest digits in which they and the base are stored
+    rows: list[int]  # of the layers in the batch
+    weights: list[Tensor | LowRank]
+
 
 #: Takes a layer that is merged, and the function that computes its weight as the base stores it.
 OnLayer = Callable[[MergedLayer, Callable[[], Tensor]], object]
@@ -240,8 +259,8 @@ class LayerMerger:
         """Read layers of one shape to a device, and add all tasks to their states."""
         batch = self._read(layers, device)
         for number in range(len(self.reader.strengths)):
-            for digits, rows, weights in self._read_task(number, batch):
-                self._add_task(number, batch, digits, rows, weights)
+            for task in self._read_task(number, batch):
+                self._add_task(number, batch, task)
         for key, value in batch.state.items():
             for layer, layer_value in zip(batch.merged, value, strict=True):
                 layer.state[key] = layer_value
@@ -261,15 +280,10 @@ class LayerMerger:
             merged_layer.state = {}
         return _Batch(merged, base, state, device)
 
-    def _read_task(
-        self, number: int, batch: _Batch
-    ) -> list[tuple[torch.dtype, list[int], list[Tensor | LowRank]]]:
-        """Return a task's weights of the layers that it changes, with their rows in the batch, and
-        the dtype of the fewest digits in which they and the base are stored; each list is of
-        weights of one such dtype, or of factors of one rank.
-        """
+    def _read_task(self, number: int, batch: _Batch) -> list[_TaskWeights]:
+        """Return a task's weights of the layers that it changes, by what is added together."""
         # An adapter may leave a layer as it is, or have another rank there.
-        groups: dict[tuple[torch.dtype, int | None], tuple[list[int], list[Tensor | LowRank]]] = {}
+        groups: dict[tuple[torch.dtype, int | None], _TaskWeights] = {}
         for row, layer in enumerate(batch.merged):
             with oom_as_error(_label(layer.layer), batch.device):
                 weight = self.reader.read_task(number, layer)
@@ -280,53 +294,43 @@ class LayerMerger:
             if isinstance(weight, LowRank) and not self.reader.method.supports_low_rank:
                 weight = to_compute_dtype(layer.theta_0) + weight.product()
             rank = weight.rank if isinstance(weight, LowRank) else None
-            rows, weights = groups.setdefault((digits, rank), ([], []))
-            rows.append(row)
-            weights.append(weight)
-        return [(digits, *group) for (digits, _), group in groups.items()]
+            group = groups.setdefault((digits, rank), _TaskWeights(digits, [], []))
+            group.rows.append(row)
+            group.weights.append(weight)
+        return list(groups.values())
 
-    def _add_task(
-        self,
-        number: int,
-        batch: _Batch,
-        digits: torch.dtype,
-        rows: list[int],
-        weights: list[Tensor | LowRank],
-    ) -> None:
-        """Add a task to the states of some rows of a batch, with a report for each; ``weights`` is
-        empty then.
+    def _add_task(self, number: int, batch: _Batch, task: _TaskWeights) -> None:
+        """Add a task to the states of its rows of a batch, with a report for each; its weights are
+        taken out of it.
         """
-        state = batch.state
-        base = batch.base
-        is_whole = len(rows) == len(batch.merged)
-        if not is_whole:
-            # Copies, which the usual case, a task with all the layers, does without.
-            state = {key: select_rows(value, rows) for key, value in state.items()}
-            base = select_rows(base, rows)
-        layers = [batch.merged[row].layer for row in rows]
+        rows = task.rows
+        # A part is copied, which the usual case, a task with all the layers, does without.
+        part = batch
+        if len(rows) < len(batch.merged):
+            part = batch.part(rows)
+        layers = part.layers
         began = time.perf_counter()
+        update = partial(self._update, number, part, task)
         with self._turn_on(batch.device):
-            after, measures = self._update(
-                number, layers, state, base, weights, digits, batch.device
-            )
+            after, measures = self._solved(update, layers, batch.device)
             # Reading them waits for an accelerator.
             columns = {key: values.tolist() for key, values in measures.items()}
         seconds = (time.perf_counter() - began) / len(rows)
         # The caller would hold them while the next ones are read.
-        weights.clear()
+        task.weights.clear()
         for layer, norm in zip(layers, columns.get("task_norm", []), strict=False):
             self._refuse_norm(number, layer, norm)
         if not all(map(is_finite, after.values())):
-            self._refuse_infinite(number, layers, base, after)
-        for position, row in enumerate(rows):
+            self._refuse_infinite(number, part, after)
+        for position, merged_layer in enumerate(part.merged):
             report = {
                 "step": self.reader.first_step + number,
-                "shape": tuple(layers[position].view.shape),
+                "shape": merged_layer.layer.view.shape,
                 "seconds": seconds,
             }
             report |= {key: values[position] for key, values in columns.items()}
-            batch.merged[row].record["reports"].append(report)
-        if is_whole:
+            merged_layer.record["reports"].append(report)
+        if part is batch:
             batch.state = after
             return
         for key, value in batch.state.items():
@@ -335,32 +339,23 @@ class LayerMerger:
     def _update(
         self,
         number: int,
-        layers: list[Layer],
-        state: State,
-        base: Tensor,
-        weights: list[Tensor | LowRank],
-        digits: torch.dtype,
+        batch: _Batch,
+        task: _TaskWeights,
         device: torch.device,
+        float64: bool,
     ) -> tuple[State, Measures]:
-        """Return what the method returns for a task."""
-        names = [layer.name for layer in layers]
-        step = self.reader.first_step + number
-        strength = self.reader.strengths[number]
-
-        def update(device: torch.device, float64: bool) -> tuple[State, Measures]:
-            # The method alone holds a stack of weights, and can free it.
-            return self.reader.method.update(
-                names,
-                _to(state, device),
-                _to(base, device),
-                _to(_stack(weights), device),
-                step=step,
-                strength=strength,
-                digits=digits,
-                float64=float64,
-            )
-
-        return self._solved(update, layers, device)
+        """Return what the method returns for a task, computed on a device."""
+        # The method alone holds a stack of weights, and can free it.
+        return self.reader.method.update(
+            [layer.name for layer in batch.layers],
+            _to(batch.state, device),
+            _to(batch.base, device),
+            _to(_stack(task.weights), device),
+            step=self.reader.first_step + number,
+            strength=self.reader.strengths[number],
+            digits=task.digits,
+            float64=float64,
+        )
 
     def _refuse_norm(self, number: int, layer: Layer, norm: float) -> None:
         smallest, largest = NORMS
@@ -371,14 +366,12 @@ class LayerMerger:
                 f"{largest:.0e}: leave the layer out, or scale the model"
             )
 
-    def _refuse_infinite(
-        self, number: int, layers: Sequence[Layer], base: Tensor, state: State
-    ) -> None:
-        for row, layer in enumerate(layers):
+    def _refuse_infinite(self, number: int, batch: _Batch, state: State) -> None:
+        for row, layer in enumerate(batch.layers):
             if not all(is_finite(value[row]) for value in state.values()):
                 raise ValueError(
                     f"model '{self.reader.task_names[number]}', layer '{layer.name}': the result "
-                    f"is too large for {base.dtype}, or its squares are"
+                    f"is too large for {batch.base.dtype}, or its squares are"
                 )
 
     def _merged_weight(self, merged: MergedLayer, device: torch.device) -> Tensor:
