@@ -38,7 +38,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .draft import Draft, add_own_head
 from .kept_state import KeptStateOfAdapter
-from .plan import DTYPES, Files, Plan, SavedTensor, Selection
+from .plan import DTYPES, FactorKeys, Files, Plan, SavedTensor, Selection
 
 # The ranks that vLLM has for its option max_lora_rank end here.
 _HIGHEST_RANK_OF_VLLM = 512
@@ -282,16 +282,17 @@ def _saved_tensors(plan: Plan, sources: Sequence[LoraAdapter]) -> dict[str, Save
 
 def _keys_by_param(
     selection: Selection, adapters: Sequence[LoraAdapter], saved: Collection[str]
-) -> dict[str, tuple[str, str]]:
+) -> dict[str, FactorKeys]:
     """Return the keys of A and B of each tensor that is changed and not ``saved`` in full, as the
     first adapter has them.
     """
-    keys: dict[str, tuple[str, str]] = {}
+    keys: dict[str, FactorKeys] = {}
     for param in (*(layer.param for layer in selection.layers), *selection.others):
         for adapter in adapters:
             if param in adapter.updates and param not in saved:
                 update = adapter.updates[param]
-                keys.setdefault(param, (update.key_a, update.key_b))
+                of_update = FactorKeys(update.key_a, update.key_b, update.of_embedding)
+                keys.setdefault(param, of_update)
     return keys
 
 
@@ -332,15 +333,15 @@ def _files(plan: Plan, ranks: Mapping[str, int]) -> Files:
     shapes: dict[str, tuple[int, ...]] = {}
     views = {layer.param: layer.view for layer in plan.layers}
     for param, rank in ranks.items():
-        key_a, key_b = plan.adapter_keys[param]
+        keys = plan.adapter_keys[param]
         if param in views:
             d_o, d_i = views[param].shape
         else:
             d_o, d_i = plan.pretrained.params[param]
-        if key_a.endswith(EMBEDDING_A):
+        if keys.of_embedding:
             d_o, d_i = d_i, d_o
-        shapes[key_a] = (rank, d_i)
-        shapes[key_b] = (d_o, rank)
+        shapes[keys.a] = (rank, d_i)
+        shapes[keys.b] = (d_o, rank)
     for param, saved in plan.saved_tensors.items():
         shape = plan.pretrained.params[param]
         if saved.tokens is not None:
@@ -359,8 +360,7 @@ def _small_files(
     """Return the configuration of the result, and the tokenizer of the first adapter with one."""
     ranks_by_module = {}
     for param, rank in ranks.items():
-        key_a, _ = plan.adapter_keys[param]
-        module = key_a.removeprefix(PREFIX).removesuffix(EMBEDDING_A)
+        module = plan.adapter_keys[param].a.removeprefix(PREFIX).removesuffix(EMBEDDING_A)
         ranks_by_module[module.removesuffix(".lora_A.weight")] = rank
     configs = [adapter.checkpoint.adapter_config for adapter in adapters]
     content = adapter_config(configs, base_name, ranks_by_module)

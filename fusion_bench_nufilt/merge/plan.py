@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -91,6 +91,14 @@ def select(
     )
 
 
+class FactorKeys(NamedTuple):
+    """The keys of A and B by which an adapter changes a tensor."""
+
+    a: str
+    b: str
+    of_embedding: bool  # of which they are the factors of the transpose
+
+
 @dataclass(frozen=True)
 class SavedTensor:
     """What an adapter holds in full of a tensor outside the merged layers."""
@@ -119,8 +127,8 @@ class Plan(Selection):
     small_files: dict[str, bytes] = field(default_factory=dict)
     files: Files = field(default_factory=dict)  # the tensors in each file of the result
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    #: Of an adapter, the keys of A and B of each tensor that it changes by factors, by param.
-    adapter_keys: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: Of an adapter, the keys of each tensor that it changes by factors, by param.
+    adapter_keys: dict[str, FactorKeys] = field(default_factory=dict)
     #: Of an adapter, what it holds in full, by param.
     saved_tensors: dict[str, SavedTensor] = field(default_factory=dict)
     #: The options that were given and are not those of :meth:`options`, by name.

@@ -28,7 +28,6 @@ from fusion_bench_nufilt.methods.task_vector import (
     spectrum,
     task_strength,
 )
-from fusion_bench_nufilt.models.adapters import EMBEDDING_A
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import relative_spacing
@@ -433,9 +432,8 @@ def factors_by_key(plan: Plan, param: str, update: LowRank, record: Record) -> d
     """Return A and B of an update in an adapter, by their keys in it, in the rank that it has
     there; note the energies of what stays and of the whole.
     """
-    key_a, key_b = plan.adapter_keys[param]
-    factors, record["energy"] = best_factors(update, plan.places[key_a].shape[0])
-    # Of an embedding, they are those of the transpose.
-    if key_a.endswith(EMBEDDING_A):
-        return {key_a: factors.left.mT, key_b: factors.right.mT}
-    return {key_a: factors.right, key_b: factors.left}
+    keys = plan.adapter_keys[param]
+    factors, record["energy"] = best_factors(update, plan.places[keys.a].shape[0])
+    if keys.of_embedding:
+        return {keys.a: factors.left.mT, keys.b: factors.right.mT}
+    return {keys.a: factors.right, keys.b: factors.left}
