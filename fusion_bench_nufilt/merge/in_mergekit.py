@@ -26,7 +26,7 @@ from fusion_bench_nufilt.utils.tensors import FLOATS, coarser_dtype, compute_dty
 from .draft import Draft
 from .fuse import MatrixLayers, check_layers, merge_matrices
 from .other_params import running_mean
-from .planned import strength_of
+from .strength import strength_of
 
 
 # mergekit refuses a name that is registered twice in a process.

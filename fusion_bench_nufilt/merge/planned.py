@@ -1,16 +1,11 @@
-"""The layers of a plan: how they are read from its models, in how much memory, at which strength of
-their tasks, and how they are written with what the next merge needs (:mod:`.kept_state`).
-
-The strength of a task is found from its whole model before any layer is merged. It follows from the
-base and the task alone, so that it is the same in memory, from folders, in mergekit, on a cluster,
-in a run that goes on, and for tasks that are merged one at a time.
+"""The layers of a plan: how they are read from its models, in how much memory, and how they are
+written with what the next merge needs (:mod:`.kept_state`).
 """
 
 import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from threading import Lock
 
 import torch
@@ -21,20 +16,13 @@ from fusion_bench_nufilt.merge.engine import Form, LayerReader, MergedLayer
 from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
+from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.base import State
-from fusion_bench_nufilt.methods.task_vector import (
-    Spectrum,
-    rounding_energy,
-    spectrum,
-    task_strength,
-)
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.quantised import relative_spacing
-from fusion_bench_nufilt.models.source import Source, check_belongs
+from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.devices import free_memory, map_layers, process_memory
+from fusion_bench_nufilt.utils.devices import free_memory, process_memory
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     TensorInfo,
@@ -346,43 +334,6 @@ class PlannedLayers(LayerReader):
         # Any weight does: what is read for new tokens does not depend on it.
         self.plan.vocabulary.grown_layer(layer.param, to_compute_dtype(theta_0).cpu(), digests)
         return digests
-
-
-def measure_strengths(plan: Plan) -> list[float]:
-    """Return the strengths of a plan's tasks, whose weights must be on this machine."""
-    return [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
-
-
-def strength_of(base: Source, layers: Sequence[Layer], task: ModelWeights) -> float:
-    """Return the strength of a task, given all layers to merge, between a half and 1."""
-    shapes = [layer.view.shape for layer in layers]
-
-    def measure_strength(task: ModelWeights) -> float:
-        return task_strength(layers, shapes, partial(_spectrum_of, base, task))
-
-    # On one thread, as layers are solved: an eigenvalue solver has other bits on several.
-    (strength,) = map_layers(measure_strength, [task], torch.device("cpu"), workers=1)
-    return strength
-
-
-@torch.no_grad()
-def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | None:
-    """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
-    if layer.param not in task.params:
-        return None
-    if task.rank_of(layer.param) is not None:
-        factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device="cpu"))
-        # Factors have not been rounded to the digits of a whole weight.
-        return spectrum(factors, rounding=0.0)
-    theta_0, _ = base.read(layer.keys[0])
-    new, _ = task.weight(layer.param, theta_0)
-    assert isinstance(new, Tensor)
-    rounding = 0.0
-    if layer.param in task.keys:
-        spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
-        rounding = rounding_energy(new, spacing)
-    tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
-    return spectrum(layer.view.matrix(tau), rounding)
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.merge import merge_folders, planned
+from fusion_bench_nufilt.merge import merge_folders, strength
 from fusion_bench_nufilt.merge.distributed import _make_merger
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.utils.tensors import TensorFile
@@ -241,13 +241,13 @@ def test_of_an_input_that_was_edited_inside_a_tensor_after_a_kill_the_rest_is_ke
 def test_the_strengths_of_tasks_are_measured_once_in_a_run_that_goes_on(stream, monkeypatch):
     interrupt(stream, method="best")
     measured = []
-    strength_of = planned.strength_of
+    strength_of = strength.strength_of
 
     def counted(base, layers, task):
         measured.append(task.source.label)
         return strength_of(base, layers, task)
 
-    monkeypatch.setattr(planned, "strength_of", counted)
+    monkeypatch.setattr(strength, "strength_of", counted)
     merge(stream, method="best")
     assert measured == ["task1", "task2", "task3"]
     measured.clear()

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.merge.planned import PlannedLayers, measure_strengths
+from fusion_bench_nufilt.merge.planned import PlannedLayers
+from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import layer_scales
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.architecture import Architecture
