@@ -352,8 +352,10 @@ class KeptStateOfAdapter(KeptState):
             num_outputs = plan.state.params[_OUTPUTS % layer.name][1]
             num_inputs = plan.state.params.get(_INPUTS % layer.name, (0, num_outputs))[1]
             return num_outputs, num_inputs
-        rank = plan.merged.rank_of(layer.param) if plan.merged is not None else 0
-        return rank or 0, rank or 0
+        if plan.merged is None:
+            return 0, 0
+        rank = plan.merged.rank_of(layer.param) or 0
+        return rank, rank
 
     def _tensors_of(self, layer: Layer) -> dict[str, KeptTensor]:
         shape = self.shape_in_basis(layer)
@@ -452,7 +454,9 @@ class KeptStateOfAdapter(KeptState):
 
 def kept_state(plan: Plan) -> KeptState:
     """Return what the merge of a plan keeps."""
-    return KeptStateOfAdapter(plan) if plan.is_adapter else KeptState(plan)
+    if plan.is_adapter:
+        return KeptStateOfAdapter(plan)
+    return KeptState(plan)
 
 
 def mean_key(param: str) -> str:
