@@ -131,7 +131,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
     return {
-        "inputs": {source: model.source.name for source, model in plan.models.items()},
+        "inputs": {role: model.source.name for role, model in plan.models.items()},
         "out": str(out),
         "first_step": plan.first_step,
         "settings": plan.options(),

@@ -89,9 +89,9 @@ class OtherParam:
         if not self.is_averaged:
             return value
         count = self.plan.models_in_mean(self.param)
-        for source, task in self.tasks.items():
+        for role, task in self.tasks.items():
             theta_t = task.elements(self.param, start, stop, theta_0)
-            self._note(source, theta_t)
+            self._note(role, theta_t)
             if not is_finite(theta_t):
                 raise ValueError(
                     f"model '{task.source.name}', tensor '{self.param}' has NaN or infinite values"
@@ -129,10 +129,10 @@ class OtherParam:
             check_belongs(mean, rounded, self.param, state.source)
         return mean
 
-    def _note(self, source: str, value: Tensor) -> None:
+    def _note(self, role: str, value: Tensor) -> None:
         """Add to the digests of what is read; what lies in memory needs none."""
         if not self.plan.base.in_memory:
-            self._digests.add(source, value)
+            self._digests.add(role, value)
 
 
 def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
@@ -198,10 +198,10 @@ def write_other(
             record["written"].append(mean_writer.entry())
             mean_writer = None  # one of the keys of a tied tensor is enough
         record["written"].append(writer.entry())
-        for source, digest in digests.by_source().items():
+        for role, digest in digests.by_role().items():
             # What is stored twice is known by the digest of one.
-            if digest not in read.setdefault(source, []):
-                read[source].append(digest)
+            if digest not in read.setdefault(role, []):
+                read[role].append(digest)
         if not all_finite:
             # In the record, so that a run that goes on has it in its manifest, too.
             record["not_finite"] = key
@@ -211,7 +211,7 @@ def write_other(
         rows_writer = _Writer(output, rows_place)
         rows_writer.write(plan.vocabulary.new_rows(param))
         record["written"].append(rows_writer.entry())
-    record["read"] = {source: "".join(of_source) for source, of_source in read.items()}
+    record["read"] = {role: "".join(of_role) for role, of_role in read.items()}
     # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
     output.record(record)
 
@@ -233,7 +233,7 @@ def _write_saved(plan: Plan, param: str, output: Output | _NoOutput) -> None:
             value = tensor.piece(start, stop)
             writer.write(_rounded(value, saved.key, FLOATS[writer.place.dtype]))
     record: Record = {"param": param, "written": [writer.entry()], "read": {}, "reports": []}
-    record["read"] = digests.by_source()
+    record["read"] = digests.by_role()
     output.record(record)
 
 

@@ -333,11 +333,11 @@ class ReadDigests:
     def __init__(self) -> None:
         self._shas: defaultdict[str, Any] = defaultdict(hashlib.sha256)
 
-    def add(self, source: str, value: Tensor) -> None:
-        self._shas[source].update(raw_bytes(value))
+    def add(self, role: str, value: Tensor) -> None:
+        self._shas[role].update(raw_bytes(value))
 
-    def by_source(self) -> dict[str, str]:
-        return {source: sha.hexdigest() for source, sha in self._shas.items()}
+    def by_role(self) -> dict[str, str]:
+        return {role: sha.hexdigest() for role, sha in self._shas.items()}
 
 
 def check_belongs(kept: Tensor, stored: Tensor, name: str, state: Source) -> None:

@@ -217,8 +217,8 @@ class Vocabulary:
         grown = torch.zeros((self.rows, *sides), dtype=weight.dtype, device="cpu")
         grown[: len(weight)] = weight
         self.fill_rows(param, grown.flatten(), 0, weight.dtype, digests)
-        for source, digest in digests.by_source().items():
-            read[source] = read.get(source, "") + digest
+        for role, digest in digests.by_role().items():
+            read[role] = read.get(role, "") + digest
         return grown
 
 
@@ -373,30 +373,30 @@ def join_vocabularies(
         return Vocabulary()
     base = _Tokens(models["base"], params)
     tokens_of = {"base": base}  # of the models whose rows can be matched, by their role
-    for source, model in models.items():
-        if source != "base":
+    for role, model in models.items():
+        if role != "base":
             tokens = _Tokens(model, params, base)
             if tokens.fits(base, params):
-                tokens_of[source] = tokens
+                tokens_of[role] = tokens
     if owner not in tokens_of:
         return Vocabulary(tokenizer=name)
-    sources = [owner]
+    roles = [owner]
     if choice == "union":
-        sources += [source for source in tokens_of if source != owner]
-    in_order = [tokens_of[source] for source in sources]
+        roles += [role for role in tokens_of if role != owner]
+    in_order = [tokens_of[role] for role in roles]
     keeps_files = choice in ("base", "union") or tokens_of[owner].files in (base.files, {})
     if keeps_files and all(tokens.is_like(base) for tokens in tokens_of.values()):
         return Vocabulary(tokenizer=name, files=_with_template(files, in_order))
     result = Vocabulary(models, list(params), name, files=dict(files), kept=kept)
 
-    def weight_of(source: str, token: str, holders: Sequence[Holder]) -> float:
-        if source == "merged":
+    def weight_of(role: str, token: str, holders: Sequence[Holder]) -> float:
+        if role == "merged":
             return weights.get(token, 1.0)
         if first_alone:
             return 0.0 if holders else 1.0
-        return max(models[source].strength, 0.0)
+        return max(models[role].strength, 0.0)
 
-    extended = _number_tokens(result, tokens_of, sources, weight_of)
+    extended = _number_tokens(result, tokens_of, roles, weight_of)
     result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
     _set_files(result, base, tokens_of[owner], extended)
     result.files = _with_template(result.files, in_order)
@@ -447,10 +447,10 @@ def _owner(models: Models, choice: str) -> str:
         return "base"
     if choice == "union":
         return "merged" if "merged" in models else "base"
-    named = {model.source.name: source for source, model in models.items()}
-    named |= {model.source.label: source for source, model in models.items()}
+    named = {model.source.name: role for role, model in models.items()}
+    named |= {model.source.label: role for role, model in models.items()}
     if choice not in named:
-        others = [model.source.label for source, model in models.items() if source != "base"]
+        others = [model.source.label for role, model in models.items() if role != "base"]
         raise ValueError(
             f"tokenizer '{choice}' is neither base nor union nor one of {format_names(others)}"
         )
@@ -460,14 +460,14 @@ def _owner(models: Models, choice: str) -> str:
 def _number_tokens(
     result: Vocabulary,
     tokens_of: Mapping[str, _Tokens],
-    sources: Sequence[str],
+    roles: Sequence[str],
     weight_of: Callable[[str, str, Sequence[Holder]], float],
 ) -> Any:
-    """Give new tokens their rows; return the first source's tokenizer if tokens of others were
+    """Give new tokens their rows; return the first model's tokenizer if tokens of others were
     added to it.
     """
     base = tokens_of["base"]
-    owner = tokens_of[sources[0]]
+    owner = tokens_of[roles[0]]
     for token, row in owner.ids.items():
         row_in_base = base.ids.get(token, row)
         if row_in_base != row:
@@ -477,22 +477,22 @@ def _number_tokens(
             )
     tokenizer = owner.tokenizer
     added: dict[str, Any] = {}
-    for source in sources[1:]:
-        for token, kind in _tokens_to_add(tokens_of[source], base, owner).items():
+    for role in roles[1:]:
+        for token, kind in _tokens_to_add(tokens_of[role], base, owner).items():
             added.setdefault(token, kind)
     if added:
         tokenizer.add_tokens(list(added.values()))
     numbers = tokenizer.get_vocab() if tokenizer else {}
-    for source in sources:
-        ids = tokens_of[source].ids
+    for role in roles:
+        ids = tokens_of[role].ids
         # By number, since a set of strings has another order in every process.
         for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
             row = ids[token]
             number = numbers.get(token, row)
             result.tokens.setdefault(number, token)
             holders = result.holders.setdefault(number, [])
-            holders.append(Holder(source, row, weight_of(source, token, holders)))
-            if tokens_of[source].tokenizer is None:
+            holders.append(Holder(role, row, weight_of(role, token, holders)))
+            if tokens_of[role].tokenizer is None:
                 result.unnamed.add(number)
     return tokenizer if added else None
 
