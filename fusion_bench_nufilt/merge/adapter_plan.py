@@ -179,7 +179,7 @@ def _open_models(
     opened = []
     for checkpoint, weight in zip(tasks, weights, strict=True):
         task = LoraAdapter(checkpoint, architecture)
-        task.strength = weight
+        task.coefficient = weight
         opened.append(task)
     merged_adapter = None if merged is None else LoraAdapter(merged, architecture)
     return _Models(architecture, base, opened, merged_adapter)

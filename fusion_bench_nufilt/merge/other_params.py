@@ -97,7 +97,7 @@ class OtherParam:
                     f"model '{task.source.name}', tensor '{self.param}' has NaN or infinite values"
                 )
             count += 1
-            scaled = task.at_strength(theta_t, theta_0)
+            scaled = task.scaled(theta_t, theta_0)
             assert isinstance(scaled, Tensor)
             value = running_mean(value, scaled, count)
         if not is_finite(value.to(self.dtype)):
@@ -256,7 +256,7 @@ def _write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
         if not model.rank_of(param):
             continue  # it has the base's, of which the update is zero
         update, record["read"][role] = model.weight(param, nothing)
-        update = model.at_strength(update, nothing)
+        update = model.scaled(update, nothing)
         assert isinstance(update, LowRank)
         updates.append((update, count / total if role == "merged" else 1 / total))
     left = torch.cat([update.left * part for update, part in updates], dim=1)

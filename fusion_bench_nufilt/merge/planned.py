@@ -170,7 +170,7 @@ class PlannedLayers(LayerReader):
         for number, task in enumerate(plan.tasks):
             if layer.param in task.params:
                 update, digests[f"task {number}"] = task.weight(layer.param, no_values)
-                update = task.at_strength(update, no_values)
+                update = task.scaled(update, no_values)
                 assert isinstance(update, LowRank)
                 factors[number] = update.to(compute_dtype(no_values))
         updates = list(factors.values())
@@ -246,7 +246,7 @@ class PlannedLayers(LayerReader):
     ) -> Tensor | LowRank:
         if isinstance(merged, LayerInBasis):
             return weight  # all factors were read, and weighted, with their basis
-        return self.plan.tasks[number].at_strength(weight, merged.theta_0)
+        return self.plan.tasks[number].scaled(weight, merged.theta_0)
 
     def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
         layer = merged.layer

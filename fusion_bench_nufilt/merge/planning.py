@@ -271,7 +271,7 @@ def _open_tasks(
     return models
 
 
-def _open_task(name: str, architecture: Architecture, strength: float) -> ModelWeights:
+def _open_task(name: str, architecture: Architecture, coefficient: float) -> ModelWeights:
     checkpoint = Checkpoint.open(name)
     task: ModelWeights
     if is_adapter(checkpoint.folder):
@@ -280,7 +280,7 @@ def _open_task(name: str, architecture: Architecture, strength: float) -> ModelW
         task = LoraAdapter(checkpoint, architecture)
     else:
         task = ModelWeights(checkpoint, architecture)
-    task.strength = strength
+    task.coefficient = coefficient
     return task
 
 

@@ -49,7 +49,7 @@ class ModelWeights:
         self.left_out: list[str] = []  # names of tied weights that are more than one here alone
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.gives_rows_of: set[str] = set()  # params from which the result has rows of new tokens
-        self.strength = 1.0  # of its update in a merge
+        self.coefficient = 1.0  # of its update in a merge, as task arithmetic calls it
         architecture.split(source)
         self._find_tensors(architecture)
 
@@ -180,18 +180,18 @@ class ModelWeights:
         self.source.check_finite(param, value)
         return value, digest(value)
 
-    def at_strength(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
+    def scaled(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
         """Return a weight, or the factors of an update, with the update times the model's
-        strength.
+        coefficient.
         """
         # A full update keeps its bits, which a way through the difference would round.
-        if self.strength == 1:
+        if self.coefficient == 1:
             return new
         if isinstance(new, LowRank):
-            return LowRank(new.left * self.strength, new.right)
+            return LowRank(new.left * self.coefficient, new.right)
         # The widest dtype that occurs, so that each weight is read exactly.
         wide = torch.promote_types(compute_dtype(theta_0), new.dtype)
-        return torch.lerp(theta_0.to(wide), new.to(wide), self.strength)
+        return torch.lerp(theta_0.to(wide), new.to(wide), self.coefficient)
 
     def unit(self, param: str) -> int:
         """Return the number of elements of a tensor that are read together, or not at all."""

@@ -394,7 +394,7 @@ def join_vocabularies(
             return weights.get(token, 1.0)
         if first_alone:
             return 0.0 if holders else 1.0
-        return max(models[role].strength, 0.0)
+        return max(models[role].coefficient, 0.0)
 
     extended = _number_tokens(result, tokens_of, roles, weight_of)
     result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
