@@ -251,7 +251,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         carry_over(architecture, self._mean_counts, self._first_params)
         carry_over_kept(architecture, self._states, self._first_params)
         step = manifest.get("step", self.first_step - 1) + 1
-        plan = dataclasses.replace(self._plan([], step), before=manifest)
+        plan = dataclasses.replace(self._plan([], step), merged_manifest=manifest)
         for warning in check_state(plan, source):
             log.warning("%s", warning)
         kept = kept_state(plan)
@@ -263,7 +263,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._holds_float32 = any(layer.keys[0] in self._states for layer in layers)
 
     def differences_from(self, manifest: Manifest) -> list[Difference]:
-        return other_options(dataclasses.replace(self._plan([], self.first_step), before=manifest))
+        return other_options(
+            dataclasses.replace(self._plan([], self.first_step), merged_manifest=manifest)
+        )
 
     def refuse_unlike(self, merged: nn.Module) -> None:
         weights = self._model(MERGED, merged, ())
@@ -331,8 +333,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             state=True if self._holds_float32 else None,
             verify=self.verify,
         )
-        before = Manifest(step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads)
-        return self._draft.plan(tasks, self.method, settings, before, merged=merged, state=state)
+        merged_manifest = Manifest(
+            step=step - 1, mean_counts=self._mean_counts, heads=self.task_heads
+        )
+        return self._draft.plan(
+            tasks, self.method, settings, merged_manifest, merged=merged, state=state
+        )
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module

@@ -67,15 +67,17 @@ def plan_adapter(
     if len(weights) != len(tasks):
         raise ValueError(f"there are {len(weights)} weights for {len(tasks)} tasks")
     merged_checkpoint = None
-    before = Manifest()
+    merged_manifest = Manifest()
     if merged is not None:
         merged_checkpoint = _open_adapter(merged)
-        before = read_manifest(merged_checkpoint.folder, "merge or fetch it again") or Manifest()
-    first_step = settings.step or before.get("step", 0) + 1
+        merged_manifest = (
+            read_manifest(merged_checkpoint.folder, "merge or fetch it again") or Manifest()
+        )
+    first_step = settings.step or merged_manifest.get("step", 0) + 1
     merged_checkpoints = [] if merged_checkpoint is None else [merged_checkpoint]
     absent_base = AbsentBase([*merged_checkpoints, *checkpoints], base)
     models = _open_models(absent_base, checkpoints, weights, merged_checkpoint)
-    _refuse_what_no_adapter_holds(models, targets, before)
+    _refuse_what_no_adapter_holds(models, targets, merged_manifest)
     for adapter in models.sources_outside(targets, first_step):
         if adapter.keys:
             with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
@@ -86,7 +88,7 @@ def plan_adapter(
     opened = models.tasks
     state = None
     if merged_checkpoint is not None and (
-        merged_checkpoint.revision is None or STATE_FILE in before.get("files", {})
+        merged_checkpoint.revision is None or STATE_FILE in merged_manifest.get("files", {})
     ):
         state_checkpoint = merged_checkpoint.open_inside(STATE_FILE)
         if state_checkpoint is not None:
@@ -98,7 +100,7 @@ def plan_adapter(
         lasting.append(merged_adapter)
     draft.tie(lasting, opened, first_step)
     complete_base(architecture, draft.pretrained, adapters)
-    draft.keep_heads(before, rule="none")
+    draft.keep_heads(merged_manifest, rule="none")
     draft.select()
     selection = _adapted(draft.selection, models, first_step)
     views = {layer.name: layer.view for layer in selection.layers}
@@ -110,7 +112,7 @@ def plan_adapter(
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)
     method = draft.method(method_class, options, settings.seed)
-    plan = draft.plan(opened, method, settings, before, merged=merged_adapter, state=state)
+    plan = draft.plan(opened, method, settings, merged_manifest, merged=merged_adapter, state=state)
     saved = _saved_tensors(plan, models.sources_outside(targets, first_step))
     keys = _keys_by_param(selection, adapters, saved)
     plan = dataclasses.replace(plan, adapter_keys=keys, saved_tensors=saved)
@@ -199,9 +201,11 @@ def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Ch
     return Checkpoint.open(name)
 
 
-def _refuse_what_no_adapter_holds(models: _Models, targets: TargetConfig, before: Manifest) -> None:
+def _refuse_what_no_adapter_holds(
+    models: _Models, targets: TargetConfig, merged_manifest: Manifest
+) -> None:
     draft = Draft(models.architecture, models.base, targets)
-    draft.keep_heads(before)
+    draft.keep_heads(merged_manifest)
     heads = draft.heads
     for task in models.tasks:
         add_own_head(heads, task)

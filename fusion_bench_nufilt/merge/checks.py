@@ -60,7 +60,7 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     the same settings.
     """
     name = merged.source.name
-    if plan.settings.step is None and "step" not in plan.before:
+    if plan.settings.step is None and "step" not in plan.merged_manifest:
         advice = "say with --step which number the new one has"
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
     if not plan.is_adapter:
@@ -77,7 +77,7 @@ def other_options(plan: Plan) -> list[Difference]:
     """Return the options that are to last for a stream, and that the merged model was made with
     otherwise.
     """
-    saved_options = plan.before.get("settings", {})
+    saved_options = plan.merged_manifest.get("settings", {})
     if "layer_method" in saved_options:  # as a run of a model pool has it
         saved_options = {**saved_options, "method": saved_options["layer_method"]}
     options = json.loads(json.dumps(plan.options()))  # as a manifest has them
@@ -94,7 +94,7 @@ def other_options(plan: Plan) -> list[Difference]:
             before[key] = saved_options[key]
             now[key] = options[key]
     # One that had no effect yet was given all the same.
-    for key, value in plan.before.get("without_effect", {}).items():
+    for key, value in plan.merged_manifest.get("without_effect", {}).items():
         if key in now and now[key] == value:
             before[key] = value
     return differences(before, now)
@@ -143,7 +143,7 @@ def promised_inputs(plan: Plan) -> list[tuple[str, Input, str]]:
     and whose manifest that is.
     """
     inputs = []
-    base = base_of(plan.before)
+    base = base_of(plan.merged_manifest)
     if plan.merged is not None and base is not None:
         inputs.append(("base", base, f"'{plan.merged.source.name}'"))
     for role, saved in plan.promised.items():
@@ -183,8 +183,8 @@ def _refuse_merged_tasks(plan: Plan) -> None:
     """Refuse a task that is the model to merge into, is in it already, or comes twice, by one name
     or two.
     """
-    earlier_tasks = tasks_of(plan.before)
-    first_step = plan.before.get("step", len(earlier_tasks)) - len(earlier_tasks) + 1
+    earlier_tasks = tasks_of(plan.merged_manifest)
+    first_step = plan.merged_manifest.get("step", len(earlier_tasks)) - len(earlier_tasks) + 1
     others: list[tuple[str, Input]] = []
     for task in plan.tasks:
         name = task.source.name
@@ -211,14 +211,14 @@ def _refuse_merged_tasks(plan: Plan) -> None:
 def check_state(plan: Plan, name: str) -> list[str]:
     """Check that the method can go on from the state beside the merged model of this name."""
     method = plan.method
-    made_by = plan.before.get("method", method.label)  # a variant has its method's label
+    made_by = plan.merged_manifest.get("method", method.label)  # a variant has its method's label
     if made_by != method.label and not method.is_stateless:
         raise ValueError(
             f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
             f"from: merge all of its tasks again with {method.name}, or go on with its own method"
         )
     # None is the default, with which methods that need sums keep them.
-    had_state = plan.before.get("settings", {}).get("state")
+    had_state = plan.merged_manifest.get("settings", {}).get("state")
     if plan.state is None and had_state is False and not method.is_stateless:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
         raise ValueError(
@@ -235,11 +235,11 @@ def verify_merged(plan: Plan) -> list[str]:
     if plan.merged is None or plan.merged.source.remote:
         return []
     # A model that something else merged has no manifest.
-    if not plan.before:
+    if not plan.merged_manifest:
         return []
     merged = plan.merged.checkpoint
     small_files = []
-    for name in plan.before.get("files", {}):
+    for name in plan.merged_manifest.get("files", {}):
         # People edit a card; files of weights are checked below, by what was opened of them.
         if name != CARD and not name.endswith(".safetensors"):
             small_files.append(name)
@@ -250,13 +250,16 @@ def verify_merged(plan: Plan) -> list[str]:
             state_files = [f"{state_folder}/{name}" for name in plan.state.source.opened]
         # Configurations, too: the result has the base's, and an edit would be lost without a word.
         names = [*merged.opened, *state_files, *small_files]
-        verify_files(merged.folder, plan.before, _CHANGED, names)
+        verify_files(merged.folder, plan.merged_manifest, _CHANGED, names)
         return []
     warnings = []
     for name in small_files:
         try:
             verify_files(
-                merged.folder, plan.before, "configurations in the result are the base's", [name]
+                merged.folder,
+                plan.merged_manifest,
+                "configurations in the result are the base's",
+                [name],
             )
         except ValueError as error:
             warnings.append(str(error))

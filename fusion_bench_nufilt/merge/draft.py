@@ -60,7 +60,7 @@ class Draft:
 
     def keep_heads(
         self,
-        earlier: Manifest,
+        merged_manifest: Manifest,
         rule: str | None = None,
         stored: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
@@ -71,17 +71,17 @@ class Draft:
         """
         if stored is None:
             stored = self.pretrained.params
-        self.heads = self._new_heads(rule or self.targets.heads, stored, earlier)
-        self.default_heads = self._new_heads("auto", stored, earlier)
+        self.heads = self._new_heads(rule or self.targets.heads, stored, merged_manifest)
+        self.default_heads = self._new_heads("auto", stored, merged_manifest)
 
     def _new_heads(
-        self, rule: str, shapes: Mapping[str, tuple[int, ...]], earlier: Manifest
+        self, rule: str, shapes: Mapping[str, tuple[int, ...]], merged_manifest: Manifest
     ) -> Heads:
         architecture = self.architecture
         embeddings = architecture.embeddings(shapes)
         heads = Heads(rule, shapes, self.base.config, architecture.backbone, embeddings)
         # Without the heads of earlier tasks, this merge would choose other layers than theirs.
-        heads.keep(earlier.get("heads", {}).values())
+        heads.keep(merged_manifest.get("heads", {}).values())
         return heads
 
     @property
@@ -124,7 +124,7 @@ class Draft:
         tasks: Sequence[ModelWeights],
         method: LayerMethod,
         settings: Settings,
-        before: Manifest,
+        merged_manifest: Manifest,
         *,
         merged: ModelWeights | None = None,
         state: ModelWeights | None = None,
@@ -138,10 +138,10 @@ class Draft:
             tasks=list(tasks),
             method=method,
             settings=settings,
-            before=before,
+            merged_manifest=merged_manifest,
             merged=merged,
             state=state,
-            heads=describe_heads(self.heads, self.pretrained, tasks, before),
+            heads=describe_heads(self.heads, self.pretrained, tasks, merged_manifest),
             **files,
         )
 
@@ -166,10 +166,10 @@ def _float_params(task: ModelWeights) -> list[str]:
 
 
 def describe_heads(
-    heads: Heads, base: ModelWeights, tasks: Sequence[ModelWeights], before: Manifest
+    heads: Heads, base: ModelWeights, tasks: Sequence[ModelWeights], merged_manifest: Manifest
 ) -> dict[str, Head]:
     """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
-    described = dict(before.get("heads", {}))
+    described = dict(merged_manifest.get("heads", {}))
     for task in tasks:
         if task.head:
             modules = heads.modules_of(task.head)

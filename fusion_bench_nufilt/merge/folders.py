@@ -286,7 +286,7 @@ def _manifest(
         "method": plan.method.label,
         **description,
         **about_adapter,
-        "task_inputs": [*tasks_of(plan.before), *own_tasks],
+        "task_inputs": [*tasks_of(plan.merged_manifest), *own_tasks],
         "without_effect": plan.without_effect,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.origin,

@@ -100,7 +100,7 @@ def refuse_edited(plan: Plan, digests: Mapping[str, str]) -> None:
     if not plan.settings.verify:
         return
     # Of the base, rows of new tokens were read, too; for an adapter, what some of the tasks hold.
-    has_new_tokens = bool(plan.vocabulary.params or plan.before.get("vocabulary"))
+    has_new_tokens = bool(plan.vocabulary.params or plan.merged_manifest.get("vocabulary"))
     is_read_in_part = plan.is_adapter or has_new_tokens
     for role, saved, of in promised_inputs(plan):
         if role == "base" and plan.merged is not None and is_read_in_part:

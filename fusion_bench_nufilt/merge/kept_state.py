@@ -240,7 +240,7 @@ class KeptState:
         unknown = sorted(stored.keys() - expected)
         warnings = []
         if method.is_stateless:
-            if plan.keeps_state and missing and plan.before:
+            if plan.keeps_state and missing and plan.merged_manifest:
                 warnings.append(
                     f"'{name}' does not have all merged layers in float32: going on from the "
                     "rounded ones"
@@ -430,7 +430,7 @@ class KeptStateOfAdapter(KeptState):
                 f"{method.label} goes on from its own merges of the same layers only; merge its "
                 "tasks again, or all at once with the new ones"
             )
-        settings = plan.before.get("settings", {})
+        settings = plan.merged_manifest.get("settings", {})
         is_rounded = settings.get("dtype", "auto") not in ("auto", "float32")
         if settings.get("rank") is not None or is_rounded:
             return [f"'{name}' was cut or rounded, and {method.label} goes on from what is left"]

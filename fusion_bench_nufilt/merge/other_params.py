@@ -373,15 +373,15 @@ def head_files(plan: Plan) -> dict[str, bytes]:
     merged model.
     """
     files: dict[str, bytes] = {}
-    if plan.merged is not None and plan.before.get("heads"):
+    if plan.merged is not None and plan.merged_manifest.get("heads"):
         folder = plan.merged.checkpoint.folder_with("heads/*")
-        files |= read_heads(folder, plan.before)
+        files |= read_heads(folder, plan.merged_manifest)
     return files | new_heads(plan)
 
 
 def new_heads(plan: Plan) -> dict[str, bytes]:
     """Return the files of the heads of a merge's own tasks by path in the result."""
-    earlier_heads = plan.before.get("heads", {})
+    earlier_heads = plan.merged_manifest.get("heads", {})
     names = [head["file"] for task, head in plan.heads.items() if task not in earlier_heads]
     tasks = [task for task in plan.tasks if task.head]
     return {name: save(task.head_tensors()) for name, task in zip(names, tasks, strict=True)}

@@ -118,7 +118,7 @@ class Plan(Selection):
     tasks: list[ModelWeights]
     method: LayerMethod
     settings: Settings
-    before: Manifest  # that of `merged`; empty if it has none
+    merged_manifest: Manifest  # that of `merged`, empty if there is none
     merged: ModelWeights | None = None  # the result to merge into; None means the base
     state: ModelWeights | None = None  # what was kept beside `merged` to go on from
     #: Of all tasks in the result that have a head of their own, by task.
@@ -157,7 +157,7 @@ class Plan(Selection):
         """Return the number of models in the mean of a tensor before this merge, without the
         base.
         """
-        count: int = self.before.get("mean_counts", {}).get(param, self.first_step - 1)
+        count: int = self.merged_manifest.get("mean_counts", {}).get(param, self.first_step - 1)
         return count
 
     def joining(self, param: str) -> dict[str, ModelWeights]:
@@ -176,7 +176,7 @@ class Plan(Selection):
         """
         means = self.averaged_at(1)
         # What an earlier merge averaged and this one leaves as it is has as many models as before.
-        earlier_means = self.before.get("mean_counts", {})
+        earlier_means = self.merged_manifest.get("mean_counts", {})
         counts = {}
         for param in self.others:
             if param in means or param in earlier_means:
@@ -217,12 +217,12 @@ class Plan(Selection):
     def names(self) -> list[str]:
         """The names of all tasks in the result, in merging order."""
         labels = [task.source.label for task in self.tasks]
-        return [*self.before.get("tasks", []), *labels]
+        return [*self.merged_manifest.get("tasks", []), *labels]
 
     @property
     def first_step(self) -> int:
         """The number of the first task in the stream, from 1."""
-        return self.settings.step or self.before.get("step", 0) + 1
+        return self.settings.step or self.merged_manifest.get("step", 0) + 1
 
     @property
     def last_step(self) -> int:
@@ -295,9 +295,9 @@ class Plan(Selection):
 
     def _digests_of_earlier_heads(self) -> dict[str, str]:
         """Return the digests of the files of the heads that come from the merged model."""
-        files = self.before.get("files", {})
+        files = self.merged_manifest.get("files", {})
         digests = {}
-        for head in self.before.get("heads", {}).values():
+        for head in self.merged_manifest.get("heads", {}).values():
             if head["file"] in files:
                 digests[head["file"]] = files[head["file"]]["sha256"]
         return digests

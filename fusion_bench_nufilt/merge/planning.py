@@ -96,7 +96,7 @@ def plan_merge(
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
-    merged_model, before, state = _open_merged(merged, architecture, method_class)
+    merged_model, merged_manifest, state = _open_merged(merged, architecture, method_class)
     opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
     draft = Draft(architecture, checkpoint, targets)
     lasting = []
@@ -104,19 +104,19 @@ def plan_merge(
     if merged_model is not None:
         lasting.append(merged_model)
         earlier = earlier_params(architecture, merged_model)
-    first_step = settings.step or before.get("step", 0) + 1
+    first_step = settings.step or merged_manifest.get("step", 0) + 1
     # Which weights are one is decided before anything is selected by its name.
     draft.tie(lasting, opened, first_step)
     pretrained = draft.pretrained
     complete_base(architecture, pretrained, [pretrained, *lasting, *opened])
-    if "mean_counts" in before:
-        carry_over(architecture, before["mean_counts"], earlier)
+    if "mean_counts" in merged_manifest:
+        carry_over(architecture, merged_manifest["mean_counts"], earlier)
     if state is not None:
         state.tie(architecture)
         carry_over_kept(architecture, state.keys, earlier)
 
     # A task's own head is no layer, although the base may have one of that name.
-    draft.keep_heads(before)
+    draft.keep_heads(merged_manifest)
     draft.find_heads(opened)
     given = {**vars(options), **vars(targets)}
     if draft.has_default_heads:
@@ -134,7 +134,7 @@ def plan_merge(
         draft.targets,
         settings.tokenizer,
         small_files,
-        before,
+        merged_manifest,
         state,
     )
     for task in opened:
@@ -152,7 +152,7 @@ def plan_merge(
         opened,
         draft.method(method_class, options, settings.seed),
         settings,
-        before,
+        merged_manifest,
         merged=merged_model,
         state=state,
         small_files=small_files_of(small_files, checkpoint, files, settings.dtype, untied),
@@ -239,23 +239,23 @@ def _open_merged(
     merged = _open(
         "merged model", name, "give it as a --task, or add --adapter for one more adapter"
     )
-    before = read_manifest(merged.folder, "merge or fetch it again") or Manifest()
+    merged_manifest = read_manifest(merged.folder, "merge or fetch it again") or Manifest()
     merged_model = ModelWeights(merged, architecture)
-    if method_class.is_stateless and _has_sums(before):
-        return merged_model, before, None
+    if method_class.is_stateless and _has_sums(merged_manifest):
+        return merged_model, merged_manifest, None
     # The manifest lists all files, so that the hub is not asked for one that it lacks.
-    if merged.revision is not None and STATE_FILE not in before.get("files", {}):
-        return merged_model, before, None
+    if merged.revision is not None and STATE_FILE not in merged_manifest.get("files", {}):
+        return merged_model, merged_manifest, None
     state = merged.open_inside(STATE_FILE)
     if state is None:
-        return merged_model, before, None
-    return merged_model, before, ModelWeights(state, architecture)
+        return merged_model, merged_manifest, None
+    return merged_model, merged_manifest, ModelWeights(state, architecture)
 
 
-def _has_sums(before: Manifest) -> bool:
+def _has_sums(merged_manifest: Manifest) -> bool:
     """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
     for method in METHODS.values():
-        if method.label == before.get("method"):
+        if method.label == merged_manifest.get("method"):
             return not method.is_stateless
     return False
 
@@ -290,14 +290,14 @@ def _join_vocabularies(
     targets: TargetConfig,
     tokenizer: str | None,
     small_files: Mapping[str, bytes],
-    before: Manifest,
+    merged_manifest: Manifest,
     state: ModelWeights | None,
 ) -> Vocabulary:
     """Return the result's tokens, and have the models present the base's rows."""
     if tokenizer is None and targets.on_shape_mismatch == "keep-base":
         return Vocabulary()
     embeddings = architecture.embeddings(models["base"].params)
-    token_weights = before.get("vocabulary", {}).get("token_weights", {})
+    token_weights = merged_manifest.get("vocabulary", {}).get("token_weights", {})
     return join_vocabularies(
         models,
         embeddings,
