@@ -30,6 +30,7 @@ from fusion_bench_nufilt.utils.files import (
     Count,
     Input,
     Manifest,
+    counted,
     escape_markup,
     parse_json,
     printable,
@@ -92,7 +93,7 @@ def run(
 
 
 def _result(plan: Plan, folder: Path) -> str:
-    merged = f"{len(plan.layers)} layers merged"
+    merged = f"{counted(len(plan.layers), 'layer')} merged"
     if not plan.is_adapter:
         return merged
     share = (read_manifest(folder) or Manifest())["energy_kept"]["all"]
@@ -180,21 +181,21 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     yield "method", str(plan.method)
     layers = plan.layers
     first_and_last = f"{layers[0].name} … {layers[-1].name}"
-    yield "merged", f"{len(layers)} layers, {first_and_last} (known from {plan.origin})"
+    yield "merged", f"{counted(len(layers), 'layer')}, {first_and_last} (known from {plan.origin})"
     yield "", f"{plan.coverage.merged[1]:.1%} of all elements"
     if plan.coverage.left_out:
         yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
     other_params = plan.targets.other_params
     num_averaged = len(plan.averaged)
-    yield "averaged", f"{num_averaged} tensors (other_params={other_params})"
+    yield "averaged", f"{counted(num_averaged, 'tensor')} (other_params={other_params})"
     if plan.heads:
         heads = [f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items()]
         yield "heads", f"kept for each task: {', '.join(heads)}"
     if not plan.is_adapter:
-        yield "copied", f"{len(plan.others) - num_averaged} tensors, bit by bit"
+        yield "copied", f"{counted(len(plan.others) - num_averaged, 'tensor')}, bit by bit"
     unchanged = kept_from_base(plan)
     if unchanged:
-        loss = f"whatever a task changed in {len(unchanged)} tensors is left out"
+        loss = f"whatever a task changed in {counted(len(unchanged), 'tensor')} is left out"
         if not set(unchanged).isdisjoint(plan.vocabulary.params):
             loss += ", but for rows of new tokens"
         remedy = "" if other_params == "mean" else "; other_params=mean averages them"
