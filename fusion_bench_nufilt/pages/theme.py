@@ -45,17 +45,32 @@ _CELL_OF_A_NUMBER = 18
 #: The letters at the beginning of a shortened name.
 _HEAD = 18
 
-#: In JSON: control characters, which crash the renderer and with it the process, and escapes that
-#: may stand for one.
-_UNDRAWN = re.compile(r'\\([^"un]|u(00[0189].|fff[ef]))|\x7f')
+#: Control characters, which crash the renderer and with it the process.
+_UNDRAWN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
+#: The titles of axes are in descriptions, too, in which an escape stands for its character.
+_UNDRAWN_IN_TITLES = re.compile(rf"{_UNDRAWN.pattern}|\\")
 
 
 def chart_definition(chart: ChartType) -> dict[str, Any]:
     """Return a chart as Vega-Lite JSON, with the common theme and without the schema's address."""
     content = chart.to_dict(validate=False) | {"config": CONFIG}
     del content["$schema"]
-    definition: dict[str, Any] = json.loads(_UNDRAWN.sub(r"\\ufffd", json.dumps(content)))
+    definition: dict[str, Any] = _drawable(content)
     return definition
+
+
+def _drawable(content: Any, undrawn: re.Pattern[str] = _UNDRAWN) -> Any:
+    """Return parts of a chart with a replacement character for each that can't be drawn."""
+    if isinstance(content, str):
+        return undrawn.sub("\ufffd", content)
+    if isinstance(content, list | tuple):
+        return [_drawable(item, undrawn) for item in content]
+    if not isinstance(content, dict):
+        return content
+    drawable = {}
+    for key, item in content.items():
+        drawable[key] = _drawable(item, _UNDRAWN_IN_TITLES if key == "title" else undrawn)
+    return drawable
 
 
 def save_chart(chart: ChartType, *paths: Path) -> None:

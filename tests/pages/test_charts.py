@@ -70,6 +70,13 @@ def test_a_name_with_a_control_character_is_drawn_escaped(tmp_path, letter):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+def test_a_backslash_in_a_name_is_drawn_as_it_is():
+    names = [r"C:\models\new", r"a\u0000b", r"c\nd", "e\\"]
+    chart = charts.lines(curves({name: [1.0, 2.0] for name in names}), "step", "score")
+    svg = vl_convert.vegalite_to_svg(chart_definition(chart))
+    assert set(names) <= set(re.findall(r">([^<]+)</text>", svg))
+
+
 def luminance(colour):
     """The relative luminance of a colour, as WCAG has it."""
     linear = []
