@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import lightning
 import numpy as np
 from fusion_bench import set_print_function_call_permeanent
-from fusion_bench.programs import FabricModelFusionProgram
+from fusion_bench.programs import FabricModelFusionProgram, fabric_fusion_program
 from fusion_bench.taskpool import DummyTaskPool
-from fusion_bench.utils.hydra_utils import get_hydra_output_dir
-from fusion_bench.utils.path import create_symlink
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -80,6 +79,8 @@ def _quiet_libraries() -> None:
     logging.getLogger("fusion_bench.mixins.serialization").setLevel(logging.ERROR)
     # The bars of what a run does, and its files, say which models are loaded.
     logging.getLogger("fusion_bench.modelpool").setLevel(logging.WARNING)
+    # Its loggers for the first process are apart from all others.
+    fabric_fusion_program.log.setLevel(logging.WARNING)
     # A bar for every model that is loaded or saved would be most of the output.
     transformers_logging.disable_progress_bar()
     # One for each split of a data set is gone when it is ready, and none is in a file.
@@ -99,32 +100,21 @@ class ContinualMergingProgram(FabricModelFusionProgram):
     def run(self) -> dict[str, Any]:
         """Run the method, and return the merged model and the report of its last step."""
         refuse_several_processes(self.config)
-        if self.seed is not None:
-            lightning.seed_everything(self.seed)
-        hydra_folder = Path(get_hydra_output_dir())
-        if self.log_dir is not None and Path(self.log_dir).resolve() != hydra_folder.resolve():
-            create_symlink(str(hydra_folder), self.log_dir, link_name="hydra_output")
-        parts = {"modelpool": self._modelpool, "method": self._method, "taskpool": self._taskpool}
-        for name, config in parts.items():
-            if config is None:
-                continue
-            kind = "algorithm" if name == "method" else name  # as FusionBench's functions say
-            loader = f"fusion_bench.compat.{name}.load_{kind}_from_config"
-            setattr(self, name, self._instantiate_and_setup(config, compat_load_fn=loader))
-        self.method.on_run_start()
-        merged_model = self.method.run(self.modelpool)
-        self.method.on_run_end()
+        report_save_path = self.report_save_path
+        # FusionBench would write it in place, and a kill would leave half of it.
+        self.report_save_path = None
+        with patch.object(fabric_fusion_program, "print_json"):
+            result: dict[str, Any] = super().run()
+        if report_save_path is not None and result["report"] is not None:
+            path = Path(report_save_path.format(log_dir=self.log_dir))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(result["report"]))
+            self.log_artifact(local_path=str(path))
+        return result
+
+    def save_merged_model(self, merged_model: Any) -> None:
         if self.merged_model_save_path is not None:
-            self.save_merged_model(merged_model)
-        report = None
-        if self.taskpool is not None:
-            report = self.evaluate_merged_model(self.taskpool, merged_model)
-            if self.report_save_path is not None:
-                path = Path(self.report_save_path.format(log_dir=self.log_dir))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(report))
-                self.log_artifact(local_path=str(path))
-        return {"merged_model": merged_model, "report": report}
+            super().save_merged_model(merged_model)
 
 
 def refuse_several_processes(config: DictConfig) -> None:
