@@ -78,6 +78,7 @@ def measure_order_free(
             step=1,
             strength=1.0,
             digits=base.dtype,
+            coefficients=[1.0],
             float64=False,
         )
         seconds, peak = timed(lambda: states.append(update()[0]), clock)  # noqa: B023

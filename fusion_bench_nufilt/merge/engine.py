@@ -144,6 +144,11 @@ class LayerReader(ABC):
         device of ``merged``; None if it has the layer as it is in the base.
         """
 
+    @property
+    def coefficients(self) -> Sequence[float]:
+        """What the update of each task is multiplied by in the merge."""
+        return [1.0] * len(self.task_names)
+
     def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
         """Return the dtype of the fewest digits in which a layer of the base, and of a task as
         :meth:`read_task` returned it, are stored.
@@ -155,9 +160,7 @@ class LayerReader(ABC):
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank
     ) -> Tensor | LowRank:
-        """Return what :meth:`read_task` returned with its update at the task's weight in the
-        merge.
-        """
+        """Return what :meth:`read_task` returned with its update times the task's coefficient."""
         return weight
 
     def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
@@ -345,6 +348,7 @@ class LayerMerger:
         float64: bool,
     ) -> tuple[State, Measures]:
         """Return what the method returns for a task, computed on a device."""
+        earlier_merges = [1.0] * (self.reader.first_step - 1)
         # The method alone holds a stack of weights, and can free it.
         return self.reader.method.update(
             [layer.name for layer in batch.layers],
@@ -354,6 +358,7 @@ class LayerMerger:
             step=self.reader.first_step + number,
             strength=self.reader.strengths[number],
             digits=task.digits,
+            coefficients=[*earlier_merges, *self.reader.coefficients[: number + 1]],
             float64=float64,
         )
 

@@ -43,11 +43,13 @@ class MatrixLayers(LayerReader):
         first_step: int = 1,
         strengths: Sequence[float] | None = None,
         digits: Sequence[torch.dtype] | None = None,
+        coefficients: Sequence[float] | None = None,
         device: Devices | None = None,
         batch_bytes: int = 2**30,
     ) -> None:
         """``digits`` is, for each task, the dtype of the fewest digits in which it and the base
-        are stored, if their matrices are wider.
+        are stored, if their matrices are wider, and ``coefficients`` what its update has been
+        multiplied by.
         """
         self.method = method
         self.pretrained = pretrained
@@ -59,6 +61,7 @@ class MatrixLayers(LayerReader):
         self.batch_bytes = batch_bytes
         self._strengths = strengths or [1.0] * len(tasks)
         self._digits = digits
+        self._coefficients = coefficients or [1.0] * len(tasks)
         if device is None:
             device = next((weight.device for weight in pretrained.values()), "cpu")
         self.devices = check_devices(device)
@@ -100,6 +103,10 @@ class MatrixLayers(LayerReader):
         if not isinstance(weight, LowRank):
             weight = weight.detach()
         return weight.to(merged.theta_0.device)
+
+    @property
+    def coefficients(self) -> Sequence[float]:
+        return self._coefficients
 
     def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
         digits = super().digits(number, merged, weight)

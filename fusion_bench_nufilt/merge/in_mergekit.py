@@ -110,9 +110,15 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             strengths = [_strength(folder, targets, task) for task in task_folders]
         # mergekit gives tensors in the dtype of the merge.
         digits = [_digits(folder, targets, task, layers[0]) for task in task_folders]
-        merged = merge_matrices(
-            MatrixLayers(method, pretrained, task_layers, strengths=strengths, digits=digits)
+        layers_of_models = MatrixLayers(
+            method,
+            pretrained,
+            task_layers,
+            strengths=strengths,
+            digits=digits,
+            coefficients=[rest["weight"][task.id] for task in group.non_base],
         )
+        merged = merge_matrices(layers_of_models)
         # Rows that no layer has stay the base's, bit by bit.
         result = base.clone()
         for layer in layers:

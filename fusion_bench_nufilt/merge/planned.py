@@ -233,6 +233,10 @@ class PlannedLayers(LayerReader):
             return weight
         return layer.view.matrix(weight)
 
+    @property
+    def coefficients(self) -> Sequence[float]:
+        return [task.coefficient for task in self.plan.tasks]
+
     def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
         digits = super().digits(number, merged, weight)
         if isinstance(merged, LayerInBasis):

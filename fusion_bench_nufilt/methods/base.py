@@ -118,6 +118,7 @@ class LayerMethod(ABC):
         step: int,
         strength: float,
         digits: torch.dtype,
+        coefficients: Sequence[float],
         float64: bool,
     ) -> tuple[State, Measures]:
         """Return the states after one more task, and what the step measured.
@@ -132,6 +133,8 @@ class LayerMethod(ABC):
             strength: that of the whole task, see :func:`.task_vector.task_strength`.
             digits: the dtype of the fewest digits in which the layers are stored in the pretrained
                 model and the task, whose tensors may be wider here.
+            coefficients: what the updates of the tasks so far were multiplied by in the merge, and
+                their rounding with them, this one's at the end; 1 for those of earlier merges.
             float64: decompose in float64, since a solver failed in less.
         """
 

@@ -72,6 +72,7 @@ class Nufilt(LayerMethod):
         step: int,
         strength: float,
         digits: torch.dtype,
+        coefficients: Sequence[float],
         float64: bool,
     ) -> tuple[State, Measures]:
         theta = state["weight"]
@@ -97,6 +98,7 @@ class Nufilt(LayerMethod):
                     step=step,
                     strength=strength,
                     digits=digits,
+                    coefficients=coefficients,
                     float64=float64,
                 )
                 weight = replace_rows(weight, rows, after["weight"])
@@ -129,8 +131,8 @@ class Nufilt(LayerMethod):
             float64=float64,
             Q=Q,
             height=self.shape_of(names[0], base)[0],  # the same in all layers of a stack
-            step=step,
             digits=digits,
+            coefficients=coefficients,
         )
         return {"weight": weight.to(theta.dtype)}, measures
 

@@ -106,13 +106,17 @@ class OrderFree(LayerMethod):
         step: int,
         strength: float,
         digits: torch.dtype,
+        coefficients: Sequence[float],
         float64: bool,
     ) -> tuple[State, Measures]:
         states = []
         task_norms = []
         shape = self.shape_of(names[0], base)
+        spacing = abs(coefficients[-1]) * torch.finfo(digits).eps
         for row in range(len(names)):
-            tau = TaskOfLayer(task[row], base[row], strength, shape, digits=digits, float64=float64)
+            tau = TaskOfLayer(
+                task[row], base[row], strength, shape, spacing=spacing, float64=float64
+            )
             before = {key: value[row] for key, value in state.items()}
             after = before
             if not tau.is_zero:

@@ -230,7 +230,8 @@ class TaskVector:
 
 class TaskOfLayer(TaskVector):
     """The task vector of a layer, given by the task's weight ``(d_o, d_i)``, or by the factors of
-    its update, and the pretrained weight, which have the rounding errors of ``digits``.
+    its update, and the pretrained weight, whose rounding errors, as they are here,
+    are those of values with a relative ``spacing``.
 
     What takes a pass over the weights is computed where a method asks for it.
     """
@@ -242,14 +243,14 @@ class TaskOfLayer(TaskVector):
         strength: float = 1.0,
         shape: tuple[int, int] | None = None,
         *,
-        digits: torch.dtype,
+        spacing: float,
         float64: bool = False,
     ) -> None:
         if float64:
             task = task.double()
         super().__init__(task, strength, shape=shape)
         self._theta_0 = theta_0
-        self._digits = digits
+        self._spacing = spacing
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -269,7 +270,7 @@ class TaskOfLayer(TaskVector):
     def rounding(self) -> float:
         if isinstance(self._given, LowRank):
             return 0.0  # factors are exact
-        return rounding_energy(self._theta_0, torch.finfo(self._digits).eps)
+        return rounding_energy(self._theta_0, self._spacing)
 
     @property
     def is_zero(self) -> bool:

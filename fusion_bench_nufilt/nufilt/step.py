@@ -4,6 +4,7 @@ adapt, fuse.
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -58,8 +59,8 @@ def fuse_stack(
     float64: bool,
     Q: Tensor | None = None,
     height: int | None = None,
-    step: int = 1,
     digits: torch.dtype | None = None,
+    coefficients: Sequence[float] = (1.0,),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
@@ -73,9 +74,10 @@ def fuse_stack(
     :math:`\tau = Q K`, and all but the new weights is computed as if the layers had
     only these outputs.
 
-    ``digits`` is the dtype of the models, by default that of ``theta_0``, and ``step``
-    the number of the task. Directions of models in 16 bits that are no stronger than
-    their rounding are no directions of the tasks, and the filter does not protect them.
+    ``digits`` is the dtype of the models, by default that of ``theta_0``, and
+    ``coefficients`` what the updates of the tasks so far were multiplied by, this one's
+    at the end. Directions of models in 16 bits that are no stronger than their rounding
+    are no directions of the tasks, and the filter does not protect them.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -88,10 +90,12 @@ def fuse_stack(
     rounding_t = rounding_p = None
     spacing = torch.finfo(digits or theta_0.dtype).eps
     if spacing > torch.finfo(torch.float32).eps:
-        rounding_t = rounding_energy(theta_0, spacing)
-        # Of the first task alone; each later one and the model that it made may have
-        # been rounded.
-        rounding_p = (2 * step - 3) * rounding_t
+        rounding = rounding_energy(theta_0, spacing)
+        rounding_t = coefficients[-1] ** 2 * rounding
+        # Each earlier task was rounded, and the model that each but the first made may
+        # have been.
+        rounding_of_tasks = sum(coefficient**2 for coefficient in coefficients[:-1])
+        rounding_p = (rounding_of_tasks + len(coefficients) - 2) * rounding
     V_t = top_right_singular_vectors(
         tau,
         ranks.task,

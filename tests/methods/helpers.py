@@ -32,6 +32,7 @@ def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, layer="layer")
         step=step,
         strength=strength,
         digits=digits,
+        coefficients=[1.0] * step,
         float64=False,
     )
     return alone(after)

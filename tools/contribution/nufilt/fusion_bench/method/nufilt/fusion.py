@@ -69,7 +69,7 @@ def fuse_layer(
                     solve,
                     is_first_task=is_first_task,
                     float64=float64,
-                    step=step,
+                    coefficients=[1.0] * step,
                 )
                 break
             except torch.linalg.LinAlgError as error:
