@@ -228,6 +228,7 @@ class NotTrainableError(Exception):
 def save_adapter(folder: Path, base: nn.Module, task: Task) -> None:
     """Save an adapter of random values; NotTrainableError if peft refuses its configuration."""
     assert task.lora is not None
+    torch.manual_seed(task.seed)  # peft draws A
     try:
         model = get_peft_model(deepcopy(base), lora_config(task.lora, base))
     except (ValueError, NotImplementedError, AttributeError, TypeError) as error:

@@ -50,8 +50,18 @@ COMPARED: Counter[str] = Counter()
 LARGEST: dict[tuple[str, str], float] = {}
 #: Of a weight that is computed in float32, over the largest.
 FLOAT32 = 2e-6
-#: Of an update, over its norm: NUFILT's iterates in float32.
-OF_NUFILT = 2e-3
+#: Of an update, over its norm, beside the rounding of the result. What is added in float32 has its
+#: digits; decompositions and NUFILT's iterates lose some of them. The flat spectra of the last
+#: three raise faint directions to full strength, which single precision has with fewer digits.
+TOLERANCES = {
+    "sum": 1e-5,
+    "isotropic": 1e-4,
+    "wudi_sums": 1e-4,
+    "nufilt": 1e-4,
+    "spectral": 1e-3,
+    "best": 1e-3,
+    "tsv_stream": 1e-3,
+}
 ORDER_FREE = ("sum", "spectral", "isotropic", "wudi_sums", "tsv_stream", "best")
 SCALED = ("sum", "isotropic", "wudi_sums", "tsv_stream")
 #: What is refused by what the pages say.
@@ -246,12 +256,17 @@ def check_layer(
     exact = all(task.dtype in ("", "float32") for task in case.tasks)
     if not is_matrix or not exact:
         return
+    if key.removesuffix(".weight") not in manifest(merges.folder / "out")["layers"]:
+        return  # a stack of layers, which are merged one by one
     if case.method == "nufilt" and options.get("solver", "adam") == "adam":
         check_nufilt(merges, key, value, theta_0, at_strength)
-    elif case.method in ("isotropic", "wudi_sums"):
+        return
+    if case.method == "isotropic" and formulas.has_faint_directions(theta_0, at_strength):
+        return
+    if case.method in ("isotropic", "wudi_sums"):
         formula = getattr(formulas, case.method)
         expected = formula(theta_0, at_strength, options.get("scale", 1.0) * ramp)
-        check_update(merges, "formula", key, value, expected, theta_0, 1e-3)
+        check_update(merges, "formula", key, value, expected, theta_0)
         COMPARED[case.method] += 1
 
 
@@ -259,8 +274,6 @@ def check_nufilt(
     merges: Merges, key: str, value: Tensor, theta_0: Tensor, thetas: list[Tensor]
 ) -> None:
     name = key.removesuffix(".weight")
-    if name not in manifest(merges.folder / "out")["layers"]:
-        return
     given = {**RANKS, **merges.options}
     names = {field.name for field in dataclasses.fields(FusionConfig)}
     config = FusionConfig(**{name: value for name, value in given.items() if name in names})
@@ -285,7 +298,7 @@ def check_nufilt(
         first_task=config.first_task,
         starts=starts,
     )
-    check_update(merges, "formula", key, value, expected, theta_0, OF_NUFILT)
+    check_update(merges, "formula", key, value, expected, theta_0)
     COMPARED["NUFILT's formulas"] += 1
 
 
@@ -302,10 +315,12 @@ def check_update(
     value: Tensor,
     expected: Tensor,
     theta_0: Tensor,
-    tolerance: float,
     roundings: float = 1,
 ) -> None:
     """An update is what it should be to a share of its norm, beside the rounding of the result."""
+    tolerance = TOLERANCES[merges.case.method]
+    if law == "an adapter" and merges.case.dtype != "float32":
+        tolerance += 2 * spacing(merges.case.dtype)  # its factors are rounded
     norm = float((expected - theta_0).norm())
     error = float((value - expected).norm())
     rounding = roundings * spacing(merges.case.dtype) * float(theta_0.norm())
@@ -445,7 +460,7 @@ def check_one_by_one(merges: Merges, out: Path) -> None:
         assert differing(tensors(merged), tensors(at_once)) == []
     else:
         # Adapters are merged in a basis of their factors until something else comes.
-        compare_results(merges, "one by one", merged, at_once, 1e-2)
+        compare_results(merges, "one by one", merged, at_once)
     assert differing(tensors(at_once), tensors(out)) == []
 
 
@@ -489,7 +504,7 @@ def check_adapter(merges: Merges, out: Path) -> None:
     for key, value in model.state_dict().items():
         if not value.is_floating_point():
             continue
-        check_update(merges, "an adapter", key, value, expected[key], base[key], 1e-2)
+        check_update(merges, "an adapter", key, value, expected[key], base[key])
 
 
 def check_command(merges: Merges, out: Path) -> None:
@@ -516,15 +531,15 @@ def check_order(merges: Merges, out: Path) -> None:
     if "weights" in merges.settings:
         settings["weights"] = merges.settings["weights"][::-1]
     turned = merges.merge("turned", merges.case.names[::-1], settings=settings)
-    compare_results(merges, "order", turned, out, 1e-2)
+    compare_results(merges, "order", turned, out)
 
 
-def compare_results(merges: Merges, law: str, one: Path, other: Path, tolerance: float) -> None:
+def compare_results(merges: Merges, law: str, one: Path, other: Path) -> None:
     base = base_of(merges)
     value = loaded(merges.case, one).state_dict()
     for key, expected in loaded(merges.case, other).state_dict().items():
         if expected.is_floating_point() and expected.shape == base[key].shape:
-            check_update(merges, law, key, value[key], expected, base[key], tolerance)
+            check_update(merges, law, key, value[key], expected, base[key])
 
 
 def check_scale(merges: Merges, out: Path) -> None:
@@ -536,7 +551,7 @@ def check_scale(merges: Merges, out: Path) -> None:
     base = base_model.state_dict()
     for key in layer_keys(merges, base_model, out):
         doubled = base[key] + 2 * (half[key] - base[key])
-        check_update(merges, "scale", key, doubled, whole[key], base[key], 1e-3, roundings=3)
+        check_update(merges, "scale", key, doubled, whole[key], base[key], roundings=3)
 
 
 def check_zero_task(merges: Merges, out: Path) -> None:
@@ -553,7 +568,7 @@ def check_zero_task(merges: Merges, out: Path) -> None:
         assert differing(tensors(with_zero), tensors(without)) == []
     else:
         # A full model among adapters has them merged as full models.
-        compare_results(merges, "zero task", with_zero, without, 1e-2)
+        compare_results(merges, "zero task", with_zero, without)
 
 
 def check_folders(merges: Merges, out: Path) -> None:
@@ -630,7 +645,7 @@ def check_rotated(merges: Merges, out: Path) -> None:
     result = tensors(merges.merge("out", folder=turned))[key].double()
     rotated = Q @ tensors(out)[key].double()
     base = Q @ theta_0.double()
-    check_update(merges, "rotated", key, result, rotated, base, 1e-2, roundings=4)
+    check_update(merges, "rotated", key, result, rotated, base, roundings=4)
 
 
 def first_matrix(merges: Merges, out: Path) -> tuple[str, Tensor]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: Singular values up to this share of the largest are zero, as those of a low-rank update are.
 NUMERICAL_RANK = 1e-5
+#: The shares of the largest between which single precision may take a singular value for zero.
+FAINT = (1e-7, 1e-4)
 
 
 def right_singular_vectors(tau: Tensor, rank: int) -> Tensor:
@@ -85,6 +87,13 @@ def adapter(
         (plasticity + stability).backward()
         adam.step()
     return (B @ A).detach()
+
+
+def has_faint_directions(theta_0: Tensor, tasks: Sequence[Tensor]) -> bool:
+    """Tell whether it depends on the precision which directions the sum of the tasks has."""
+    total = sum((theta_t - theta_0 for theta_t in tasks), torch.zeros_like(theta_0))
+    s = torch.linalg.svdvals(total)
+    return bool(((s > FAINT[0] * s.max()) & (s < FAINT[1] * s.max())).any())
 
 
 def isotropic(theta_0: Tensor, tasks: Sequence[Tensor], scale: float) -> Tensor:
