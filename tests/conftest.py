@@ -60,6 +60,18 @@ def lone_ray():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk():
+    """Tests cut no power, and waiting until files are on the disk takes a tenth of their time."""
+
+    def sync(descriptor):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", sync)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def compose_once():
     """Composing takes Hydra a quarter of a second, and the same words are composed hundreds of
     times.

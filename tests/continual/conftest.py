@@ -1,4 +1,4 @@
-"""FusionBench's program, run in this process."""
+"""FusionBench's program, run in this process; and runs without their pages."""
 
 import pytest
 from fusion_bench.utils import instantiate
@@ -6,8 +6,26 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual import algorithm
 
 LEFT_OUT = ("letters", "typefaces", "textures", "counts", "arrows")
+
+
+@pytest.fixture
+def pages():
+    """For a test that looks at the page of a run, or at its pictures."""
+
+
+@pytest.fixture(autouse=True)
+def no_pages(request, monkeypatch):
+    """Drawing takes half of a run of tiny models; what is drawn is tested in tests/pages."""
+
+    def draw_nothing(*args):
+        pass
+
+    if "pages" not in request.fixturenames:
+        monkeypatch.setattr(algorithm, "try_write_report", draw_nothing)
+        monkeypatch.setattr(algorithm, "log_picture", draw_nothing)
 
 
 @pytest.fixture

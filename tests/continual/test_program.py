@@ -38,6 +38,7 @@ def test_the_placeholder_where_it_is_named_means_no_scores(program):
     assert not {"accuracy_matrix.json", "checkpoints"} & written
 
 
+@pytest.mark.usefixtures("pages")
 def test_a_run_on_one_batch_says_so_and_gives_no_score_to_a_whole_one(program, monkeypatch, capfd):
     # The program sets it for its process.
     monkeypatch.setattr(RuntimeConstants, "debug", False)

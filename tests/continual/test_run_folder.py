@@ -63,6 +63,7 @@ def test_files_of_the_user_in_the_log_directory_stay(tmp_path):
     assert (tmp_path / "write_test").read_text() == "precious"
 
 
+@pytest.mark.usefixtures("pages")
 def test_a_run_without_scores_leaves_a_page_of_its_layers(tmp_path):
     algorithm_in(tmp_path).run(pool(2))
     page = (tmp_path / "index.html").read_text()
