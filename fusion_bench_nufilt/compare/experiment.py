@@ -42,7 +42,6 @@ from fusion_bench_nufilt.continual.models import (
     load_model,
     reason,
 )
-from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
@@ -330,7 +329,7 @@ class Experiment:
                 seconds,
                 environment=environment,
                 solving_seconds=solving_seconds,
-                data_seconds=algorithm.stopwatch.seconds.get(DATA),
+                data_seconds=algorithm.data_seconds,
                 memory=self.evaluator.peak,
                 parameters=parameters,
                 extra_parameters=parameters - self.parameters,

@@ -60,7 +60,7 @@ from .models import (
 )
 from .program import ReportedTaskPool, finish_trackers, log_picture, use_bundled_taskpool
 from .run_folder import RunFolder, open_run_folder
-from .stopwatch import CHECKING, LOADING, MERGING, SAVING, SCORING, Stopwatch
+from .stopwatch import CHECKING, DATA, LOADING, MERGING, SAVING, SCORING, Stopwatch
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[int, nn.Module], Any]
@@ -253,6 +253,12 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         return self.scores.matrix
 
     @property
+    def data_seconds(self) -> float | None:
+        """The seconds of setting up data, also before a run was resumed; None if there are none."""
+        seconds = self._data_seconds_before + self.stopwatch.seconds.get(DATA, 0.0)
+        return seconds or None
+
+    @property
     def taskpool(self) -> Any:
         """The task pool that scores the run, if there is one."""
         if self.scores is None:
@@ -307,6 +313,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self.stopwatch = Stopwatch()
         self.merge_seconds = []
         self._merging_before = 0.0  # seconds of merging before the current step
+        self._data_seconds_before = 0.0  # those of the processes that a resumed run had before
         self.on_step = on_step
         self._has_begun = False
         self._are_checked = False
@@ -486,6 +493,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             own_tasks = [{**self._inputs[name], "name": name} for name in merged_names]
             manifest["task_inputs"] = [*tasks_of(self.before), *own_tasks]
             manifest["merge_seconds"] = self.merge_seconds
+            if self.data_seconds is not None:
+                manifest["data_seconds"] = self.data_seconds
             manifest.update(self.describe())
             # Saved first: a run that ends while it is scored goes on from here.
             with self.stopwatch.part(SAVING):
@@ -580,6 +589,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 ", ".join(unread_models),
             )
         self.merge_seconds = manifest["merge_seconds"]
+        self._data_seconds_before = manifest.get("data_seconds", 0.0)
         if self.scores is not None:
 
             def load_step(finished_step: int) -> nn.Module:
@@ -676,6 +686,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             "config": OmegaConf.to_container(self.config, resolve=True),
             "models": {name: model["source"] for name, model in self._inputs.items()},
             "merge_seconds": self.merge_seconds,
+            "data_seconds": self.data_seconds,
             "versions": package_versions(),
             "fast_dev_run": scores.evaluator.fast_dev_run,
         }

@@ -28,6 +28,7 @@ class RunContent:
     tasks: list[str]
     accuracy_matrix: list[list[Score | None]]
     fast_dev_run: bool = False
+    data_seconds: Seconds | None = None  # of setting up data, if the method needs any
 
     def __post_init__(self) -> None:
         # A matrix of another shape is refused when the file is read, with the field's name.

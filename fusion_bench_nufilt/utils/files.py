@@ -514,5 +514,6 @@ class Manifest(TypedDict, total=False):
     vocabulary: VocabularyEntry
     heads: dict[str, Head]  # by the names of their tasks
     merge_seconds: list[float]
+    data_seconds: Seconds  # of setting up data, if the method needs any
     coverage: dict[str, Any]
     energy_kept: dict[str, Any]  # of an adapter: shares of the update's, in all and by tensor

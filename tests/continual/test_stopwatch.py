@@ -6,14 +6,17 @@ import pytest
 from fusion_bench import BaseModelPool
 from fusion_bench.utils import instantiate
 
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import algorithm as algorithm_module
 from fusion_bench_nufilt.continual.evaluation import Evaluator
 from fusion_bench_nufilt.continual.run_folder import RunFolder
 from fusion_bench_nufilt.continual.stopwatch import DATA, LOADING, MERGING, Stopwatch
 from fusion_bench_nufilt.demo import load_vision_model
+from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from tests.continual.baselines.helpers import configured, demo_images, on_cpu
-from tests.continual.helpers import logging_to
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from tests.continual.test_resume import algorithm_in
 from tests.tiny_models import finetuned
 
 PAUSE = 1000.0
@@ -82,7 +85,7 @@ def test_the_seconds_of_a_method_are_those_of_merging_alone(
     base = load_vision_model("_pretrained_")
     models = {"_pretrained_": base, "shapes": finetuned(base, 1), "counts": finetuned(base, 2)}
     images = compose_run(["modelpool=nufilt_demo"]).modelpool.train_datasets
-    pool = BaseModelPool(models, train_datasets=images)
+    modelpool = BaseModelPool(models, train_datasets=images)
     taskpool = demo_images()
     for owner, function in (
         (algorithm_module, "load_model"),
@@ -103,7 +106,7 @@ def test_the_seconds_of_a_method_are_those_of_merging_alone(
     elif name != "nufilt":
         options = []
     algorithm = logging_to(tmp_path, instantiate(configured(method, *options)))
-    algorithm.run(pool, on_cpu(taskpool))
+    algorithm.run(modelpool, on_cpu(taskpool))
     assert len(algorithm.merge_seconds) == 2
     assert max(algorithm.merge_seconds) < 1
     seconds = algorithm.stopwatch.seconds
@@ -111,3 +114,23 @@ def test_the_seconds_of_a_method_are_those_of_merging_alone(
     assert seconds[LOADING] >= 2 * PAUSE
     needs_data = name in ("adamerging", "lora_wemoe", "sequential_finetuning")
     assert seconds.get(DATA, 0.0) == pytest.approx(14.0 if needs_data else 0.0, abs=1e-3)
+
+
+def test_the_seconds_of_a_run_that_goes_on_are_those_of_all_its_processes(
+    tmp_path, clock, monkeypatch
+):
+    merge_step = NufiltContinualMergingAlgorithm.merge_step
+
+    def with_data(self, *models):
+        with self.stopwatch.part(DATA):
+            clock.now += 7
+        return merge_step(self, *models)
+
+    monkeypatch.setattr(NufiltContinualMergingAlgorithm, "merge_step", with_data)
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path).run(pool(3), on_step=interrupt_after(2))
+    algorithm = algorithm_in(tmp_path, resume=True)
+    algorithm.run(pool(3))
+    assert algorithm.data_seconds == pytest.approx(21, abs=1e-3)
+    manifest = read_whole_checkpoint(tmp_path / "checkpoints" / "merged_model_2")
+    assert manifest["data_seconds"] == pytest.approx(21, abs=1e-3)
