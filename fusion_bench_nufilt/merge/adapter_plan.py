@@ -33,11 +33,11 @@ from fusion_bench_nufilt.models.model import ModelWeights, complete_base
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
+from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .draft import Draft, add_own_head
-from .kept_state import KeptStateOfAdapter
+from .kept_state import KeptStateOfAdapter, open_kept
 from .plan import DTYPES, FactorKeys, Files, Plan, SavedTensor, Selection
 
 # The ranks that vLLM has for its option max_lora_rank end here.
@@ -87,12 +87,8 @@ def plan_adapter(
     merged_adapter = models.merged
     opened = models.tasks
     state = None
-    if merged_checkpoint is not None and (
-        merged_checkpoint.revision is None or STATE_FILE in merged_manifest.get("files", {})
-    ):
-        state_checkpoint = merged_checkpoint.open_inside(STATE_FILE)
-        if state_checkpoint is not None:
-            state = ModelWeights(state_checkpoint, architecture)
+    if merged_checkpoint is not None:
+        state = open_kept(merged_checkpoint, merged_manifest, architecture, method_class)
     adapters = models.adapters
     draft = Draft(architecture, models.base, targets)
     lasting: list[ModelWeights] = []

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fusion_bench_nufilt.methods import METHODS, LayerMethod
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import carry_over
+from fusion_bench_nufilt.models.model import ModelWeights, carry_over
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
+from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import TensorInfo, describe, make_header, read_header
 
@@ -457,6 +460,34 @@ def kept_state(plan: Plan) -> KeptState:
     if plan.is_adapter:
         return KeptStateOfAdapter(plan)
     return KeptState(plan)
+
+
+def open_kept(
+    merged: Checkpoint,
+    merged_manifest: Manifest,
+    architecture: Architecture,
+    method_class: type[LayerMethod],
+) -> ModelWeights | None:
+    """Open what is kept beside a merged model, or return None if that is nothing from which the
+    method goes on.
+    """
+    if method_class.is_stateless and _has_sums(merged_manifest):
+        return None
+    # The manifest lists all files, so that the hub is not asked for one that it lacks.
+    if merged.revision is not None and STATE_FILE not in merged_manifest.get("files", {}):
+        return None
+    state = merged.open_inside(STATE_FILE)
+    if state is None:
+        return None
+    return ModelWeights(state, architecture)
+
+
+def _has_sums(merged_manifest: Manifest) -> bool:
+    """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
+    for method in METHODS.values():
+        if method.label == merged_manifest.get("method"):
+            return not method.is_stateless
+    return False
 
 
 def mean_key(param: str) -> str:

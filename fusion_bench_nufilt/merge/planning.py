@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
+from fusion_bench_nufilt.methods import LayerMethod, find_method
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
@@ -22,7 +22,7 @@ from fusion_bench_nufilt.models.vocabulary import (
 )
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
-from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest
+from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
@@ -35,7 +35,7 @@ from .checks import (
     verify_merged,
 )
 from .draft import Draft
-from .kept_state import carry_over_kept, kept_state
+from .kept_state import carry_over_kept, kept_state, open_kept
 from .plan import Plan, arrange_files, models_by_role, small_files_of
 from .planned import PlannedLayers
 
@@ -241,23 +241,8 @@ def _open_merged(
     )
     merged_manifest = read_manifest(merged.folder, "merge or fetch it again") or Manifest()
     merged_model = ModelWeights(merged, architecture)
-    if method_class.is_stateless and _has_sums(merged_manifest):
-        return merged_model, merged_manifest, None
-    # The manifest lists all files, so that the hub is not asked for one that it lacks.
-    if merged.revision is not None and STATE_FILE not in merged_manifest.get("files", {}):
-        return merged_model, merged_manifest, None
-    state = merged.open_inside(STATE_FILE)
-    if state is None:
-        return merged_model, merged_manifest, None
-    return merged_model, merged_manifest, ModelWeights(state, architecture)
-
-
-def _has_sums(merged_manifest: Manifest) -> bool:
-    """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
-    for method in METHODS.values():
-        if method.label == merged_manifest.get("method"):
-            return not method.is_stateless
-    return False
+    state = open_kept(merged, merged_manifest, architecture, method_class)
+    return merged_model, merged_manifest, state
 
 
 def _open_tasks(

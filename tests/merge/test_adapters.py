@@ -145,6 +145,17 @@ def test_a_merge_goes_on_from_a_cut_adapter_without_the_cut(adapters, tmp_path, 
     assert_close(on_base(adapters, result), expected)
 
 
+def test_nufilt_goes_on_from_an_adapter_of_sums_as_from_a_model_of_sums(adapters, tmp_path):
+    """It has no use for the sums, and goes on from the merged update."""
+    shutil.copytree(adapters, tmp_path, dirs_exist_ok=True)
+    adapter_of(tmp_path, ["math"], "one", method="best")
+    two = adapter_of(tmp_path, ["code"], "two", "one")
+    options = {"target_modules": "all-linear", "other_params": "pretrained"}
+    merge(tmp_path, ["math_whole"], "one_whole", method="best", **options)
+    merge(tmp_path, ["code_whole"], "two_whole", "one_whole", **options)
+    assert_close(on_base(tmp_path, two), updates(tmp_path, "two_whole"))
+
+
 def without_weights(folder, target, *, with_config=True):
     """A folder with adapters of a base that has no weights, or not even a configuration."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*_whole", "base"))
