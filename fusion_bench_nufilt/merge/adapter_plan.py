@@ -63,9 +63,7 @@ def plan_adapter(
             "--adapter out, and name the base with --base"
         )
     checkpoints = [_open_adapter(name) for name in tasks]
-    weights = settings.weights or [1.0] * len(tasks)
-    if len(weights) != len(tasks):
-        raise ValueError(f"there are {len(weights)} weights for {len(tasks)} tasks")
+    weights = settings.coefficients(len(tasks))
     merged_checkpoint = None
     merged_manifest = Manifest()
     if merged is not None:

@@ -97,7 +97,9 @@ def plan_merge(
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
     merged_model, merged_manifest, state = _open_merged(merged, architecture, method_class)
-    opened = _open_tasks(tasks, architecture, settings.weights or [1.0] * len(tasks))
+    opened = []
+    for name, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
+        opened.append(_open_task(name, architecture, coefficient))
     draft = Draft(architecture, checkpoint, targets)
     lasting = []
     earlier: dict[str, str] = {}
@@ -243,17 +245,6 @@ def _open_merged(
     merged_model = ModelWeights(merged, architecture)
     state = open_kept(merged, merged_manifest, architecture, method_class)
     return merged_model, merged_manifest, state
-
-
-def _open_tasks(
-    names: Sequence[str], architecture: Architecture, weights: Sequence[float]
-) -> list[ModelWeights]:
-    if len(weights) != len(names):
-        raise ValueError(f"there are {len(weights)} weights for {len(names)} tasks")
-    models = []
-    for name, weight in zip(names, weights, strict=True):
-        models.append(_open_task(name, architecture, weight))
-    return models
 
 
 def _open_task(name: str, architecture: Architecture, coefficient: float) -> ModelWeights:

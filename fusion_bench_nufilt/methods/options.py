@@ -360,6 +360,14 @@ class Settings:
         elif self.rank is not None:
             raise ValueError(f"rank {self.rank} is for an adapter: add adapter=true (--adapter)")
 
+    def coefficients(self, num_tasks: int) -> Sequence[float]:
+        """Return what the update of each task is multiplied by."""
+        if self.weights is None:
+            return [1.0] * num_tasks
+        if len(self.weights) != num_tasks:
+            raise ValueError(f"there are {len(self.weights)} weights for {num_tasks} tasks")
+        return self.weights
+
     @property
     def devices(self) -> list["torch.device"]:
         import torch
