@@ -138,6 +138,7 @@ def check_result(merges: Merges, out: Path) -> None:
     undecided = undecided_keys(merges, base_model, out)
     depths = block_depths(list(base))
     heads = [key for key in base if is_own_head(case, base_model, key)]
+    of_tokens = token_keys(base_model) if case.with_tokenizer else []
     for key, theta_0 in base.items():
         if not theta_0.is_floating_point() or theta_0.ndim == 0:
             continue
@@ -147,7 +148,7 @@ def check_result(merges: Merges, out: Path) -> None:
             continue
         thetas = [state[key] for state in tasks]
         rows = slice(None)
-        if case.with_tokenizer and len(theta_0) == base_model.config.vocab_size:
+        if case.with_tokenizer and key in of_tokens:
             rows = slice(0, WORDS)
         theta_0 = theta_0[rows]
         thetas = [theta[rows] for theta in thetas]
@@ -165,6 +166,13 @@ def check_result(merges: Merges, out: Path) -> None:
     check_new_rows(merges, out, result_model, tasks)
     check_heads(merges, out, base_model)
     check_logits(merges, result_model)
+
+
+def token_keys(model: nn.Module) -> list[str]:
+    """Return the keys of the matrices with a row for each token."""
+    of_tokens = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    places = {value.data_ptr() for value in of_tokens}
+    return [key for key, value in model.state_dict().items() if value.data_ptr() in places]
 
 
 def is_own_head(case: Case, base: nn.Module, key: str) -> bool:
@@ -358,11 +366,9 @@ def check_new_rows(
     if not case.with_tokenizer or merges.settings.get("tokenizer"):
         return
     words = AutoTokenizer.from_pretrained(out)
-    of_tokens = [result.get_input_embeddings().weight, result.get_output_embeddings().weight]
-    places = {value.data_ptr() for value in of_tokens}
-    for key, value in result.state_dict().items():
-        if value.data_ptr() not in places:
-            continue
+    state_dict = result.state_dict()
+    for key in token_keys(result):
+        value = state_dict[key]
         for number, token in enumerate(NEW_TOKENS):
             rows = []
             for task, state in zip(case.tasks, tasks, strict=True):

@@ -13,6 +13,9 @@ REGRESSIONS = {
         tied=True,
         way="one by one",
     ),
+    "a layer with as many outputs as there are tokens": Case(
+        "Phi-4", (Task(90), Task(11, tokens=(1,))), tied=False, method="isotropic"
+    ),
     "queries, keys and values in one matrix": Case(
         "Gemma 3", (Task(71), Task(72, few=True)), method="wudi_sums"
     ),
