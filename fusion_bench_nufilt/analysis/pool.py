@@ -131,11 +131,11 @@ class PoolAnalysis:
 
     def _moments(self, task: str, model: nn.Module) -> Moments:
         """Return the second moments of a task's inputs, recorded now unless they were before."""
-        source = self.pretrained
+        recorded_model = self.pretrained
         name = PRETRAINED
         # Theorem 1 rests on the inputs at the end of fine-tuning, those of the task's own model.
         if self.config.activations == "own":
-            source = model
+            recorded_model = model
             name = task
         inputs = self._inputs[task]
         about = {
@@ -148,7 +148,7 @@ class PoolAnalysis:
         folder = self.folder / MOMENTS / file_name(task)
         moments = known_moments(folder, about)
         if moments is None:
-            moments = record_moments(source, inputs, self.owner, folder, about, MEMORY)
+            moments = record_moments(recorded_model, inputs, self.owner, folder, about, MEMORY)
         if moments.tokens < self.config.data_rank:
             raise ValueError(
                 f"the {self._samples[task]} samples of task '{task}' have {moments.tokens} tokens, "

@@ -102,11 +102,11 @@ def published(
         return numbers, ""
     none = numbers.iloc[:0]
     changing = [override for override in overrides if not _is_harmless(override)]
-    others = [override for override in changing if override != _IN_ORDER]
+    other_settings = [override for override in changing if override != _IN_ORDER]
     if modelpool == _FLAN_T5 and _IN_ORDER not in changing:
         return none, _hidden(f"are for one order, which {_IN_ORDER} takes")
-    if others:
-        return none, _hidden(f"are for another setting than {others[0]}")
+    if other_settings:
+        return none, _hidden(f"are for another setting than {other_settings[0]}")
     if modelpool != _FLAN_T5 and changing:
         return none, _hidden(f"are for other orders than {_IN_ORDER}")
     if validation is not None:

@@ -68,7 +68,7 @@ def _split(text: str, separator: str) -> list[str]:
     """Split a text at separators that are not inside brackets, strip the parts, and drop empty
     ones.
     """
-    parts = [""]
+    words = [""]
     depth = 0
     for letter in text:
         if letter in "([{":
@@ -76,10 +76,10 @@ def _split(text: str, separator: str) -> list[str]:
         elif letter in ")]}":
             depth -= 1
         if letter == separator and depth == 0:
-            parts.append("")
+            words.append("")
         else:
-            parts[-1] += letter
-    return [part.strip() for part in parts if part.strip()]
+            words[-1] += letter
+    return [part.strip() for part in words if part.strip()]
 
 
 def check_specs(specs: Sequence[RunSpec]) -> None:
@@ -209,8 +209,11 @@ class _MethodConfigs:
             yield from self._tree(prefix + group)
 
     def _unknown(self, name: str) -> str:
-        ours = {*METHODS, *self._names("continual")} - {*_GENERIC}
-        others = {path for path in self._tree() if not path.startswith("continual/")} - ours
-        lists = f"continual methods: {', '.join(sorted(ours))}\n"
-        lists += f"batch methods of FusionBench, run continually: {', '.join(sorted(others))}"
-        return unknown("method", name, ours | others, lists)
+        continual_methods = {*METHODS, *self._names("continual")} - {*_GENERIC}
+        names = {path for path in self._tree() if not path.startswith("continual/")}
+        batch_methods = names - continual_methods
+        continual = ", ".join(sorted(continual_methods))
+        batch = ", ".join(sorted(batch_methods))
+        lists = f"continual methods: {continual}\n"
+        lists += f"batch methods of FusionBench, run continually: {batch}"
+        return unknown("method", name, continual_methods | batch_methods, lists)

@@ -117,13 +117,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def __init__(self, **kwargs: Any) -> None:
         # FusionBench would report those of the protocol as unused.
-        _, others = split_options([ProtocolConfig], kwargs)
+        _, other_options = split_options([ProtocolConfig], kwargs)
         option_names = set(self._config_mapping.values())
-        unknown_names = others.keys() - option_names
+        unknown_names = other_options.keys() - option_names
         if unknown_names:
             message = unknown("option", min(unknown_names), option_names)
             raise ValueError(f"{type(self).__name__}: {message}")
-        super().__init__(**others)
+        super().__init__(**other_options)
 
     @property
     def name(self) -> str:
@@ -527,8 +527,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         fingerprints = self._fingerprints[name]
         if fingerprints.loaded == self._fingerprints[PRETRAINED].loaded:
             return  # it changes nothing, however often
-        for other_name, others in self._fingerprints.items():
-            if other_name != name and others.loaded == fingerprints.loaded:
+        for other_name, other_fingerprints in self._fingerprints.items():
+            if other_name != name and other_fingerprints.loaded == fingerprints.loaded:
                 raise ValueError(
                     f"model '{name}' is also model '{other_name}' of the pool: leave one out, or "
                     "set method.verify=false"
@@ -720,8 +720,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self.folder is not None and (self.folder.path / PAGE).is_file():
             lines.append(f"page   {self.folder.path / PAGE}")
         seconds = self.stopwatch.seconds
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-        lines.append(f"time   {sum(seconds.values()):.1f} s: {parts}")
+        seconds_by_part = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+        lines.append(f"time   {sum(seconds.values()):.1f} s: {seconds_by_part}")
         return lines
 
 

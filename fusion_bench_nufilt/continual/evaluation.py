@@ -566,9 +566,9 @@ class RunScores:
 
     def means_of_earlier(self) -> tuple[float, float]:
         """Return the mean score of the earlier tasks before and after the run; NaN if unknown."""
-        before = self.matrix.values[self.earlier - 1, : self.earlier]
-        now = self.matrix.values[-1, : self.earlier]
-        return Mean.of(before).mean, Mean.of(now).mean
+        first_scores = self.matrix.values[self.earlier - 1, : self.earlier]
+        last_scores = self.matrix.values[-1, : self.earlier]
+        return Mean.of(first_scores).mean, Mean.of(last_scores).mean
 
     def score_step(self, step: int, merged: nn.Module) -> None:
         """Score the model after a step."""

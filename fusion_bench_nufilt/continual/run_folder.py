@@ -227,28 +227,28 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
 
     Models and training data are compared by their content, which may have come from another place.
     """
-    before: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
+    saved_values: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
     saved_settings = with_current_names(saved.get("settings", {}))
     # Early in a run, it is not known whether some settings have an effect.
     for key in run["settings"]:
-        before[key] = saved_settings.get(key)
-    now = {"method": run["method"], "order": run["order"], **run["settings"]}
+        saved_values[key] = saved_settings.get(key)
+    run_values = {"method": run["method"], "order": run["order"], **run["settings"]}
     data = saved.get("training_data", {})
     # Early in a run, its data have not been looked at yet.
     for task, items in run.get("training_data", {}).items():
-        before[f"training data of '{task}'"] = data.get(task)
-        now[f"training data of '{task}'"] = items
+        saved_values[f"training data of '{task}'"] = data.get(task)
+        run_values[f"training data of '{task}'"] = items
     inputs = saved.get("inputs", {})
     for name in {**inputs, **run["inputs"]}:
         key = f"model '{name}'"
         if name not in inputs or name not in run["inputs"]:
-            before[key] = inputs.get(name, {}).get("source")
-            now[key] = run["inputs"].get(name, {}).get("source")
+            saved_values[key] = inputs.get(name, {}).get("source")
+            run_values[key] = run["inputs"].get(name, {}).get("source")
             continue
         digest = inputs[name].get("sha256")
         new_digest = run["inputs"][name].get("sha256")
         # What a run has not read yet, it does not depend on.
         if digest is not None and new_digest is not None:
-            before[key] = digest
-            now[key] = new_digest
-    return differences(before, now)
+            saved_values[key] = digest
+            run_values[key] = new_digest
+    return differences(saved_values, run_values)

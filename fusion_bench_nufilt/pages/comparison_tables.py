@@ -215,8 +215,8 @@ def overhead_tables(results: Comparison) -> list[Table]:
     labels = list(results.published_overhead or {})
     printed = _cost_words(long_table(rows), labels)
     # Of other methods the paper prints the total alone, which contains more than subspaces.
-    others = [label for label in labels if label.partition(":")[0] != "nufilt"]
-    printed.loc[others, "subspaces s"] = "-"
+    other_methods = [label for label in labels if label.partition(":")[0] != "nufilt"]
+    printed.loc[other_methods, "subspaces s"] = "-"
     printed_notes = [
         "not comparable with seconds and memory of another machine",
         "subspaces: total - solving, computed here",

@@ -5,7 +5,7 @@ from typing import Any, NotRequired
 import pandas as pd
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.files import Count, Coverage, LayerStep, Share
+from fusion_bench_nufilt.utils.files import Count, CoverageShares, LayerStep, Share
 
 from .layers import layer_charts, layer_means, strongest_layers
 from .page import Outputs, Tables, render_page
@@ -21,7 +21,7 @@ class MergeContent(TypedDict):
     inputs: dict[str, Any]
     settings: dict[str, Any]
     versions: dict[str, str]
-    coverage: Coverage
+    coverage: CoverageShares
     warnings: NotRequired[list[str]]
     layers: NotRequired[dict[str, list[LayerStep]]]
 
@@ -64,7 +64,7 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
     return Outputs(page, {})
 
 
-def _shares(coverage: Coverage) -> pd.DataFrame:
+def _shares(coverage: CoverageShares) -> pd.DataFrame:
     shares: dict[str, Share] = {name: coverage[name] for name in ("merged", "averaged", "kept")}
     rows = []
     for name, share in shares.items():

@@ -52,9 +52,9 @@ class Table:
     def as_rich(self) -> RichTable:
         """Render it for the terminal, without the notes."""
         rich = RichTable(title=self.title)
-        first, *others = self.header
+        first, *columns = self.header
         rich.add_column(first)
-        for name in others:
+        for name in columns:
             rich.add_column(escape_markup(name), justify="right", no_wrap=True)
         for number, row in enumerate(self.rows("[bold]{}[/]", "[underline]{}[/]", escape), 1):
             rich.add_row(*row, end_section=number == self.references < len(self.texts))

@@ -266,9 +266,9 @@ def panels_of(chart: ChartType) -> list[dict[str, Any]]:
     for group in definition.get("vconcat", [definition]):
         members = group.get("concat", [group])
         for member in members:
-            source = member["data"]
-            if "name" in source:
-                member["data"] = {"values": datasets[source["name"]]}
+            member_data = member["data"]
+            if "name" in member_data:
+                member["data"] = {"values": datasets[member_data["name"]]}
         scales = group.get("resolve", {}).get("scale", {})
         for channel, resolution in scales.items():
             if resolution == "shared":

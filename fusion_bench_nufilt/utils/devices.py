@@ -193,13 +193,13 @@ def _make_products_exact(restore: ExitStack) -> None:
         torch.set_float32_matmul_precision("highest")
         return
     for backend in ("cuda", "mkldnn"):
-        before = _precision(backend, "matmul")
-        if before == "ieee":
+        precision = _precision(backend, "matmul")
+        if precision == "ieee":
             continue
         # Torch does not tell a setting for these products from the backend's that they follow.
-        if before == _precision(backend, "all"):
-            before = "none"
-        restore.callback(_set_precision, backend, "matmul", before)
+        if precision == _precision(backend, "all"):
+            precision = "none"
+        restore.callback(_set_precision, backend, "matmul", precision)
         _set_precision(backend, "matmul", "ieee")
 
 

@@ -472,7 +472,7 @@ class Share(TypedDict):
     share: float  # of the model's elements, 0 to 1
 
 
-class Coverage(TypedDict):
+class CoverageShares(TypedDict):
     merged: Share
     averaged: Share
     kept: Share

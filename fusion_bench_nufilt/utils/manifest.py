@@ -238,11 +238,11 @@ def add_head(
     return name
 
 
-def _unused(name: str, others: Collection[str]) -> str:
-    """Return the name, with the first free number from 2 if it is among the others."""
+def _unused(name: str, taken_names: Collection[str]) -> str:
+    """Return the name, with the first free number from 2 if it is taken."""
     candidate = name
     number = 2
-    while candidate in others:
+    while candidate in taken_names:
         candidate = f"{name}-{number}"
         number += 1
     return candidate
@@ -326,13 +326,13 @@ def _without_names(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a merge's description in which its inputs are not named, with the options'
     names of today.
     """
-    others = {key: value for key, value in description.items() if key not in ("inputs", "tasks")}
-    if "settings" in others:
-        others["settings"] = with_current_names(others["settings"])
-    vocabulary = others.get("vocabulary") or {}
+    unnamed = {key: value for key, value in description.items() if key not in ("inputs", "tasks")}
+    if "settings" in unnamed:
+        unnamed["settings"] = with_current_names(unnamed["settings"])
+    vocabulary = unnamed.get("vocabulary") or {}
     if "new_tokens" in vocabulary:  # with the names of the models that have each
-        others["vocabulary"] = {**vocabulary, "new_tokens": list(vocabulary["new_tokens"])}
-    return others
+        unnamed["vocabulary"] = {**vocabulary, "new_tokens": list(vocabulary["new_tokens"])}
+    return unnamed
 
 
 def input_differences(role: str, stored: Input | None, wanted: Input | None) -> list[Difference]:
@@ -461,9 +461,9 @@ def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
     return combined_digest(digests.items())
 
 
-def combined_digest(parts: Iterable[tuple[str, object]]) -> str:
-    """Return one digest of named parts, such as digests of tensors, in any order."""
-    lines = sorted(f"{part}\n" for part in parts)
+def combined_digest(named_values: Iterable[tuple[str, object]]) -> str:
+    """Return one digest of named values, such as digests of tensors, in any order."""
+    lines = sorted(f"{named_value}\n" for named_value in named_values)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

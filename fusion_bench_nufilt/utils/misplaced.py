@@ -90,12 +90,13 @@ def _name_a_method(words: Sequence[str], folders: Sequence[str]) -> bool:
     """
     # In a checkout, FusionBench finds this package's own folder as ./config, too.
     paths = [Path(folder.removeprefix("file://")).resolve() for folder in folders]
-    others = [path for path in paths if path != CONFIG.resolve()]
+    folders_ahead = [path for path in paths if path != CONFIG.resolve()]
     for word in words:
         if not word.startswith("method="):
             continue
         file = Path("method") / f"{word.removeprefix('method=')}.yaml"
-        if (CONFIG / file).is_file() and not any((other / file).is_file() for other in others):
+        is_elsewhere = any((folder / file).is_file() for folder in folders_ahead)
+        if (CONFIG / file).is_file() and not is_elsewhere:
             return True
     return False
 

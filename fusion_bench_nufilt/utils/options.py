@@ -183,15 +183,15 @@ def split_options(
     """Return an instance of each dataclass, made from the options that are its fields, and all
     other options.
     """
-    others = dict(options)
+    other_options = dict(options)
     instances = []
     for kind in kinds:
         values = {}
         for option in dataclasses.fields(kind):
-            if option.name in others:
-                values[option.name] = others.pop(option.name)
+            if option.name in other_options:
+                values[option.name] = other_options.pop(option.name)
         instances.append(kind(**values))
-    return instances, others
+    return instances, other_options
 
 
 def options_of(kind: type[_Options], algorithm: object) -> _Options:

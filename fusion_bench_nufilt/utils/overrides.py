@@ -21,8 +21,8 @@ def user_folders(words: Sequence[str]) -> list[str]:
     from hydra._internal.utils import get_args_parser
 
     try:
-        options, others = get_args_parser().parse_known_args(list(words))
-        overrides = [_parse(word) for word in [*options.overrides, *others]]
+        options, other_words = get_args_parser().parse_known_args(list(words))
+        overrides = [_parse(word) for word in [*options.overrides, *other_words]]
     except (SystemExit, ValueError):
         return []  # Hydra itself says what is wrong with the words
     folders = []

@@ -173,8 +173,8 @@ class BatchMethodBaseline(_Baseline):
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
-        _, others = split_options([RuleConfig], kwargs)
-        super().__init__(**others)
+        _, other_options = split_options([RuleConfig], kwargs)
+        super().__init__(**other_options)
 
     @property
     def _needs_data(self) -> bool:
@@ -388,11 +388,11 @@ def _undo_division_by_zero(
     zero.
     """
     values = dict(result.named_parameters())
-    others = [dict(model.named_parameters()) for model in models.values()]
+    task_parameters = [dict(model.named_parameters()) for model in models.values()]
     for key, theta_0 in base.named_parameters():
         if key not in values or torch.isfinite(values[key]).all():
             continue
-        updates = [parameters[key].to(theta_0) - theta_0 for parameters in others]
+        updates = [parameters[key].to(theta_0) - theta_0 for parameters in task_parameters]
         if all(update.any() for update in updates):
             continue  # the check of the result says what is not finite
         values[key].copy_(theta_0 + sum(updates))
