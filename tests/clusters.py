@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -24,3 +25,20 @@ def alone_with_ray() -> Iterator[None]:
         patch.setenv("RAY_worker_niceness", "0")
         yield
         ray.shutdown()
+
+
+@contextmanager
+def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
+    """Have the only cluster of all processes of the tests, with nodes of these options."""
+    with alone_with_ray():
+        import ray
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args=nodes[0])
+        try:
+            for node in nodes[1:]:
+                cluster.add_node(**node)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()

@@ -24,6 +24,7 @@ from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.pages.comparison import print_comparison
+from tests.clusters import cluster_of
 from tests.compare.helpers import final, mean_of
 from tests.test_command_line import TASKS as DEMO
 
@@ -118,22 +119,13 @@ def test_jobs_are_for_one_machine(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("lone_ray")
 def test_a_cluster_finds_the_matrices_of_one_machine(tmp_path):
-    import ray
-    from ray.cluster_utils import Cluster
-
     methods = "nufilt:max_steps=1, opcm"
     seeds = (42, 43)
     expected = run(tmp_path / "local", methods, seeds, overrides=[], **CHEAP)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    try:
+    with cluster_of({"num_cpus": 1}, {"num_cpus": 1}) as cluster:
         there = {"engine": "ray", "address": cluster.address, "overrides": []}
         found = run(tmp_path / "cluster", methods, seeds, **there, **CHEAP)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
     assert matrices(found) == matrices(expected)
     assert not any(method.failures for method in found.methods.values())
 

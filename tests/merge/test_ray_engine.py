@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from fusion_bench_nufilt.merge.distributed import merge_on_cluster
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.methods.options import Settings
-from tests.clusters import alone_with_ray
+from tests.clusters import cluster_of
 from tests.conftest import REPO
 from tests.merge.helpers import hashes, merge, plan
 from tests.models.test_adapters import save_all
@@ -68,15 +68,9 @@ def test_an_address_is_for_a_cluster():
 def cluster():
     """Two nodes with a CPU each, and a store for objects that is smaller than the largest layer."""
     ray = pytest.importorskip("ray", reason="needs the extra [ray]")
-    from ray.cluster_utils import Cluster
-
-    with alone_with_ray():
-        cluster = Cluster(initialize_head=True, head_node_args=node())
-        cluster.add_node(**node())
+    with cluster_of(node(), node()) as cluster:
         ray.init(cluster.address, log_to_driver=False)
         yield cluster
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def node(**options):

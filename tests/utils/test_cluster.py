@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.utils import cluster
-from tests.clusters import alone_with_ray
+from tests.clusters import cluster_of
 from tests.conftest import REPO
 
 
@@ -165,16 +165,8 @@ def test_workers_are_on_nodes_with_cpus_or_one_for_each_gpu(gpus, expected):
 @pytest.fixture(scope="module")
 def ray():
     """Three nodes with a CPU each."""
-    ray = pytest.importorskip("ray", reason="needs the extra [ray]")
-    from ray.cluster_utils import Cluster
-
-    with alone_with_ray():
-        three = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        for _ in range(2):
-            three.add_node(num_cpus=1)
+    with cluster_of(*3 * [{"num_cpus": 1}]) as three:
         yield cluster.connect(three.address)
-        ray.shutdown()
-        three.shutdown()
 
 
 def run(ray, work, nodes=None, make=lambda: double):
