@@ -9,7 +9,13 @@ from torch import Tensor
 from fusion_bench_nufilt.nufilt.low_rank import LowRank, task_vectors
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.solvers import SOLVERS
-from fusion_bench_nufilt.nufilt.step import MEASURES, fuse_stack, initial_A, measures_of_first
+from fusion_bench_nufilt.nufilt.step import (
+    MEASURES,
+    fuse_stack,
+    initial_A,
+    is_changed,
+    measures_of_first,
+)
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 from fusion_bench_nufilt.utils.tensors import (
@@ -75,7 +81,7 @@ class Nufilt(LayerMethod):
         float64: bool,
     ) -> tuple[State, Measures]:
         theta = state["weight"]
-        is_first_task = (~(theta != base).flatten(start_dim=1).any(dim=1)).tolist()
+        is_first_task = (~is_changed(theta, base)).tolist()
         if any(is_first_task) and not all(is_first_task):
             # Earlier tasks had only some of these layers.
             weight = theta

@@ -25,8 +25,8 @@ from fusion_bench_nufilt.methods.options import (
 from fusion_bench_nufilt.methods.task_vector import TaskOfLayer, TaskVector
 from fusion_bench_nufilt.nufilt.bases import leading_basis
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix
-from fusion_bench_nufilt.utils.tensors import compute_dtype, row_blocks, stack, to_compute_dtype
+from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, row_blocks
+from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 # Products in float32 know directions down to this share of the strongest.
 RTOL_OF_FLOAT32 = 1e-4

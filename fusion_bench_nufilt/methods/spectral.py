@@ -25,8 +25,7 @@ from fusion_bench_nufilt.methods.order_free import (
     map_spectrum,
 )
 from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix
-from fusion_bench_nufilt.utils.tensors import row_blocks
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix, row_blocks
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 

@@ -18,10 +18,14 @@ from fusion_bench_nufilt.methods.options import RTOL
 from fusion_bench_nufilt.nufilt import subspace
 from fusion_bench_nufilt.nufilt.bases import leading_directions, top_eigenvectors
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, share_of_strongest
+from fusion_bench_nufilt.nufilt.subspace import (
+    above_rounding,
+    gram_matrix,
+    row_blocks,
+    share_of_strongest,
+)
 from fusion_bench_nufilt.utils.tensors import (
     compute_dtype,
-    row_blocks,
     to_compute_dtype,
 )
 
@@ -428,4 +432,4 @@ def rounding_energy(theta: Tensor, spacing: float) -> float:
     spacing, see :func:`.subspace.rounding_energy`.
     """
     # It may be no matrix, such as a convolution's.
-    return subspace.rounding_energy(theta.reshape(1, -1), spacing).item()
+    return subspace.rounding_energy(theta.reshape(len(theta), -1), spacing).item()

@@ -16,6 +16,7 @@ from .subspace import (
     first_coordinates,
     null_space_filter,
     rounding_energy,
+    row_blocks,
     subspace_affinity,
     top_right_singular_vectors,
 )
@@ -133,7 +134,10 @@ def fuse_stack(
 
     if Q is not None:
         tau_filtered = Q @ tau_filtered
-    weights = theta.to(tau.dtype).contiguous() + tau_filtered
+    if tau_filtered is tau:
+        weights = theta.to(tau.dtype).contiguous() + tau
+    else:
+        weights = tau_filtered.add_(theta.to(tau.dtype))
     del tau_filtered
     if A is not None:
         begin = clock(tau.device)
@@ -155,10 +159,24 @@ def measures_of_first(tau: Tensor) -> dict[str, Tensor]:
 
 
 def difference(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the difference of stored weights in a dtype, with the same bits in any
-    layout.
+    """Return the difference of stored weights ``(..., d_o, d_i)`` in a dtype, with the
+    same bits in any layout.
     """
-    return weight.to(dtype).contiguous() - base.to(dtype).contiguous()
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for rows in row_blocks(result):
+        wide = weight[..., rows, :].to(dtype)
+        wide_base = base[..., rows, :].to(dtype)
+        torch.sub(wide, wide_base, out=result[..., rows, :])
+    return result
+
+
+def is_changed(weight: Tensor, base: Tensor) -> Tensor:
+    """Tell which of n layers ``(n, d_o, d_i)`` have another weight than the base."""
+    changed = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+    for rows in row_blocks(weight):
+        differs = weight[:, rows] != base[:, rows]
+        changed |= differs.flatten(start_dim=1).any(dim=1)
+    return changed
 
 
 def clock(device: torch.device) -> float:

@@ -241,6 +241,22 @@ def _chebyshev_degree(ratios: Tensor) -> int:
     return int(max(2, min(8, math.log(1e6) / spread, math.log(1e15) / largest)))
 
 
+#: The elements of a block, which stays in a processor's cache with what is computed of
+#: it.
+_BLOCK = 2**17
+
+
+def row_blocks(X: Tensor) -> list[slice]:
+    """Return slices of the rows of matrices ``(..., m, d)``, to compute with one after
+    the other without temporaries of their size; on an accelerator, one of all rows.
+    """
+    length = num_rows = X.shape[-2]
+    if X.device.type == "cpu":
+        length = _BLOCK * num_rows // max(1, X.numel())
+    step = max(1, length)
+    return [slice(first, first + step) for first in range(0, num_rows, step)]
+
+
 def rounding_energy(weight: Tensor, spacing: float) -> Tensor:
     r"""Return the expected energy (squared Frobenius norm) of the rounding errors of
     stored weights, ``(...)``, in float64.
@@ -250,8 +266,13 @@ def rounding_energy(weight: Tensor, spacing: float) -> Tensor:
     :math:`m\,2^e` whose logarithms are, too, the mean of :math:`m^{-2}` is
     :math:`3 / (8 \ln 2)`.
     """
-    norm = torch.linalg.vector_norm(weight, dim=(-2, -1), dtype=torch.float64)
-    return 3 / (8 * math.log(2)) / 12 * (spacing * norm).square()
+    energy = torch.zeros(weight.shape[:-2], dtype=torch.float64, device=weight.device)
+    # Torch makes a copy in float64 of what it takes a norm of.
+    for rows in row_blocks(weight):
+        part = weight[..., rows, :]
+        norm = torch.linalg.vector_norm(part, dim=(-2, -1), dtype=torch.float64)
+        energy += norm.square()
+    return 3 / (8 * math.log(2)) / 12 * spacing**2 * energy
 
 
 def share_of_strongest(d_o: int, d_i: int) -> float:
@@ -313,7 +334,8 @@ def null_space_filter(
     ``StepConfig.null_space``, which is never formed.
     """
     if null_space is True:
-        return tau - (tau @ V_p) @ V_p.mT
+        protected = (tau @ V_p) @ V_p.mT
+        return protected.neg_().add_(tau)
     if null_space == "zero":
         return torch.zeros_like(tau)
     return tau  # the same object tells the caller that P = I

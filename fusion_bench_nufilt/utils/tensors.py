@@ -290,20 +290,6 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
-#: The elements of a block, which stays in a processor's cache with what is computed of it.
-_BLOCK = 2**17
-
-
-def row_blocks(matrix: Tensor) -> list[slice]:
-    """Return slices of a matrix's rows, to compute with one after the other without temporaries of
-    the matrix's size; on an accelerator, one of all rows.
-    """
-    length = len(matrix)
-    if matrix.device.type == "cpu":
-        length = max(1, _BLOCK // max(1, matrix.shape[1]))
-    return [slice(first, first + length) for first in range(0, len(matrix), max(1, length))]
-
-
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as one; a single one is not copied."""
     if len(tensors) == 1:
