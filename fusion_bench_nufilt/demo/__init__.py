@@ -28,7 +28,15 @@ from fusion_bench_nufilt.utils.options import unknown
 
 from .render import SIDE
 from .tasks import TASKS
-from .train import Recipe, active_recipe, draw_pictures, finetune, normalise, pretrain, terminal
+from .train import (
+    Recipe,
+    active_recipe,
+    draw_pictures,
+    finetune,
+    normalise,
+    pretrain,
+    standard_error,
+)
 
 TOWERS = ("_pretrained_", *TASKS)
 PARTS = ("clip", *TOWERS)  # each after those from which it is made
@@ -140,7 +148,7 @@ def _build(recipe: Recipe, folder: Path) -> None:
         return
     _say(f"building the demo, once, in {folder} (a minute or two)")
     with _quiet_transformers():
-        for part in tqdm(missing_parts, "Demo", unit="model", file=terminal(), disable=None):
+        for part in tqdm(missing_parts, "Demo", unit="model", file=standard_error(), disable=None):
             with _reproducible(recipe), _part_in(folder / part).keep({}) as draft:
                 _make(recipe, part, draft, folder / "clip")
 
@@ -199,7 +207,7 @@ def _make(recipe: Recipe, part: str, draft: Path, pretrained: Path) -> None:
 
 
 def _say(message: str) -> None:
-    print(f"fusion_bench_nufilt.demo: {message}", file=terminal(), flush=True)
+    print(f"fusion_bench_nufilt.demo: {message}", file=standard_error(), flush=True)
 
 
 @contextmanager

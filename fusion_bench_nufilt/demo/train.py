@@ -97,7 +97,7 @@ def normalise(pictures: Tensor) -> Tensor:
     return ((pictures.float() / 255 - MEAN) / STD).movedim(-1, -3)
 
 
-def terminal() -> TextIO:
+def standard_error() -> TextIO:
     """Return standard error, also while a comparison silences it: training takes minutes."""
     if getattr(sys.stderr, "name", None) == os.devnull and sys.__stderr__ is not None:
         return sys.__stderr__
@@ -210,7 +210,7 @@ def minimise(
     """Train by AdamW; the learning rate rises linearly and then falls to zero along a cosine."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, betas=(0.9, 0.98))
-    for step in trange(steps, unit="step", leave=False, file=terminal(), disable=None):
+    for step in trange(steps, unit="step", leave=False, file=standard_error(), disable=None):
         rise = min(1.0, (step + 1) / (warmup + 1))
         fall = 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = lr * rise * fall
