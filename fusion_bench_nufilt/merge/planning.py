@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench_nufilt.methods import LayerMethod, find_method
@@ -85,78 +86,66 @@ def plan_merge(
             f"step {settings.step} needs the merged model that holds the tasks before it: name it"
         )
 
+    make_plan = _plan_model
     if settings.adapter:
         from .adapter_plan import plan_adapter
 
-        plan, architecture = plan_adapter(
-            base, tasks, merged, options, targets, settings, method_class
-        )
-        return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan, architecture)])
+        make_plan = plan_adapter
+    plan, architecture = make_plan(base, tasks, merged, options, targets, settings, method_class)
+    return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan, architecture)])
+
+
+def _plan_model(
+    base: str | None,
+    tasks: Sequence[str],
+    merged: str | None,
+    options: Any,
+    targets: TargetConfig,
+    settings: Settings,
+    method_class: type[LayerMethod],
+) -> tuple[Plan, Architecture]:
+    """Plan a merge into a model up to the checks that all plans pass; the arguments are those of
+    :func:`plan_merge`.
+    """
     if base is None:
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
-    merged_model, merged_manifest, state = _open_merged(merged, architecture, method_class)
-    opened = []
-    for name, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
-        opened.append(_open_task(name, architecture, coefficient))
+    models = _open_models(tasks, merged, architecture, settings, method_class)
     draft = Draft(architecture, checkpoint, targets)
-    lasting = []
-    earlier: dict[str, str] = {}
-    if merged_model is not None:
-        lasting.append(merged_model)
-        earlier = earlier_params(architecture, merged_model)
-    first_step = settings.step or merged_manifest.get("step", 0) + 1
-    # Which weights are one is decided before anything is selected by its name.
-    draft.tie(lasting, opened, first_step)
-    pretrained = draft.pretrained
-    complete_base(architecture, pretrained, [pretrained, *lasting, *opened])
-    if "mean_counts" in merged_manifest:
-        carry_over(architecture, merged_manifest["mean_counts"], earlier)
-    if state is not None:
-        state.tie(architecture)
-        carry_over_kept(architecture, state.keys, earlier)
+    _tie(draft, models, settings)
 
     # A task's own head is no layer, although the base may have one of that name.
-    draft.keep_heads(merged_manifest)
-    draft.find_heads(opened)
-    given = {**vars(options), **vars(targets)}
+    draft.keep_heads(models.merged_manifest)
+    draft.find_heads(models.tasks)
     if draft.has_default_heads:
         draft.targets = dataclasses.replace(targets, heads="auto")
     draft.select()
     for layer in draft.selection.layers:
-        pretrained.source.check_floats(layer.keys)
+        checkpoint.check_floats(layer.keys)
 
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
-    vocabulary = _join_vocabularies(
-        models_by_role(pretrained, merged_model, None, opened),
-        architecture,
-        draft.targets,
-        settings.tokenizer,
-        small_files,
-        merged_manifest,
-        state,
-    )
-    for task in opened:
+    vocabulary = _join_vocabularies(draft, models, settings.tokenizer, small_files)
+    for task in models.tasks:
         draft.fit(task)
     if settings.tokenizer is not None:
         # A tokenizer that changes nothing is not recorded as chosen.
         tokenizer = vocabulary.tokenizer if vocabulary.params else None
         settings = dataclasses.replace(settings, tokenizer=tokenizer)
-    given |= vars(settings)
+    given = {**vars(options), **vars(targets), **vars(settings)}
 
     files = arrange_files(draft.selection, vocabulary, settings)
     untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
     plan = draft.plan(
-        opened,
+        models.tasks,
         draft.method(method_class, options, settings.seed),
         settings,
-        merged_manifest,
-        merged=merged_model,
-        state=state,
+        models.merged_manifest,
+        merged=models.merged,
+        state=models.state,
         small_files=small_files_of(small_files, checkpoint, files, settings.dtype, untied),
         files=files,
         vocabulary=vocabulary,
@@ -168,8 +157,60 @@ def plan_merge(
     for name, value in plan.options().items():
         if given.get(name, value) != value:
             without_effect[name] = given[name]
-    plan = dataclasses.replace(plan, without_effect=without_effect)
-    return dataclasses.replace(plan, warnings=_check(plan, architecture))
+    return dataclasses.replace(plan, without_effect=without_effect), architecture
+
+
+@dataclass
+class _Models:
+    """The models of a merge beside its base."""
+
+    tasks: list[ModelWeights]
+    merged: ModelWeights | None  # the one to merge into
+    merged_manifest: Manifest
+    state: ModelWeights | None  # what is kept beside it
+
+
+def _open_models(
+    tasks: Sequence[str],
+    merged: str | None,
+    architecture: Architecture,
+    settings: Settings,
+    method_class: type[LayerMethod],
+) -> _Models:
+    merged_model = None
+    merged_manifest = Manifest()
+    state = None
+    if merged is not None:
+        advice = "give it as a --task, or add --adapter for one more adapter"
+        checkpoint = _open("merged model", merged, advice)
+        merged_manifest = read_manifest(checkpoint.folder, "merge or fetch it again") or Manifest()
+        merged_model = ModelWeights(checkpoint, architecture)
+        state = open_kept(checkpoint, merged_manifest, architecture, method_class)
+    opened = []
+    for name, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
+        opened.append(_open_task(name, architecture, coefficient))
+    return _Models(opened, merged_model, merged_manifest, state)
+
+
+def _tie(draft: Draft, models: _Models, settings: Settings) -> None:
+    """Decide which weights are one, before anything is selected by its name; what is known of them
+    from earlier merges goes by that.
+    """
+    architecture = draft.architecture
+    lasting = []
+    earlier: dict[str, str] = {}
+    if models.merged is not None:
+        lasting.append(models.merged)
+        earlier = earlier_params(architecture, models.merged)
+    manifest = models.merged_manifest
+    first_step = settings.step or manifest.get("step", 0) + 1
+    draft.tie(lasting, models.tasks, first_step)
+    complete_base(architecture, draft.pretrained, [draft.pretrained, *lasting, *models.tasks])
+    if "mean_counts" in manifest:
+        carry_over(architecture, manifest["mean_counts"], earlier)
+    if models.state is not None:
+        models.state.tie(architecture)
+        carry_over_kept(architecture, models.state.keys, earlier)
 
 
 def _targets_in_effect(
@@ -232,21 +273,6 @@ def _open(role: str, name: str, advice: str) -> Checkpoint:
     return checkpoint
 
 
-def _open_merged(
-    name: str | None, architecture: Architecture, method_class: type[LayerMethod]
-) -> tuple[ModelWeights | None, Manifest, ModelWeights | None]:
-    """Open the model to merge into, its manifest, and the state beside it, as far as they exist."""
-    if name is None:
-        return None, Manifest(), None
-    merged = _open(
-        "merged model", name, "give it as a --task, or add --adapter for one more adapter"
-    )
-    merged_manifest = read_manifest(merged.folder, "merge or fetch it again") or Manifest()
-    merged_model = ModelWeights(merged, architecture)
-    state = open_kept(merged, merged_manifest, architecture, method_class)
-    return merged_model, merged_manifest, state
-
-
 def _open_task(name: str, architecture: Architecture, coefficient: float) -> ModelWeights:
     checkpoint = Checkpoint.open(name)
     task: ModelWeights
@@ -261,27 +287,22 @@ def _open_task(name: str, architecture: Architecture, coefficient: float) -> Mod
 
 
 def _join_vocabularies(
-    models: Mapping[str, ModelWeights],
-    architecture: Architecture,
-    targets: TargetConfig,
-    tokenizer: str | None,
-    small_files: Mapping[str, bytes],
-    merged_manifest: Manifest,
-    state: ModelWeights | None,
+    draft: Draft, models: _Models, tokenizer: str | None, small_files: Mapping[str, bytes]
 ) -> Vocabulary:
     """Return the result's tokens, and have the models present the base's rows."""
+    targets = draft.targets
     if tokenizer is None and targets.on_shape_mismatch == "keep-base":
         return Vocabulary()
-    embeddings = architecture.embeddings(models["base"].params)
-    token_weights = merged_manifest.get("vocabulary", {}).get("token_weights", {})
+    embeddings = draft.architecture.embeddings(draft.pretrained.params)
+    vocabulary = models.merged_manifest.get("vocabulary", {})
     return join_vocabularies(
-        models,
+        models_by_role(draft.pretrained, models.merged, None, models.tasks),
         embeddings,
         tokenizer or "union",
         small_files,
-        token_weights,
+        vocabulary.get("token_weights", {}),
         first_alone=targets.other_params == "first",
-        kept=state,
+        kept=models.state,
     )
 
 
