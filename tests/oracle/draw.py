@@ -36,6 +36,7 @@ DENSE = (
 #: Whose checkpoints hold layers by other names than the loaded model, or transposed.
 OTHERWISE_STORED = (
     "gpt2",
+    "CLIP",
     "Qwen2.5-VL",
     "Gemma 3",
     "Mistral 3",

@@ -16,6 +16,12 @@ REGRESSIONS = {
     "a layer with as many outputs as there are tokens": Case(
         "Phi-4", (Task(90), Task(11, tokens=(1,))), tied=False, method="isotropic"
     ),
+    "rows that pad the vocabulary and that an adapter moved": Case(
+        "Llama 3",
+        (Task(11, Lora(embeddings=True)), Task(92, tokens=(0,))),
+        tied=False,
+        way="one by one",
+    ),
     "queries, keys and values in one matrix": Case(
         "Gemma 3", (Task(71), Task(72, few=True)), method="wudi_sums"
     ),
