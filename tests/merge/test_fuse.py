@@ -223,6 +223,23 @@ def test_a_layer_in_a_stack_is_the_layer_alone(n, solver, device, monkeypatch):
         assert measures == pytest.approx(dataclasses.astuple(report[name])[3:], abs=1e-9)
 
 
+def test_layers_whose_bases_have_two_dtypes_are_no_stack(monkeypatch):
+    """Whatever the merged weights are in: the rounding of one base is not that of another."""
+    monkeypatch.setattr(engine, "batch_size", lambda *_: 3)
+    streams = models(shapes={"a": (20, 12), "b": (20, 12), "c": (20, 12)})
+    streams[0]["b"] = streams[0]["b"].bfloat16()
+    update = Nufilt.update
+    together = []
+
+    def noted(self, names, *args, **options):
+        together.append(list(names))
+        return update(self, names, *args, **options)
+
+    monkeypatch.setattr(Nufilt, "update", noted)
+    fuse_layers(*streams, CONFIG)
+    assert sorted(together) == [["a", "c"], ["b"]]
+
+
 def test_a_stack_is_as_large_as_the_memory_bound_allows():
     method = Nufilt(CONFIG, [])
     needed = method.working_bytes((20, 12), 4)

@@ -29,6 +29,7 @@ DENSE = (
     "bert",
     "CLIP vision",
     "CLIP",
+    "SigLIP",
     "T5",
     "resnet",
     "convnext",
@@ -37,6 +38,7 @@ DENSE = (
 OTHERWISE_STORED = (
     "gpt2",
     "CLIP",
+    "SigLIP",
     "Qwen2.5-VL",
     "Gemma 3",
     "Mistral 3",
