@@ -13,9 +13,9 @@ from fusion_bench_nufilt.nufilt.step import (
     MEASURES,
     fuse_stack,
     initial_A,
-    is_changed,
     measures_of_first,
 )
+from fusion_bench_nufilt.nufilt.subspace import row_blocks
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 from fusion_bench_nufilt.utils.tensors import (
@@ -200,3 +200,12 @@ class Nufilt(LayerMethod):
             + 4 * ranks.lora * (columns + ranks.lora)
         )
         return itemsize * max(subspaces, adapter)
+
+
+def is_changed(weight: Tensor, base: Tensor) -> Tensor:
+    """Tell which of n layers ``(n, d_o, d_i)`` have another weight than the base."""
+    changed = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
+    for rows in row_blocks(weight):
+        differs = weight[:, rows] != base[:, rows]
+        changed |= differs.flatten(start_dim=1).any(dim=1)
+    return changed

@@ -93,8 +93,7 @@ def fuse_stack(
     if spacing > torch.finfo(torch.float32).eps:
         rounding = rounding_energy(theta_0, spacing)
         rounding_t = coefficients[-1] ** 2 * rounding
-        # Each earlier task was rounded, and the model that each but the first made may
-        # have been.
+        # So was each earlier task, and perhaps the model that each but the first made.
         rounding_of_tasks = sum(coefficient**2 for coefficient in coefficients[:-1])
         rounding_p = (rounding_of_tasks + len(coefficients) - 2) * rounding
     V_t = top_right_singular_vectors(
@@ -105,8 +104,7 @@ def fuse_stack(
         height=height,
         rounding=rounding_t if Q is None else None,  # factors have no rounding
     )
-    # The cumulative update is computed twice, so that it is not held while its singular
-    # vectors are found.
+    # The cumulative update is not held while its singular vectors are found.
     if is_first_task:
         V_p = first_coordinates(
             difference(theta, theta_0, tau.dtype), ranks.null, height
@@ -164,19 +162,9 @@ def difference(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     """
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for rows in row_blocks(result):
-        wide = weight[..., rows, :].to(dtype)
-        wide_base = base[..., rows, :].to(dtype)
-        torch.sub(wide, wide_base, out=result[..., rows, :])
+        result[..., rows, :] = weight[..., rows, :]
+        result[..., rows, :] -= base[..., rows, :].to(dtype)
     return result
-
-
-def is_changed(weight: Tensor, base: Tensor) -> Tensor:
-    """Tell which of n layers ``(n, d_o, d_i)`` have another weight than the base."""
-    changed = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)
-    for rows in row_blocks(weight):
-        differs = weight[:, rows] != base[:, rows]
-        changed |= differs.flatten(start_dim=1).any(dim=1)
-    return changed
 
 
 def clock(device: torch.device) -> float:

@@ -241,20 +241,15 @@ def _chebyshev_degree(ratios: Tensor) -> int:
     return int(max(2, min(8, math.log(1e6) / spread, math.log(1e15) / largest)))
 
 
-#: The elements of a block, which stays in a processor's cache with what is computed of
-#: it.
-_BLOCK = 2**17
-
-
 def row_blocks(X: Tensor) -> list[slice]:
     """Return slices of the rows of matrices ``(..., m, d)``, to compute with one after
-    the other without temporaries of their size; on an accelerator, one of all rows.
+    the other: blocks of 2^17 elements, which stay in a processor's cache; on an
+    accelerator, all rows at once.
     """
-    length = num_rows = X.shape[-2]
+    step = max(1, X.shape[-2])
     if X.device.type == "cpu":
-        length = _BLOCK * num_rows // max(1, X.numel())
-    step = max(1, length)
-    return [slice(first, first + step) for first in range(0, num_rows, step)]
+        step = max(1, 2**17 * step // max(1, X.numel()))
+    return [slice(first, first + step) for first in range(0, X.shape[-2], step)]
 
 
 def rounding_energy(weight: Tensor, spacing: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What NUFILT says of its own options."""
+"""What NUFILT says of its own options, and which layers it takes for changed."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.merge import plan_merge
-from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.methods.nufilt import Nufilt, is_changed
 from fusion_bench_nufilt.methods.options import TargetConfig
 from tests.cli.helpers import nufilt
 from tests.merge.helpers import save_stream
@@ -99,3 +99,11 @@ def test_after_the_first_step_it_is_the_first_model_where_all_else_is_taken_too(
     stays_pretrained = algorithm.targets.other_params == "pretrained"
     assert same is not stays_pretrained
     assert ("'one' is taken whole in the merged layers alone" in caplog.text) is stays_pretrained
+
+
+@pytest.mark.parametrize("row", [0, 699])
+def test_a_layer_is_changed_wherever_a_value_is(row):
+    base = torch.zeros(2, 700, 300)
+    weight = base.clone()
+    weight[1, row, 299] = 1
+    assert is_changed(weight, base.bfloat16()).tolist() == [False, True]
