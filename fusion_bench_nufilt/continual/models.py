@@ -17,7 +17,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint
 from fusion_bench_nufilt.utils.files import Input, Manifest
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
-from fusion_bench_nufilt.utils.manifest import model_digest, read_manifest, verify_files
+from fusion_bench_nufilt.utils.manifest import model_digest, read_merged_manifest, verify_files
 
 PRETRAINED = "_pretrained_"
 MERGED = "_merged_"
@@ -209,7 +209,7 @@ def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
     if path is None:
         return None, {}
     folder = Path(path).expanduser()
-    return folder, read_manifest(folder, "merge or fetch it again") or Manifest()
+    return folder, read_merged_manifest(folder)
 
 
 def _path_of(modelpool: BaseModelPool, name: str) -> str | None:

@@ -33,7 +33,7 @@ from fusion_bench_nufilt.models.model import ModelWeights, complete_base
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.manifest import read_manifest
+from fusion_bench_nufilt.utils.manifest import read_merged_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .draft import Draft, add_own_head
@@ -68,10 +68,8 @@ def plan_adapter(
     merged_manifest = Manifest()
     if merged is not None:
         merged_checkpoint = _open_adapter(merged)
-        merged_manifest = (
-            read_manifest(merged_checkpoint.folder, "merge or fetch it again") or Manifest()
-        )
-    first_step = settings.step or merged_manifest.get("step", 0) + 1
+        merged_manifest = read_merged_manifest(merged_checkpoint.folder)
+    first_step = settings.first_step(merged_manifest)
     merged_checkpoints = [] if merged_checkpoint is None else [merged_checkpoint]
     absent_base = AbsentBase([*merged_checkpoints, *checkpoints], base)
     models = _open_models(absent_base, checkpoints, weights, merged_checkpoint)

@@ -222,7 +222,7 @@ class Plan(Selection):
     @property
     def first_step(self) -> int:
         """The number of the first task in the stream, from 1."""
-        return self.settings.step or self.merged_manifest.get("step", 0) + 1
+        return self.settings.first_step(self.merged_manifest)
 
     @property
     def last_step(self) -> int:

@@ -23,7 +23,7 @@ from fusion_bench_nufilt.models.vocabulary import (
 )
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
-from fusion_bench_nufilt.utils.manifest import read_manifest
+from fusion_bench_nufilt.utils.manifest import read_merged_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
@@ -183,7 +183,7 @@ def _open_models(
     if merged is not None:
         advice = "give it as a --task, or add --adapter for one more adapter"
         checkpoint = _open("merged model", merged, advice)
-        merged_manifest = read_manifest(checkpoint.folder, "merge or fetch it again") or Manifest()
+        merged_manifest = read_merged_manifest(checkpoint.folder)
         merged_model = ModelWeights(checkpoint, architecture)
         state = open_kept(checkpoint, merged_manifest, architecture, method_class)
     opened = []
@@ -203,8 +203,7 @@ def _tie(draft: Draft, models: _Models, settings: Settings) -> None:
         lasting.append(models.merged)
         earlier = earlier_params(architecture, models.merged)
     manifest = models.merged_manifest
-    first_step = settings.step or manifest.get("step", 0) + 1
-    draft.tie(lasting, models.tasks, first_step)
+    draft.tie(lasting, models.tasks, settings.first_step(manifest))
     complete_base(architecture, draft.pretrained, [draft.pretrained, *lasting, *models.tasks])
     if "mean_counts" in manifest:
         carry_over(architecture, manifest["mean_counts"], earlier)

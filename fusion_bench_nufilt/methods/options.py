@@ -360,6 +360,12 @@ class Settings:
         elif self.rank is not None:
             raise ValueError(f"rank {self.rank} is for an adapter: add adapter=true (--adapter)")
 
+    def first_step(self, merged_manifest: Mapping[str, Any]) -> int:
+        """Return the number of the first task in the stream, from 1, given the manifest of the
+        model to merge into, which is empty if there is none.
+        """
+        return self.step or merged_manifest.get("step", 0) + 1
+
     def coefficients(self, num_tasks: int) -> Sequence[float]:
         """Return what the update of each task is multiplied by."""
         if self.weights is None:

@@ -148,6 +148,13 @@ def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | No
     return manifest
 
 
+def read_merged_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a model to merge into, see :func:`read_manifest`; empty if it has
+    none.
+    """
+    return read_manifest(folder, "merge or fetch it again") or Manifest()
+
+
 def read_whole_checkpoint(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint; a ValueError names a file that is missing, cut short or
     changed.
