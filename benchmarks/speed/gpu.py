@@ -172,16 +172,16 @@ def order_free(args: argparse.Namespace) -> None:
         models = {"tiny layers": one_step.MODELS["tiny"]}
     for model, shapes in models.items():
         title = f"{model}, eight tasks at once"
-        for kind in ORDER_FREE:
-            with failing_alone(args, title, kind.name):
-                measure((192, 160), 1, args.device, [kind])  # first calls are slow
+        for method in ORDER_FREE:
+            with failing_alone(args, title, method):
+                measure((192, 160), 1, args.device, [method])  # first calls are slow
                 seconds = render = memory = 0.0
                 for shape, number in shapes.items():
-                    row = measure(shape, 1, args.device, [kind]).loc[kind.name]
+                    row = measure(shape, 1, args.device, [method]).loc[method]
                     seconds += number * row["at once"]
                     render += number * row["render"]
                     memory = max(memory, row["memory"])
-                add(args, title, kind.name, seconds, memory, f"{render:.3g} s for rendering")
+                add(args, title, method, seconds, memory, f"{render:.3g} s for rendering")
 
 
 def folders(args: argparse.Namespace) -> None:

@@ -22,13 +22,12 @@ from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method
 
 TASKS = 8
-Kinds = Sequence[type[LayerMethod]]
 Clock = Callable[[], float]
 
 
 @torch.no_grad()
 def measure(
-    shape: Shape, repeats: int, device: str = "cpu", kinds: Kinds = ORDER_FREE
+    shape: Shape, repeats: int, device: str = "cpu", methods: Sequence[str] = ORDER_FREE
 ) -> pd.DataFrame:
     """Return by method the seconds a layer takes, those of its last rendering alone, and the GB of
     GPU memory.
@@ -40,7 +39,7 @@ def measure(
     rows = []
     for _ in range(repeats):
         rows.append(measure_nufilt(layers[0], clock))
-        rows += [measure_order_free(kind, layers, clock) for kind in kinds]
+        rows += [measure_order_free(find_method(name), layers, clock) for name in methods]
     return pd.DataFrame(rows).groupby("method", sort=False).agg("median")
 
 
@@ -114,9 +113,9 @@ def main() -> None:
     torch.set_num_threads(1)
     measure((64, 64), 1)  # first calls are slow
     columns = {}
-    kinds = ORDER_FREE
+    methods = ORDER_FREE
     if args.methods:
-        kinds = [find_method(name) for name in args.methods.split(",")]
+        methods = args.methods.split(",")
     for model in args.models.split(","):
         if model in MODELS:
             layers = MODELS[model]
@@ -125,7 +124,7 @@ def main() -> None:
             layers = {(int(d_o), int(d_i)): 1}
         total = 0.0
         for shape, count in layers.items():
-            total += count * measure(shape, args.repeats, kinds=kinds)
+            total += count * measure(shape, args.repeats, methods=methods)
         for tasks in ("one by one", "at once", "two"):
             columns[f"{model}, {tasks}"] = total[tasks]
     table = pd.DataFrame(columns)

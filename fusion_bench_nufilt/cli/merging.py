@@ -47,7 +47,7 @@ from fusion_bench_nufilt.utils.options import (
 )
 from fusion_bench_nufilt.utils.overrides import key_value
 
-_KINDS = [*(method.Options for method in METHODS.values()), TargetConfig, Settings]
+_KINDS = [*METHODS.option_kinds(), TargetConfig, Settings]
 _SETTINGS = [field.name for field in chain.from_iterable(map(fields, _KINDS))]
 MODELS = ("base", "tasks", "merged", "out", "inputs")
 # What a manifest may not choose: where to compute, where to connect, and what to write.

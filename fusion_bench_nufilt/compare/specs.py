@@ -187,7 +187,7 @@ class _MethodConfigs:
         for, else none.
         """
         if word == "order_free":
-            return [method.name for method in ORDER_FREE]
+            return ORDER_FREE
         if word != "all":
             return []
         names = [name for name in METHODS if not name.startswith("nufilt/")]

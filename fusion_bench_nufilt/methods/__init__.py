@@ -7,7 +7,8 @@ from fusion_bench_nufilt.utils import lazy_exports
 if TYPE_CHECKING:
     from .base import LayerMethod, Report, State
     from .nufilt import Nufilt
-    from .registry import METHODS, ORDER_FREE, find_method
+    from .options import ORDER_FREE
+    from .registry import METHODS, find_method
     from .spectral import Spectral
 
 __all__ = [
@@ -27,7 +28,7 @@ __getattr__ = lazy_exports(
         "LayerMethod": "base",
         "METHODS": "registry",
         "Nufilt": "nufilt",
-        "ORDER_FREE": "registry",
+        "ORDER_FREE": "options",
         "Report": "base",
         "Spectral": "spectral",
         "State": "base",

@@ -1,16 +1,34 @@
 """The registry of the layer-wise methods, to which other packages add their own."""
 
+from collections import UserDict
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from fusion_bench_nufilt.utils.options import unknown
 
 from .base import LayerMethod, variant
 from .options import METHOD_TABLE, MethodEntry
-from .order_free import OrderFree
 
 #: The entry points by which another package adds a subclass of LayerMethod each.
 GROUP = "fusion_bench_nufilt.methods"
+
+
+class _Methods(UserDict[str, Any]):
+    """Methods by name; one of this package is an entry of the table until it is asked for, so that
+    a merge imports its own method alone.
+    """
+
+    def __getitem__(self, name: str) -> type[LayerMethod]:
+        method = super().__getitem__(name)
+        if isinstance(method, MethodEntry):
+            method = _class_of(name, method)
+            self.data[name] = method
+        return method
+
+    def option_kinds(self) -> list[type]:
+        """Return the dataclasses of all methods' options, each once."""
+        return list(dict.fromkeys(method.Options for method in self.data.values()))
 
 
 def _class_of(name: str, entry: MethodEntry) -> type[LayerMethod]:
@@ -22,12 +40,8 @@ def _class_of(name: str, entry: MethodEntry) -> type[LayerMethod]:
     return variant(method, name, **entry.defaults)
 
 
-METHODS: dict[str, type[LayerMethod]] = {
-    name: _class_of(name, entry) for name, entry in METHOD_TABLE.items()
-}
+METHODS = _Methods(METHOD_TABLE)
 """The methods of `fusion_bench`, `nufilt merge` and `nufilt compare`, by name."""
-ORDER_FREE = tuple(method for method in METHODS.values() if issubclass(method, OrderFree))
-"""The methods that keep sums over the tasks, whose result does not depend on the tasks' order."""
 
 
 def find_method(name: str) -> type[LayerMethod]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import Settings
 from tests.merge.helpers import (
     STATE,
@@ -87,7 +87,7 @@ def test_another_base_of_the_same_name_is_refused_before_any_work(stream):
     plan(stream, ["task2"], "one", settings={"verify": False})
 
 
-@pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [METHODS[name] for name in ORDER_FREE], ids=ORDER_FREE)
 def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(stream, kind):
     kept = ("keep", "faintest")  # these say what is kept of a task as it arrives
     options = {}

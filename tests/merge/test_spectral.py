@@ -44,7 +44,7 @@ def layers(folder):
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    [("spectral", torch.bfloat16), *((kind.name, torch.float32) for kind in ORDER_FREE)],
+    [("spectral", torch.bfloat16), *((name, torch.float32) for name in ORDER_FREE)],
 )
 def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, method, dtype):
     def merge(*args, **options):

@@ -3,6 +3,8 @@ same result.
 """
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from importlib import import_module
 from inspect import isabstract
@@ -17,8 +19,9 @@ from safetensors.torch import load_file
 from fusion_bench_nufilt import methods
 from fusion_bench_nufilt.compare.configs import compose_run, plain
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.methods import METHODS, LayerMethod
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE, LayerMethod
 from fusion_bench_nufilt.methods.options import METHOD_TABLE, VARIANTS
+from fusion_bench_nufilt.methods.order_free import OrderFree
 from tests.cli.helpers import nufilt
 from tests.continual.helpers import logging_to, pool, saved_pool
 from tests.merge.helpers import STATE, manifest, same, tensors
@@ -142,6 +145,21 @@ def test_a_method_has_the_name_the_options_and_the_defaults_that_the_table_says(
     assert method.name == name
     assert method.Options is entry.Options
     assert method.defaults == entry.defaults
+
+
+def test_order_free_methods_of_the_table_are_those_of_their_class():
+    subclasses = [name for name in METHOD_TABLE if issubclass(METHODS[name], OrderFree)]
+    assert subclasses == ORDER_FREE
+
+
+def test_a_method_is_imported_without_the_others():
+    code = (
+        "import sys; from fusion_bench_nufilt.methods import find_method; find_method('nufilt'); "
+        "print(*(name for name in sys.modules if name.startswith('fusion_bench_nufilt.methods.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = {name.rpartition(".")[2] for name in done.stdout.split()}
+    assert modules == {"base", "nufilt", "options", "registry"}
 
 
 def test_every_method_in_the_package_is_in_the_table():

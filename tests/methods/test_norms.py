@@ -5,13 +5,13 @@ import torch
 
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError, top_right_singular_vectors
 from tests.methods.test_spectral import distance, task_vectors
 
-METHODS = [Nufilt, *ORDER_FREE]
-every_method = pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.name)
+NAMES = ["nufilt", *ORDER_FREE]
+every_method = pytest.mark.parametrize("kind", [METHODS[name] for name in NAMES], ids=NAMES)
 
 
 def merge(kind, norm):

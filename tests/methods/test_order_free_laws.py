@@ -11,7 +11,7 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
 
 from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig, WudiConfig
 from fusion_bench_nufilt.methods.order_free import Isotropic, Sum, WudiSums, map_spectrum
 from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream, polar_factor
@@ -25,7 +25,9 @@ from tests.nufilt.matrices import matrix_with_spectrum
 from tests.oracle import formulas
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
-every_method = pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
+every_method = pytest.mark.parametrize(
+    "kind", [METHODS[name] for name in ORDER_FREE], ids=ORDER_FREE
+)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import TsvConfig
 from fusion_bench_nufilt.methods.spectral import Best, TsvStream
 from fusion_bench_nufilt.methods.task_vector import TaskVector
@@ -20,7 +20,9 @@ D_O, D_I, RANK = 48, 40, 2
 THETA_0 = 0.05 * torch.randn(
     D_O, D_I, generator=torch.Generator().manual_seed(99), dtype=torch.float64
 )
-every_method = pytest.mark.parametrize("kind", ORDER_FREE, ids=lambda kind: kind.name)
+every_method = pytest.mark.parametrize(
+    "kind", [METHODS[name] for name in ORDER_FREE], ids=ORDER_FREE
+)
 FORMS = {
     "factors": ("factors",),
     "merged": ("merged",),
