@@ -16,7 +16,6 @@ from fusion_bench_nufilt.merge.engine import Form, LayerReader, MergedLayer
 from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
-from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import check_belongs
@@ -65,11 +64,15 @@ class PlannedLayers(LayerReader):
         # The first thread that asks measures them for all.
         with self._measuring:
             if self._strengths is None:
-                if self.method.weighs_tasks:
-                    self._strengths = measure_strengths(self.plan)
-                else:
-                    self._strengths = [1.0] * len(self.plan.tasks)
+                self._strengths = self._measure_strengths()
             return self._strengths
+
+    def _measure_strengths(self) -> Sequence[float]:
+        if not self.method.weighs_tasks:
+            return [1.0] * len(self.plan.tasks)
+        from .strength import measure_strengths
+
+        return measure_strengths(self.plan)
 
     def form(self, layer: Layer) -> Form:
         return self._shape_merged(layer), (self.plan.dtype(layer.keys[0]),)
