@@ -72,7 +72,9 @@ class Draft:
         if stored is None:
             stored = self.pretrained.params
         self.heads = self._new_heads(rule or self.targets.heads, stored, merged_manifest)
-        self.default_heads = self._new_heads("auto", stored, merged_manifest)
+        self.default_heads = self.heads
+        if self.heads.rule != "auto":
+            self.default_heads = self._new_heads("auto", stored, merged_manifest)
 
     def _new_heads(
         self, rule: str, shapes: Mapping[str, tuple[int, ...]], merged_manifest: Manifest
@@ -94,7 +96,7 @@ class Draft:
         belong to heads that did not before.
         """
         before = self.heads.of(self.pretrained.params)
-        for heads in (self.heads, self.default_heads):
+        for heads in {self.heads, self.default_heads}:  # which may be one
             for task in tasks:
                 add_own_head(heads, task)
         # All have been found: one task's head is no layer of another either.

@@ -237,4 +237,4 @@ def _paths(name: str) -> list[str]:
 
 
 def _within(name: str, modules: Collection[str]) -> bool:
-    return any(path in modules for path in _paths(name))
+    return not set(_paths(name)).isdisjoint(modules)

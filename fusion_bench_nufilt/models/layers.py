@@ -209,10 +209,8 @@ def _is_conv1d(module: nn.Module) -> bool:
     """Tell, without importing transformers, whether a module is its Conv1D: a linear layer stored
     transposed.
     """
-    return any(
-        (c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D")
-        for c in type(module).__mro__
-    )
+    names = [f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__]
+    return "transformers.pytorch_utils.Conv1D" in names
 
 
 def _are_experts_transposed(own: dict[str, nn.Parameter]) -> bool | None:
@@ -350,13 +348,13 @@ class _Rule(NamedTuple):
     convolutions: bool = True
     explicit: bool = True  # whether the user named these modules
 
-    def fits(self, *names: str) -> bool:
-        return any(
-            matches(self.pattern, name, of="target_modules or exclude_modules") for name in names
-        )
+    def fits(self, name: str) -> bool:
+        return matches(self.pattern, name, of="target_modules or exclude_modules")
 
     def takes(self, view: MatrixView) -> bool:
-        return (view.linear or self.convolutions) and self.fits(view.name, view.module)
+        if not (view.linear or self.convolutions):
+            return False
+        return self.fits(view.name) or self.fits(view.module)
 
 
 def _make_rule(
