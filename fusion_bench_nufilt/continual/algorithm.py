@@ -97,7 +97,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     scores: RunScores | None  # None without a task pool
     stopwatch: Stopwatch
     merge_seconds: list[float]  # by step, without data, loading, checking, saving and scoring
-    before: Manifest  # of `_merged_`, as far as it is known
+    merged_manifest: Manifest  # of `_merged_`, as far as it is known
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
     names: list[str]  # the models of the stream, in merging order
     files: Mapping[str, bytes]  # further files saved with each step, by path
@@ -307,7 +307,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
         self.modelpool = modelpool
         self.files = {}
-        self.before, self.first_step = merged_before(modelpool, self.num_merged, verify=self.verify)
+        self.merged_manifest, self.first_step = merged_before(
+            modelpool, self.num_merged, verify=self.verify
+        )
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
         self.names = names
         self.stopwatch = Stopwatch()
@@ -376,7 +378,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         evaluator.compare_names(self.names)
         # The tasks of `_merged_` that the pool can score stand before those of the stream.
         earlier_tasks = []
-        for task in self.before.get("tasks", []):
+        for task in self.merged_manifest.get("tasks", []):
             if task not in self.names and evaluator.has(task):
                 earlier_tasks.append(task)
         return RunScores(
@@ -489,9 +491,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self._kept is not None:
             manifest = self._description()
             manifest["step"] = step
-            manifest["tasks"] = [*self.before.get("tasks", []), *merged_names]
+            manifest["tasks"] = [*self.merged_manifest.get("tasks", []), *merged_names]
             own_tasks = [{**self._inputs[name], "name": name} for name in merged_names]
-            manifest["task_inputs"] = [*tasks_of(self.before), *own_tasks]
+            manifest["task_inputs"] = [*tasks_of(self.merged_manifest), *own_tasks]
             manifest["merge_seconds"] = self.merge_seconds
             if self.data_seconds is not None:
                 manifest["data_seconds"] = self.data_seconds
@@ -535,7 +537,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 )
         if name == MERGED:
             return  # after one task, it may be that task
-        earlier_tasks = tasks_of(self.before)
+        earlier_tasks = tasks_of(self.merged_manifest)
         for step, saved in enumerate(earlier_tasks, self.first_step - len(earlier_tasks)):
             if self._is_same(saved, name):
                 raise ValueError(

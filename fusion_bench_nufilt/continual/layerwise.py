@@ -154,7 +154,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._draft.tie()
         stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).params
         # Before layers are chosen: else the head would be merged, and the state not fit.
-        self._draft.keep_heads(self.before, stored=stored)
+        self._draft.keep_heads(self.merged_manifest, stored=stored)
         for heads in (self._draft.heads, self._draft.default_heads):
             # A head that its checkpoint lacks counts, too.
             heads.add(PRETRAINED, self._draft.pretrained.params, base.config, ())
