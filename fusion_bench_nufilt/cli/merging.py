@@ -192,7 +192,7 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
         heads = [f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items()]
         yield "heads", f"kept for each task: {', '.join(heads)}"
     if not plan.is_adapter:
-        yield "copied", f"{counted(len(plan.others) - num_averaged, 'tensor')}, bit by bit"
+        yield "copied", f"{counted(len(plan.other_keys) - num_averaged, 'tensor')}, bit by bit"
     unchanged = kept_from_base(plan)
     if unchanged:
         loss = f"whatever a task changed in {counted(len(unchanged), 'tensor')} is left out"

@@ -26,7 +26,7 @@ from fusion_bench_nufilt.merge.checks import (
 from fusion_bench_nufilt.merge.draft import Draft, take_head
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
 from fusion_bench_nufilt.merge.kept_state import carry_over_kept, kept_state, mean_key
-from fusion_bench_nufilt.merge.other_params import average_others, new_heads
+from fusion_bench_nufilt.merge.other_params import average_other_params, new_heads
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
 from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
@@ -385,7 +385,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         ):
             for count in merged_layers:
                 bar.update(count)
-        means = average_others(plan, merged_source.write)
+        means = average_other_params(plan, merged_source.write)
         mean_counts = plan.mean_counts
         for param in mean_counts:
             self._states.pop(mean_key(param), None)
@@ -493,7 +493,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
         merged = super().merge_step(step, name, pretrained, merged, task)
-        parameters, share = self._draft.selection.coverage.others
+        parameters, share = self._draft.selection.coverage.other_params
         is_whole = self.options.first_task == "paper" and self.targets.other_params == "pretrained"
         if step == 1 and is_whole and parameters > 0:
             log.info(

@@ -158,7 +158,7 @@ class _Models:
         sources = [] if self.merged is None else [self.merged]
         if targets.other_params == "mean":
             sources += self.tasks
-        elif targets.changes_others(first_step):
+        elif targets.changes_other_params(first_step):
             sources.append(self.tasks[0])
         return sources
 
@@ -242,11 +242,11 @@ def _adapted(selection: Selection, models: _Models, first_step: int) -> Selectio
     changed_outside: set[str] = set()
     for adapter in models.sources_outside(selection.targets, first_step):
         changed_outside.update(adapter.params)
-    others = {}
-    for param, keys in selection.others.items():
+    other_keys = {}
+    for param, keys in selection.other_keys.items():
         if param in changed_outside:
-            others[param] = keys
-    return dataclasses.replace(selection, layers=layers, others=others)
+            other_keys[param] = keys
+    return dataclasses.replace(selection, layers=layers, other_keys=other_keys)
 
 
 def _saved_tensors(plan: Plan, sources: Sequence[LoraAdapter]) -> dict[str, SavedTensor]:
@@ -255,7 +255,7 @@ def _saved_tensors(plan: Plan, sources: Sequence[LoraAdapter]) -> dict[str, Save
     Rows that were trained stay the rows of these tokens, unless an adapter changes others, too.
     """
     saved = {}
-    for param in plan.others:
+    for param in plan.other_keys:
         changing = [adapter for adapter in sources if param in adapter.params]
         holding = [adapter for adapter in changing if param in adapter.keys]
         if not holding:
@@ -283,7 +283,7 @@ def _keys_by_param(
     first adapter has them.
     """
     keys: dict[str, FactorKeys] = {}
-    for param in (*(layer.param for layer in selection.layers), *selection.others):
+    for param in (*(layer.param for layer in selection.layers), *selection.other_keys):
         for adapter in adapters:
             if param in adapter.updates and param not in saved:
                 update = adapter.updates[param]
@@ -314,7 +314,7 @@ def _ranks(plan: Plan) -> dict[str, int]:
     for layer in plan.layers:
         if layer.param in plan.adapter_keys:
             ranks[layer.param] = min(kept.shape_in_basis(layer))
-    for param in plan.others:
+    for param in plan.other_keys:
         if param not in plan.saved_tensors:
             total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0
             for task in plan.joining(param).values():

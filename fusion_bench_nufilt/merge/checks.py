@@ -408,7 +408,7 @@ def kept_from_base(plan: Plan) -> list[str]:
     for task in plan.tasks:
         averaged = plan.averaged_of(task)
         for param in task.keys:
-            if param in plan.others and param not in averaged and param not in plan.computed:
+            if param in plan.other_keys and param not in averaged and param not in plan.computed:
                 kept[param] = None
     return list(kept)
 
@@ -554,16 +554,16 @@ def check_module(
     for param, view in architecture.views.items():
         if layers is None or view.key in layers:
             required_layers.append(Layer(view.name, param, (base.keys[param],), view))
-    others = architecture.others(base.source, required_layers)
+    other_keys = architecture.other_keys(base.source, required_layers)
     # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
     targets = TargetConfig(other_params="mean")
     selection = Selection(
         pretrained=base,
         targets=targets,
         layers=required_layers,
-        others=others,
+        other_keys=other_keys,
         head_params=set(),
-        computed=set(filter(architecture.is_computed, others)),
+        computed=set(filter(architecture.is_computed, other_keys)),
         coverage=coverage(pretrained, {}, targets),
         origin=architecture.origin,
     )

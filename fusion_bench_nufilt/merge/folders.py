@@ -41,7 +41,7 @@ from .inputs import (
     refuse_edited,
     unchanged_records,
 )
-from .other_params import NOT_FINITE, head_files, write_other
+from .other_params import NOT_FINITE, head_files, write_other_param
 from .output import Output, Record, clear_work_folder, refuse_long_name, work_folder
 from .plan import Plan
 from .planned import (
@@ -226,17 +226,17 @@ def _merge(
 ) -> None:
     plan = reader.plan
     done = output.done
-    total = len(plan.layers) + len(plan.others)
+    total = len(plan.layers) + len(plan.other_keys)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
-    others = [param for param in plan.others if param not in done]
+    other_params = [param for param in plan.other_keys if param not in done]
 
     def write_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
         output.add(merged.record, reader.serialize(state_places, merged, merged_weight))
 
-    def write_other_param(param: str) -> None:
-        write_other(plan, param, state_places, output)
+    def write_param(param: str) -> None:
+        write_other_param(plan, param, state_places, output)
 
     if plan.settings.engine == "ray":
         from .distributed import merge_on_cluster
@@ -246,8 +246,8 @@ def _merge(
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
         merged_layers = merge_layers(reader, layers, write_layer)
-    written_others = map_layers(write_other_param, others, torch.device("cpu"))
-    for written in (merged_layers, written_others):
+    written_params = map_layers(write_param, other_params, torch.device("cpu"))
+    for written in (merged_layers, written_params):
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.
         with closing(written):
             for _ in written:
@@ -266,14 +266,14 @@ def _manifest(
         name = f"'{checkpoint.name}'"
         label = f"'{checkpoint.label}'"
         public_warnings = [text.replace(name, label) for text in public_warnings]
-    for param in plan.others:
+    for param in plan.other_keys:
         if "not_finite" in done[param]:
             public_warnings.append(NOT_FINITE % done[param]["not_finite"])
     averaged = len(plan.averaged)
     tensors = {
         "merged": len(plan.layers),
         "averaged": averaged,
-        "copied": len(plan.others) - averaged,
+        "copied": len(plan.other_keys) - averaged,
     }
     description = plan.description
     for role, digest in digests.items():

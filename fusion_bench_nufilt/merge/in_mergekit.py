@@ -94,7 +94,9 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         model = _base(folder, targets)
         layers = _layers_in(model, group)
         if not layers:
-            joining = [task for step, task in enumerate(tasks, 1) if targets.changes_others(step)]
+            joining = [
+                task for step, task in enumerate(tasks, 1) if targets.changes_other_params(step)
+            ]
             return _mean(base, joining, group.metadata.name)
         method = model.draft.method(self.kind, options, rest["seed"])
         pretrained = _matrices(layers, base)

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.utils.files import Input
 
 from .checks import promised_inputs
 from .engine import Budget
-from .other_params import digests_of_other
+from .other_params import digests_of_other_param
 from .output import Record
 from .plan import Plan
 from .planned import PlannedLayers
@@ -53,11 +53,11 @@ def read_digests(
 
     wanted = set(params)
     merged = [param for param in layers if param in wanted]
-    others = [param for param in plan.others if param in wanted]
+    other_params = [param for param in plan.other_keys if param in wanted]
     cpu = torch.device("cpu")
     digests = dict(zip(merged, map_layers(digests_of_layer, merged, cpu), strict=True))
-    of_others = map_layers(partial(digests_of_other, plan), others, cpu)
-    return digests | dict(zip(others, of_others, strict=True))
+    of_others = map_layers(partial(digests_of_other_param, plan), other_params, cpu)
+    return digests | dict(zip(other_params, of_others, strict=True))
 
 
 def digests_of_inputs(read: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def edited_inputs(plan: Plan, inputs: Mapping[str, Input]) -> list[str]:
     """
     if any(checkpoint.remote for checkpoint in plan.checkpoints):
         return []
-    params = [*(layer.param for layer in plan.layers), *plan.others]
+    params = [*(layer.param for layer in plan.layers), *plan.other_keys]
     log.info("comparing what %d tensors were made of with what the inputs hold", len(params))
     # They follow from the rest, which is compared.
     no_strengths = [1.0] * len(plan.tasks)

@@ -89,7 +89,7 @@ class KeptState:
         if plan.targets.other_params != "mean":
             return {}
         means = {}
-        for param, keys in plan.others.items():
+        for param, keys in plan.other_keys.items():
             if param in plan.averaged and plan.rounds(keys[0]):
                 key = mean_key(param)
                 means[param] = KeptTensor(key, key, self._wide(keys[0]))
@@ -162,7 +162,7 @@ class KeptState:
         stored = plan.state.keys if plan.state else {}
         params = {}  # by which the state has each tensor, by the key that this merge has for it
         if plan.targets.other_params == "mean":
-            params = {mean_key(param): mean_key(param) for param in plan.others}
+            params = {mean_key(param): mean_key(param) for param in plan.other_keys}
         for layer in plan.layers:
             for tensor in self.of_layer(layer).values():
                 params[tensor.key] = tensor.param
@@ -224,7 +224,7 @@ class KeptState:
         if plan.state is not None:
             stored = plan.state.keys
         missing = []
-        expected = {mean_key(param) for param in plan.others}
+        expected = {mean_key(param) for param in plan.other_keys}
         expected |= {new_rows_key(param) for param in plan.pretrained.params}
         for layer in plan.layers:
             for tensor in self.of_layer(layer).values():

@@ -158,16 +158,16 @@ class _NoOutput:
         self.recorded = record
 
 
-def digests_of_other(plan: Plan, param: str) -> dict[str, str]:
+def digests_of_other_param(plan: Plan, param: str) -> dict[str, str]:
     """Read all that a tensor outside the merged layers is made from, and return its digests by the
     model's role in the merge.
     """
     output = _NoOutput()
-    write_other(plan, param, {}, output)
+    write_other_param(plan, param, {}, output)
     return output.recorded["read"]
 
 
-def write_other(
+def write_other_param(
     plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output | _NoOutput
 ) -> None:
     """Write a tensor outside the merged layers, under every key that the result has for it.
@@ -185,7 +185,7 @@ def write_other(
     mean_writer = None
     if mean_key(param) in state_places:
         mean_writer = _Writer(output, state_places[mean_key(param)])
-    for key in plan.others[param]:
+    for key in plan.other_keys[param]:
         digests = ReadDigests()
         tensor = OtherParam(plan, param, key, digests)
         writer = _Writer(output, plan.places[key])
@@ -222,7 +222,7 @@ def _write_saved(plan: Plan, param: str, output: Output | _NoOutput) -> None:
     """
     saved = plan.saved_tensors[param]
     digests = ReadDigests()
-    tensor = OtherParam(plan, param, plan.others[param][0], digests)
+    tensor = OtherParam(plan, param, plan.other_keys[param][0], digests)
     parts = [(0, tensor.numel)]
     if saved.tokens is not None:
         width = tensor.numel // tensor.info.shape[0]
@@ -339,7 +339,7 @@ class _Writer:
         return self.place.file, self.place.start, self.place.stop, self._sha.hexdigest()
 
 
-def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, Tensor]:
+def average_other_params(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, Tensor]:
     """Average the tensors outside the merged layers in memory.
 
     ``write`` takes a key in the base and the new values; a tied tensor comes once. Return the means
@@ -347,7 +347,7 @@ def average_others(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[s
     """
     means = {}
     to_keep = kept_state(plan).means()
-    for param, keys in plan.others.items():
+    for param, keys in plan.other_keys.items():
         if param not in plan.averaged:
             continue
         tensor = OtherParam(plan, param, keys[0], ReadDigests())

@@ -46,7 +46,7 @@ class Selection:
     pretrained: ModelWeights
     targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
-    others: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by param
+    other_keys: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by param
     head_params: set[str]  # tensors of heads that tasks have for themselves: the base's stay
     computed: set[str]  # the base's other tensors that are computed, and not trained
     coverage: Coverage  # how much of the model the layers cover
@@ -58,11 +58,11 @@ class Selection:
         return self.pretrained.source
 
     def averaged_at(self, step: int) -> set[str]:
-        """The params of ``others`` that the task of a step (from 1) changes."""
-        if not self.targets.changes_others(step):
+        """The params of ``other_keys`` that the task of a step (from 1) changes."""
+        if not self.targets.changes_other_params(step):
             return set()
         floats = set()
-        for param, keys in self.others.items():
+        for param, keys in self.other_keys.items():
             if self.base.tensors[keys[0]].dtype in FLOATS:
                 floats.add(param)
         return floats - self.head_params - self.computed
@@ -76,14 +76,14 @@ def select(
     """
     source = pretrained.source
     layers = architecture.layers(source, targets, heads)
-    others = architecture.others(source, layers)
-    computed = set(filter(architecture.is_computed, others))
+    other_keys = architecture.other_keys(source, layers)
+    computed = set(filter(architecture.is_computed, other_keys))
     views = {layer.name: layer.view for layer in layers}
     return Selection(
         pretrained=pretrained,
         targets=targets,
         layers=layers,
-        others=others,
+        other_keys=other_keys,
         head_params=set(heads.of(pretrained.params)),
         computed=computed,
         coverage=coverage(architecture.model, views, targets),
@@ -144,11 +144,11 @@ class Plan(Selection):
 
     @cached_property
     def averaged(self) -> set[str]:
-        """The params of ``others`` that the tasks change."""
+        """The params of ``other_keys`` that the tasks change."""
         return self.averaged_at(self.first_step)
 
     def averaged_of(self, task: ModelWeights) -> set[str]:
-        """The params of ``others`` that a task changes."""
+        """The params of ``other_keys`` that a task changes."""
         if self.targets.other_params == "mean" or task is self.tasks[0]:
             return self.averaged
         return set()
@@ -178,7 +178,7 @@ class Plan(Selection):
         # What an earlier merge averaged and this one leaves as it is has as many models as before.
         earlier_means = self.merged_manifest.get("mean_counts", {})
         counts = {}
-        for param in self.others:
+        for param in self.other_keys:
             if param in means or param in earlier_means:
                 counts[param] = self.models_in_mean(param) + len(self.joining(param))
         return counts
@@ -314,7 +314,7 @@ class Plan(Selection):
         parts: dict[str, object] = {}
         for layer in self.layers:
             parts[layer.param] = (layer.name, layer.keys)
-        for param, keys in self.others.items():
+        for param, keys in self.other_keys.items():
             parts[param] = (keys, list(self.joining(param)))
         return combined_digest(parts.items())
 
@@ -352,7 +352,7 @@ def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settin
     """
     base = selection.pretrained.checkpoint
     tensors = {key: as_written(info, settings.dtype) for key, info in base.whole.items()}
-    keys_by_param = dict(selection.others)
+    keys_by_param = dict(selection.other_keys)
     for layer in selection.layers:
         keys_by_param[layer.param] = layer.keys
     for param in vocabulary.params:

@@ -209,7 +209,7 @@ class TargetConfig:
         if self.exclude_modules is not None:
             _check_patterns("exclude_modules", self.exclude_modules)
 
-    def changes_others(self, step: int) -> bool:
+    def changes_other_params(self, step: int) -> bool:
         """Return whether the task of a step (from 1) changes the parameters outside the merged
         layers.
         """

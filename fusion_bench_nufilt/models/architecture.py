@@ -358,7 +358,7 @@ class Architecture:
                 unused.append(key)
         return unused
 
-    def others(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
+    def other_keys(self, base: Source, layers: Iterable[Layer]) -> dict[str, tuple[str, ...]]:
         """Return the base's keys of every tensor outside the layers, by param."""
         chosen = {layer.param for layer in layers}
         by_param = self.by_param(base)

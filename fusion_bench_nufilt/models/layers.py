@@ -438,7 +438,7 @@ class Coverage:
 
     layers: int  # number of matrices that are merged
     merged: tuple[int, float]  # number of parameters, and share of elements
-    others: tuple[int, float]
+    other_params: tuple[int, float]
     # Share of the elements in numbered blocks; None if there are no such blocks.
     merged_share_of_blocks: float | None
     # Names (with * for numbers) of matrices in blocks that are not merged, and their counts.
@@ -453,7 +453,7 @@ class Coverage:
         if self.merged_share_of_blocks is not None:
             text += f" and {self.merged_share_of_blocks:.1%} of those in blocks"
         text += (
-            f"; {self.others[0]} other parameters ({1 - share:.1%}) are "
+            f"; {self.other_params[0]} other parameters ({1 - share:.1%}) are "
             f"{_TREATMENT[self.targets.other_params]}"
         )
         if self.left_out:
@@ -484,9 +484,9 @@ class Coverage:
         """Return the counts and shares as a JSON file has them."""
         shares = {"merged": self.merged, "averaged": (0, 0.0), "kept": (0, 0.0)}
         if self.targets.other_params == "mean":
-            shares["averaged"] = self.others
+            shares["averaged"] = self.other_params
         else:
-            shares["kept"] = self.others
+            shares["kept"] = self.other_params
         content: dict[str, object] = {"layers": self.layers}
         for name, (count, share) in shares.items():
             content[name] = {"parameters": count, "share": share}
@@ -520,8 +520,10 @@ def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: Target
     if elements_in_blocks:
         merged_in_blocks = sum(merged[id(parameters[key])] for key in in_blocks)
         share_of_blocks = merged_in_blocks / elements_in_blocks
-    others = (len(parameters) - count, 1 - share)
-    return Coverage(len(layers), (count, share), others, share_of_blocks, dict(left_out), targets)
+    other_params = (len(parameters) - count, 1 - share)
+    return Coverage(
+        len(layers), (count, share), other_params, share_of_blocks, dict(left_out), targets
+    )
 
 
 def _looks_like_matrix(module: nn.Module, attribute: str, parameter: Tensor) -> bool:
@@ -541,14 +543,14 @@ def layer_name(name: str) -> str:
     return name.removeprefix("vision_model.")
 
 
-def exclude_hint(layers: Sequence[str], others: Iterable[str] = ()) -> str:
+def exclude_hint(layers: Sequence[str], common_layers: Iterable[str] = ()) -> str:
     """Return the end of a message about layers that only some of the models have, given the layers
     that all of them have.
     """
     if len(layers) == 1:
         return f"; exclude_modules=[{layers[0]}] leaves it out"
     # By a part of their names that no other has, such as that of a vision tower.
-    names = list(others)
+    names = list(common_layers)
     for part in layers[0].split("."):
         is_common = all(part in layer.split(".") for layer in layers)
         if is_common and not part.isdigit() and not any(part in name for name in names):
@@ -577,10 +579,10 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def with_same_ending(name: str, others: Iterable[str]) -> list[str]:
+def with_same_ending(name: str, names: Iterable[str]) -> list[str]:
     """Return the names that are the same as this one from its block on, as in ``layers.0.mlp``."""
     in_block = re.search(r"[^.]+\.\d+\..*", name)
     if in_block is None:
         return []
     ending = f".{in_block[0]}"
-    return sorted(other for other in others if f".{other}".endswith(ending))
+    return sorted(other for other in names if f".{other}".endswith(ending))

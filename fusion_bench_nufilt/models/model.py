@@ -359,7 +359,7 @@ def tie_weights(
         _untie_groups(architecture, model)
     for step, task in enumerate(tasks, first_step):
         names = names_apart(architecture, task)
-        if names and (targets.changes_others(step) or architecture.selects(targets, names)):
+        if names and (targets.changes_other_params(step) or architecture.selects(targets, names)):
             _untie_groups(architecture, task)
         else:
             task.left_out = [name for name in names if name in task.params]

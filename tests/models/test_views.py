@@ -214,8 +214,8 @@ def test_coverage_counts_parameters_and_elements_and_names_what_is_left_out():
     total = sum(parameter.numel() for parameter in model.parameters())
     assert covered.layers == 10
     assert covered.merged == (6, merged / total)
-    assert covered.others == (len(list(model.parameters())) - 6, 1 - merged / total)
-    assert covered.as_dict()["averaged"]["parameters"] == covered.others[0]
+    assert covered.other_params == (len(list(model.parameters())) - 6, 1 - merged / total)
+    assert covered.as_dict()["averaged"]["parameters"] == covered.other_params[0]
     assert covered.as_dict()["kept"] == {"parameters": 0, "share": 0.0}
     blocks = sum(parameter.numel() for parameter in model.visual.transformer.parameters())
     assert covered.merged_share_of_blocks == merged / blocks

@@ -40,8 +40,8 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     seed: int
 
     def __init__(self, init_values: float = 0.3, seed: int = 42, **kwargs: Any) -> None:
-        _, others = split_options([EntropyConfig], kwargs)
-        super().__init__(**others)
+        _, other_options = split_options([EntropyConfig], kwargs)
+        super().__init__(**other_options)
 
     @torch.enable_grad()
     def run(self, modelpool: BaseModelPool, **kwargs: Any) -> nn.Module:

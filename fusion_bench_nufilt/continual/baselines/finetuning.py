@@ -53,8 +53,8 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        _, others = split_options([FineTuningConfig], kwargs)
-        super().__init__(**others)
+        _, other_options = split_options([FineTuningConfig], kwargs)
+        super().__init__(**other_options)
 
     def check_data(self) -> None:
         check_train_sets(self.modelpool)
