@@ -73,11 +73,13 @@ class WatchingEvaluator(Evaluator):
     def watch(self) -> None:
         self.peak = 0 if reset_peak(self._device) else None
 
-    def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
+    def report(
+        self, model: nn.Module, tasks: Sequence[str], *, further_tasks: bool = False
+    ) -> Report:
         if self.peak is not None:
             self.peak = max(self.peak, read_peak(self._device))
         try:
-            return super().report(model, tasks, others=others)
+            return super().report(model, tasks, further_tasks=further_tasks)
         finally:
             # What scoring took is not a peak of merging.
             reset_peak(self._device)

@@ -180,13 +180,15 @@ class Evaluator:
             # The last step scores the pool's further tasks as well: these are tried, too.
             self._scores(model, self._with_further(tasks), lambda count: [0])
 
-    def report(self, model: nn.Module, tasks: Sequence[str], *, others: bool = False) -> Report:
+    def report(
+        self, model: nn.Module, tasks: Sequence[str], *, further_tasks: bool = False
+    ) -> Report:
         """Return FusionBench's report of a model.
 
-        A task that the pool lacks is left out, with a warning; ``others`` adds the tasks of the
-        pool beyond ``tasks``.
+        A task that the pool lacks is left out, with a warning; ``further_tasks`` adds the tasks of
+        the pool beyond ``tasks``.
         """
-        scored_tasks = self._with_further(tasks) if others else tasks
+        scored_tasks = self._with_further(tasks) if further_tasks else tasks
         results = self._scores(model, scored_tasks, self._subset)
         for task in tasks:
             if task not in results:
@@ -575,18 +577,18 @@ class RunScores:
         tasks = self.tasks(step)
         if not tasks:
             return
-        report = self._report(merged, tasks, self.row(step), others=self.is_last(step))
+        report = self._report(merged, tasks, self.row(step), further_tasks=self.is_last(step))
         if self.folder is not None:
             self.folder.save_report(step, report)
         self.record(step, report)
 
     def _report(
-        self, model: nn.Module, tasks: Sequence[str], row: int, *, others: bool = False
+        self, model: nn.Module, tasks: Sequence[str], row: int, *, further_tasks: bool = False
     ) -> Report:
         """Return FusionBench's report of a step, whose ``average`` is that of all tasks merged so
         far; where one of them has no score, the average has another name.
         """
-        report = self.evaluator.report(model, tasks, others=others)
+        report = self.evaluator.report(model, tasks, further_tasks=further_tasks)
         of_scored = report.pop("average")
         merged_tasks = self.matrix.tasks[:row]
         if all(task in report for task in merged_tasks):
