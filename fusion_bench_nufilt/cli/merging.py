@@ -181,7 +181,8 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     yield "method", str(plan.method)
     layers = plan.layers
     first_and_last = f"{layers[0].name} … {layers[-1].name}"
-    yield "merged", f"{counted(len(layers), 'layer')}, {first_and_last} (known from {plan.origin})"
+    known_from = f"known from {plan.layers_known_from}"
+    yield "merged", f"{counted(len(layers), 'layer')}, {first_and_last} ({known_from})"
     yield "", f"{plan.coverage.merged[1]:.1%} of all elements"
     if plan.coverage.left_out:
         yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"

@@ -565,7 +565,7 @@ def check_module(
         head_params=set(),
         computed=set(filter(architecture.is_computed, other_keys)),
         coverage=coverage(pretrained, {}, targets),
-        origin=architecture.origin,
+        layers_known_from=architecture.known_from,
     )
     task = ModelWeights(module_source(name, model, missing_keys), architecture)
     untied = names_apart(architecture, task)

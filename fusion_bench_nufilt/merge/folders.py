@@ -289,7 +289,7 @@ def _manifest(
         "task_inputs": [*tasks_of(plan.merged_manifest), *own_tasks],
         "without_effect": plan.without_effect,
         "coverage": plan.coverage.as_dict(),
-        "linear_layers_known_from": plan.origin,
+        "linear_layers_known_from": plan.layers_known_from,
         "tensors": tensors,
         "warnings": public_warnings,
         "layers": {layer.name: done[layer.param]["reports"] for layer in plan.layers},

@@ -50,7 +50,7 @@ class Selection:
     head_params: set[str]  # tensors of heads that tasks have for themselves: the base's stay
     computed: set[str]  # the base's other tensors that are computed, and not trained
     coverage: Coverage  # how much of the model the layers cover
-    origin: str  # where the layers are known from
+    layers_known_from: str  # a class, the modules, or the names of the tensors
 
     @property
     def base(self) -> Source:
@@ -87,7 +87,7 @@ def select(
         head_params=set(heads.of(pretrained.params)),
         computed=computed,
         coverage=coverage(architecture.model, views, targets),
-        origin=architecture.origin,
+        layers_known_from=architecture.known_from,
     )
 
 

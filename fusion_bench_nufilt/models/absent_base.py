@@ -45,8 +45,8 @@ class AbsentBase(Checkpoint):
         self.tensors = _adapted(adapters)
         self.has_config = (self.folder / _CONFIG).is_file()
         if self.has_config:
-            built, origin = on_meta(self)
-            if origin == type(built).__name__:
+            built, known_from = on_meta(self)
+            if known_from == type(built).__name__:
                 self.tensors = _parameters(built)
         self.whole = self.tensors
 

@@ -65,18 +65,18 @@ class Architecture:
     Args:
         loaded: a model of this architecture, as transformers has it in memory.
         naming: what a checkpoint calls its tensors; by default, the same.
-        origin: where the architecture is known from.
+        known_from: what tells the architecture: a class, the modules, or the names of tensors.
     """
 
     def __init__(
         self,
         loaded: nn.Module,
         naming: Names | None = None,
-        origin: str = "the modules",
+        known_from: str = "the modules",
     ) -> None:
         self.naming = naming or Names(loaded)
         self.model = self.naming.model
-        self.origin = origin
+        self.known_from = known_from
         self._stacks: dict[str, tuple[int, ...]] = {}  # shapes of parameters of three dimensions
         # An adapter names parameters of the loaded model, in which transformers 5 joins experts
         # that a checkpoint stores one by one.
@@ -121,8 +121,8 @@ class Architecture:
         """Return the architecture in the config.json of a checkpoint, or else the one that its
         tensors' names tell.
         """
-        built, origin = on_meta(base)
-        return cls(built, names_of(built, base.tensors), origin)
+        built, known_from = on_meta(base)
+        return cls(built, names_of(built, base.tensors), known_from)
 
     # What tensors are called
 

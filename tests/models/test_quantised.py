@@ -134,7 +134,7 @@ def test_fp8_is_merged_to_the_bits_of_models_dequantised_by_hand(stream, scheme,
 
 def test_the_result_is_a_plain_model_in_bfloat16(stream):
     planned = plan(stream, ["task1"])
-    assert planned.origin == "LlamaForCausalLM"
+    assert planned.layers_known_from == "LlamaForCausalLM"
     out = merge(stream, ["task1"])
     found = tensors(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
