@@ -287,20 +287,20 @@ def check_shapes(
     with_elements = {param for param, shape in pretrained.params.items() if 0 not in shape}
     keys_with_elements = []
     for param, key in task.keys.items():
-        if param in with_elements or architecture.parts(param):
+        if param in with_elements or architecture.packed_params(param):
             keys_with_elements.append(key)
     task.source.check_not_empty(keys_with_elements)
     kept = []
     for param, shape in task.params.items():
         # The parts of a tensor that was not split, since it has another shape.
-        parts = architecture.parts(param)
-        expected = architecture.shape(param) if parts else pretrained.params.get(param)
+        packed_params = architecture.packed_params(param)
+        expected = architecture.shape(param) if packed_params else pretrained.params.get(param)
         if expected is None:
             task.check_base_has(param, pretrained, architecture)
             continue
         if shape == expected:
             continue
-        is_outside = merged_params.isdisjoint([param, *parts])
+        is_outside = merged_params.isdisjoint([param, *packed_params])
         if is_outside and selection.targets.on_shape_mismatch != "error":
             kept.append(param)
             continue

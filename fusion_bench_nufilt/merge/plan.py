@@ -476,7 +476,7 @@ def find_places(base: Checkpoint, headers: Mapping[str, bytes]) -> dict[str, Ten
     places: dict[str, TensorInfo] = {}
     for file, header in headers.items():
         places |= read_header(file, header)
-    return split_rows(places, base.parts)
+    return split_rows(places, base.row_ranges)
 
 
 def as_written(info: TensorInfo, dtype: str) -> TensorInfo:

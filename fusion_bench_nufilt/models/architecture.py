@@ -32,7 +32,7 @@ from fusion_bench_nufilt.models.layers import (
     without_numbers,
 )
 from fusion_bench_nufilt.models.names import Names, modern_name, names_of, submodule
-from fusion_bench_nufilt.models.source import Parts, Source, part_key
+from fusion_bench_nufilt.models.source import RowRanges, Source, rows_key
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.garbage import garbage_left
 from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
@@ -97,22 +97,22 @@ class Architecture:
         self._find_layers()
         several = [names for names in names_of_each if len(names) > 1]
         #: The names of each weight that the configuration ties.
-        self.shared = [names for names in several if self._params[names[0]] not in self._parts]
+        self.shared = [names for names in several if self._params[names[0]] not in self._row_ranges]
 
     def _find_layers(self) -> None:
         self.views: dict[str, MatrixView] = {}  # of all layers, by param
-        self._parts: dict[str, Parts] = {}  # of parameters that hold several layers
+        self._row_ranges: dict[str, RowRanges] = {}  # of parameters that hold several layers
         views_by_key: dict[str, list[MatrixView]] = {}
         for view in views(self.model):
             views_by_key.setdefault(view.key, []).append(view)
         for key, views_of_key in views_by_key.items():
             param = self._params[key]
             if len(views_of_key) > 1:
-                self._parts[param] = [view.rows for view in views_of_key]
+                self._row_ranges[param] = [view.rows for view in views_of_key]
                 names = [name for name, its_param in self._params.items() if its_param == param]
                 for name in names:
-                    for rows in self._parts[param]:
-                        self._params[part_key(name, rows)] = part_key(param, rows)
+                    for rows in self._row_ranges[param]:
+                        self._params[rows_key(name, rows)] = rows_key(param, rows)
             for view in views_of_key:
                 self.views[self.param_of(view)] = view
 
@@ -161,8 +161,8 @@ class Architecture:
     def param_of(self, view: MatrixView) -> str:
         """Return the param of the tensor that holds a layer's matrix and nothing else."""
         param = self._params[view.key]
-        if param in self._parts:
-            return part_key(param, view.rows)
+        if param in self._row_ranges:
+            return rows_key(param, view.rows)
         return param
 
     def first(self, names: Sequence[str]) -> str:
@@ -250,20 +250,20 @@ class Architecture:
             return 0
         return self.shape(param)[0]
 
-    def parts(self, param: str) -> list[str]:
+    def packed_params(self, param: str) -> list[str]:
         """Return the params of the layers in a parameter that holds several, else none."""
-        return [part_key(param, rows) for rows in self._parts.get(param, ())]
+        return [rows_key(param, rows) for rows in self._row_ranges.get(param, ())]
 
     def split(self, source: Source) -> None:
         """Split the tensors of a model that hold several layers; those of another shape stay
         whole.
         """
-        parts = {}
+        row_ranges = {}
         for key, info in source.whole.items():
             param = self.param(key)
-            if param in self._parts and info.shape == self.shape(param):
-                parts[key] = self._parts[param]
-        source.split(parts)
+            if param in self._row_ranges and info.shape == self.shape(param):
+                row_ranges[key] = self._row_ranges[param]
+        source.split(row_ranges)
 
     def is_computed(self, param: str) -> bool:
         """Return whether a tensor is computed when a model is built, such as the frequencies of
@@ -392,7 +392,7 @@ class Architecture:
             param = self.param(key)
             # The weight of a one-dimensional convolution has three sides, too, and is one layer.
             is_linear = param in self.views and self.views[param].linear
-            if not (is_linear or self.parts(param)):
+            if not (is_linear or self.packed_params(param)):
                 return False
         return True
 

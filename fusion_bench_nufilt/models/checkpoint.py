@@ -226,7 +226,7 @@ class Checkpoint(Source):
         self.whole = {**local.whole, **copies}
         self.opened = local.opened
         self.remote = False
-        self.split(self.parts)
+        self.split(self.row_ranges)
 
     def folder_with(self, *files: str) -> Path:
         """Return the folder; if it is the hub's, download the files that match these patterns
@@ -413,7 +413,7 @@ class Checkpoint(Source):
         """Present a tensor under a further key."""
         self.copies[key] = of
         self.whole = {**self.whole, key: self.whole[of]}
-        self.split(self.parts)
+        self.split(self.row_ranges)
 
     def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
         info = self.tensors[key]

@@ -216,8 +216,8 @@ def _places(
     numbers = numbers.reshape(count, height, 1)
     for key, stored in architecture.naming.stored({name: numbers}).items():
         param = architecture.param(key)
-        parts = architecture.parts(param) or [param]
-        for part, rows in zip(parts, stored.reshape(-1, *stored.shape[-2:]), strict=True):
+        params = architecture.packed_params(param) or [param]
+        for part, rows in zip(params, stored.reshape(-1, *stored.shape[-2:]), strict=True):
             number, first = divmod(int(rows.min()), height)
             stop = int(rows.max()) - number * height + 1
             # A slice cuts the layer's factors, so that its rows must stand side by side.

@@ -28,7 +28,7 @@ from fusion_bench_nufilt.utils.tensors import (
     raw_bytes,
 )
 
-Parts = Sequence[tuple[int, int]]  # where the rows of each part of a tensor start and stop
+RowRanges = Sequence[tuple[int, int]]  # where the rows of each layer in a tensor start and stop
 
 # What training wraps a model or its layers in, by the name that this adds to those of tensors.
 # That of DistributedDataParallel and of DeepSpeed is "module", at the start of a name.
@@ -52,7 +52,7 @@ class Source(ABC):
     config: Any  # the content of config.json
     tensors: Mapping[str, TensorInfo]
     whole: Mapping[str, TensorInfo]
-    parts: Mapping[str, Parts] = {}
+    row_ranges: Mapping[str, RowRanges] = {}  # of the tensors that are split
     opened: Mapping[str, TensorFile] = {}  # the files that are read
     remote = False  # whether the weights are still on the hub
     in_memory = False
@@ -93,12 +93,12 @@ class Source(ABC):
                 return False
         return True
 
-    def split(self, parts: Mapping[str, Parts]) -> None:
+    def split(self, row_ranges: Mapping[str, RowRanges]) -> None:
         """Make groups of rows of some tensors tensors of their own, under the keys that
-        :func:`part_key` gives them.
+        :func:`rows_key` gives them.
         """
-        self.parts = parts
-        self.tensors = split_rows(self.whole, parts)
+        self.row_ranges = row_ranges
+        self.tensors = split_rows(self.whole, row_ranges)
 
     def check_unwrapped(self, names: Iterable[str]) -> None:
         """Raise a ValueError if names that are not looked for are those of a wrapper for
@@ -157,22 +157,22 @@ class Source(ABC):
             raise ValueError(f"model '{self.name}', tensor '{name}' has NaN or infinite values")
 
 
-def part_key(key: str, rows: tuple[int, int]) -> str:
+def rows_key(key: str, rows: tuple[int, int]) -> str:
     """Return the key of a group of rows as a tensor of its own."""
     return f"{key}[{rows[0]}:{rows[1]}]"
 
 
 def split_rows(
-    tensors: Mapping[str, TensorInfo], parts: Mapping[str, Parts]
+    tensors: Mapping[str, TensorInfo], row_ranges: Mapping[str, RowRanges]
 ) -> dict[str, TensorInfo]:
-    """Return the tensors; those in ``parts`` are replaced by their groups of rows, under the keys
-    of :func:`part_key`.
+    """Return the tensors; those in ``row_ranges`` are replaced by their groups of rows, under the
+    keys of :func:`rows_key`.
     """
     split: dict[str, TensorInfo] = {}
     for key, info in tensors.items():
-        for rows in parts.get(key, ()):
-            split[part_key(key, rows)] = info.rows(*rows)
-        if not parts.get(key):
+        for rows in row_ranges.get(key, ()):
+            split[rows_key(key, rows)] = info.rows(*rows)
+        if not row_ranges.get(key):
             split[key] = info
     return split
 
@@ -199,15 +199,15 @@ class MemorySource(Source):
         self.tensors = self.whole
         self._values = tensors
 
-    def split(self, parts: Mapping[str, Parts]) -> None:
-        super().split(parts)
-        if not parts:
+    def split(self, row_ranges: Mapping[str, RowRanges]) -> None:
+        super().split(row_ranges)
+        if not row_ranges:
             return
         values = dict(self._values)
-        for key, parts_of_tensor in parts.items():
-            for rows in parts_of_tensor:
+        for key, ranges_of_tensor in row_ranges.items():
+            for rows in ranges_of_tensor:
                 # A view, so that what is written to a part is written to the model.
-                values[part_key(key, rows)] = values[key][slice(*rows)]
+                values[rows_key(key, rows)] = values[key][slice(*rows)]
         self._values = values
 
     def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
