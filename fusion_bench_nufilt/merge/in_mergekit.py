@@ -124,7 +124,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         # Rows that no layer has stay the base's, bit by bit.
         result = base.clone()
         for layer in layers:
-            part = layer.view.part(merged[layer.name]).to(base.dtype)
+            part = layer.view.as_stored(merged[layer.name]).to(base.dtype)
             if not is_finite(part):
                 raise ValueError(
                     f"tensor '{group.metadata.name}': the merged weight is too large for "

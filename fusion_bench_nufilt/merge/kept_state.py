@@ -323,7 +323,7 @@ class KeptState:
 
     def _as_kept(self, layer: Layer, value: Tensor, like: Tensor) -> Tensor:
         if self.method.is_stateless:
-            return layer.view.part(value).to(like.dtype)
+            return layer.view.as_stored(value).to(like.dtype)
         return value
 
 

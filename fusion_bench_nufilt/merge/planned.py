@@ -205,7 +205,7 @@ class PlannedLayers(LayerReader):
         plan = self.plan
         so_far = theta_0
         if plan.merged is not None:
-            like = layer.view.part(theta_0)
+            like = layer.view.as_stored(theta_0)
             if not kept:
                 weight, digests["merged"] = plan.merged.weight(layer.param, like)
             else:
@@ -230,7 +230,7 @@ class PlannedLayers(LayerReader):
             return merged.factors.get(number)
         if layer.param not in task.params:
             return None
-        theta_0 = layer.view.part(merged.theta_0)
+        theta_0 = layer.view.as_stored(merged.theta_0)
         weight, merged.record["read"][f"task {number}"] = task.weight(layer.param, theta_0)
         if isinstance(weight, LowRank):
             return weight
@@ -261,7 +261,7 @@ class PlannedLayers(LayerReader):
             return weight
         if isinstance(merged, LayerInBasis):
             weight = self._on_base(merged, weight)
-        return layer.view.part(weight)
+        return layer.view.as_stored(weight)
 
     def _on_base(self, merged: LayerInBasis, update: Tensor) -> Tensor:
         """Return the weight ``(d_o, d_i)`` that an update in the basis makes of the base's, which
@@ -334,7 +334,7 @@ class PlannedLayers(LayerReader):
             # Its tasks are read before the base.
             theta_0, digests["base"] = self.plan.base.read(layer.keys[0])
         else:
-            theta_0 = layer.view.part(before.theta_0)
+            theta_0 = layer.view.as_stored(before.theta_0)
             for number, task in enumerate(self.plan.tasks):
                 if layer.param in task.params:
                     _, digests[f"task {number}"] = task.weight(layer.param, theta_0)

@@ -214,7 +214,7 @@ class LoraAdapter(ModelWeights):
             for param, expert in experts.items():
                 self._check_new(param, parameter)
                 self.updates[param] = _LoraUpdate(key_a, key_b, scaling, expert)
-                self.params[param] = architecture.views[param].part_shape
+                self.params[param] = architecture.views[param].stored_shape
 
     def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
         """Note a full tensor, which may be a stack of experts that are layers by themselves."""

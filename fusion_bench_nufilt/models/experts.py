@@ -105,7 +105,7 @@ def find_saved_experts(
         last = number * height + rows.stop
         transposed = flipped != view.transposed
         places[param] = ExpertRows(
-            key, first * width, last * width, width, transposed, view.part_shape
+            key, first * width, last * width, width, transposed, view.stored_shape
         )
     return places
 

@@ -32,25 +32,25 @@ class MatrixView:
     key: str  # the parameter's key in the state dict
     shape: tuple[int, int]  # (d_o, d_i)
     rows: tuple[int, int]  # start and end of the rows in the parameter's first dimension
-    part_shape: tuple[int, ...]  # the shape in which these rows are stored
+    stored_shape: tuple[int, ...]  # the shape in which these rows are stored
     transposed: bool = False  # whether they are stored as (d_i, d_o)
     linear: bool = True  # whether this is a linear layer and not a convolution
 
-    def matrix(self, part: Tensor) -> Tensor:
+    def matrix(self, stored: Tensor) -> Tensor:
         """Return the matrix ``(d_o, d_i)`` in these rows of the parameter, without a copy if they
         are contiguous.
         """
         d_o, d_i = self.shape
         if self.transposed:
-            return part.reshape(d_i, d_o).T
-        return part.reshape(d_o, d_i)
+            return stored.reshape(d_i, d_o).T
+        return stored.reshape(d_o, d_i)
 
-    def part(self, matrix: Tensor) -> Tensor:
+    def as_stored(self, matrix: Tensor) -> Tensor:
         """Return a matrix in the form in which the parameter stores it; the inverse of
         :meth:`matrix`.
         """
         stored = matrix.T if self.transposed else matrix
-        return stored.reshape(self.part_shape)
+        return stored.reshape(self.stored_shape)
 
     def read(self, model: nn.Module) -> Tensor:
         """Return the matrix in a model, which shares the model's memory if the parameter is
@@ -60,7 +60,7 @@ class MatrixView:
 
     def write(self, model: nn.Module, matrix: Tensor) -> None:
         """Write a matrix into a model."""
-        self._rows(model.get_parameter(self.key)).copy_(self.part(matrix))
+        self._rows(model.get_parameter(self.key)).copy_(self.as_stored(matrix))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows of one parameter into another of the same shape."""
@@ -187,10 +187,10 @@ def _views_of_parts(
     """Return the matrices that lie in a parameter one below another."""
     parameter = own[attribute]
     size = len(parameter) // len(parts)
-    part_shape = (size, *parameter.shape[1:])
-    sides = part_shape
+    stored_shape = (size, *parameter.shape[1:])
+    sides = stored_shape
     if size == 1 and parameter.ndim == 3 and linear:  # a stack of experts
-        sides = part_shape[1:]
+        sides = stored_shape[1:]
     height = sides[0]
     width = math.prod(sides[1:])
     shape = (width, height) if transposed else (height, width)
@@ -199,7 +199,7 @@ def _views_of_parts(
     for number, part in enumerate(parts):
         rows = (number * size, (number + 1) * size)
         view = MatrixView(
-            _dotted_name(name, part), name, key, shape, rows, part_shape, transposed, linear
+            _dotted_name(name, part), name, key, shape, rows, stored_shape, transposed, linear
         )
         all_views.append(view)
     return all_views
