@@ -192,14 +192,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         """Untie what a model has as two weights, and the pretrained one as one."""
         architecture = self._draft.architecture
         weights = ModelWeights(module_source(name, model, missing_keys), architecture)
-        tied_before = architecture.weights
+        tied_before = architecture.names_by_weight
         if name == MERGED:
             self._first_params = earlier_params(architecture, weights)
             self._draft.tie(lasting=[weights])
         else:
             step = self.first_step + self.names.index(name)
             self._draft.tie(tasks=[weights], first_step=step)
-        if architecture.weights == tied_before:
+        if architecture.names_by_weight == tied_before:
             return
         self._select()
         # What was kept of a tied weight goes to each of those that it has become.

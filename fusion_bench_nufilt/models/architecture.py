@@ -187,7 +187,7 @@ class Architecture:
     # Which weights are tied
 
     @property
-    def weights(self) -> list[list[str]]:
+    def names_by_weight(self) -> list[list[str]]:
         """The names of what :attr:`shared` has, by the weights that they have in this merge."""
         names = defaultdict(list)
         for name in chain(*self.shared):
@@ -203,7 +203,7 @@ class Architecture:
         """
         if config.get("is_encoder_decoder"):
             return False
-        for names in self.weights:
+        for names in self.names_by_weight:
             if len(names) > 1 and not self._sources.keys().isdisjoint(names):
                 return False
         for names in self.shared:

@@ -370,7 +370,7 @@ def tie_weights(
 
 def _untie_groups(architecture: Architecture, model: ModelWeights) -> None:
     """Untie what is more than one tensor in a model."""
-    for names in architecture.weights:
+    for names in architecture.names_by_weight:
         for group in _groups(model, names):
             if architecture.param_named(names[0]) not in group:
                 architecture.untie(group)
@@ -379,7 +379,7 @@ def _untie_groups(architecture: Architecture, model: ModelWeights) -> None:
 def names_apart(architecture: Architecture, model: ModelWeights) -> list[str]:
     """Return the names of weights that a model has apart from those that they are tied to."""
     apart: list[str] = []
-    for names in architecture.weights:
+    for names in architecture.names_by_weight:
         if len(_groups(model, names)) > 1:
             apart += names
     return apart
@@ -411,7 +411,7 @@ def carry_over(
     key_of: Callable[[str], str] = str,
 ) -> None:
     """Enter what is known of weights also under the params that shared them when it was noted."""
-    for names in architecture.weights:
+    for names in architecture.names_by_weight:
         param = architecture.param_named(names[0])
         earlier_key = key_of(earlier.get(param, param))
         if earlier_key in known:
@@ -425,7 +425,7 @@ def complete_base(
     now that it is no longer tied to another one: by the key that a model has for a name.
     """
     names_of_keys = {architecture.model_name(key): key for key in base.source.tensors}
-    for names in architecture.weights:
+    for names in architecture.names_by_weight:
         param = architecture.param_named(names[0])
         if param not in base.keys:
             continue
@@ -450,7 +450,7 @@ def _key_of(name: str, architecture: Architecture, models: Iterable[ModelWeights
 
 def untie_model(architecture: Architecture, model: nn.Module) -> None:
     """Give a model in memory the weights that the architecture has."""
-    for names in architecture.weights:
+    for names in architecture.names_by_weight:
         tied_now = next(tied for tied in shared_names(model) if names[0] in tied)
         if not set(tied_now).issubset(names):
             untie_parameter(model, names)
