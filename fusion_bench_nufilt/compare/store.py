@@ -74,7 +74,7 @@ class Store:
             saved_settings.pop(key, None)
         return differences(saved_settings, settings)
 
-    def identify(self, weights: dict[str, str]) -> None:
+    def identify(self, digests: dict[str, str]) -> None:
         """Save the settings and the digests of the models' weights; refuse weights that differ from
         those there.
         """
@@ -83,12 +83,12 @@ class Store:
         saved = self._comparison.content()
         if saved is not None:
             # A folder or a hub name may hold another model than when the results were made.
-            differing = differences(saved["weights"], weights)
+            differing = differences(saved["weights"], digests)
             if differing:
                 raise self._refused(
                     f"holds results of other models: '{differing[0].name}' has other weights there"
                 )
-        self.settings = {**self.settings, "weights": weights}
+        self.settings = {**self.settings, "weights": digests}
         self._comparison.keep(self.settings)
 
     def close(self) -> None:
