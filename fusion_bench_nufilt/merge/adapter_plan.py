@@ -63,7 +63,7 @@ def plan_adapter(
             "--adapter out, and name the base with --base"
         )
     checkpoints = [_open_adapter(name) for name in tasks]
-    weights = settings.coefficients(len(tasks))
+    coefficients = settings.coefficients(len(tasks))
     merged_checkpoint = None
     merged_manifest = Manifest()
     if merged is not None:
@@ -72,12 +72,12 @@ def plan_adapter(
     first_step = settings.first_step(merged_manifest)
     merged_checkpoints = [] if merged_checkpoint is None else [merged_checkpoint]
     absent_base = AbsentBase([*merged_checkpoints, *checkpoints], base)
-    models = _open_models(absent_base, checkpoints, weights, merged_checkpoint)
+    models = _open_models(absent_base, checkpoints, coefficients, merged_checkpoint)
     _refuse_what_no_adapter_holds(models, targets, merged_manifest)
     for adapter in models.sources_outside(targets, first_step):
         if adapter.keys:
             with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
-            models = _open_models(with_weights, checkpoints, weights, merged_checkpoint)
+            models = _open_models(with_weights, checkpoints, coefficients, merged_checkpoint)
             break
     architecture = models.architecture
     merged_adapter = models.merged
@@ -166,14 +166,14 @@ class _Models:
 def _open_models(
     base: Checkpoint,
     tasks: Sequence[Checkpoint],
-    weights: Sequence[float],
+    coefficients: Sequence[float],
     merged: Checkpoint | None,
 ) -> _Models:
     architecture = Architecture.of_checkpoint(base)
     opened = []
-    for checkpoint, weight in zip(tasks, weights, strict=True):
+    for checkpoint, coefficient in zip(tasks, coefficients, strict=True):
         task = LoraAdapter(checkpoint, architecture)
-        task.coefficient = weight
+        task.coefficient = coefficient
         opened.append(task)
     merged_adapter = None if merged is None else LoraAdapter(merged, architecture)
     return _Models(architecture, base, opened, merged_adapter)
