@@ -30,7 +30,7 @@ Models = Mapping[str, ModelWeights]
 class Holder(NamedTuple):
     """A model that has a new token."""
 
-    source: str  # its role in the merge
+    role: str  # in the merge
     row: int  # the token's row in it
     weight: float  # of this row in the mean; of the model merged so far, that of all its tasks
 
@@ -60,7 +60,7 @@ class Vocabulary:
         weights: dict[str, float] = {}
         for row, token in self.tokens.items():
             holders = self.holders[row]
-            models = [self.models[holder.source].source for holder in holders]
+            models = [self.models[holder.role].source for holder in holders]
             labels[token] = ", ".join(model.label for model in models)
             weight = sum(holder.weight for holder in holders)
             if weight != 1:
@@ -85,14 +85,14 @@ class Vocabulary:
         """
         for row in self.unnamed:
             holders = self.holders[row]
-            local = [each for each in holders if not self.models[each.source].source.remote]
+            local = [holder for holder in holders if not self.models[holder.role].source.remote]
             if len(local) < 2:
                 continue
             for param in self.params:
                 holders_of_param = [each for each in self._holders(param, row) if each in local]
                 values = [self._row(param, holder).double() for holder in holders_of_param]
                 if not all(torch.equal(values[0], value) for value in values[1:]):
-                    labels = [self.models[holder.source].source.label for holder in holders]
+                    labels = [self.models[holder.role].source.label for holder in holders]
                     raise ValueError(
                         f"token '{self.tokens[row]}' is new in {format_names(labels)} with "
                         f"different rows of '{param}': --tokenizer {labels[0]} takes that model's "
@@ -101,15 +101,15 @@ class Vocabulary:
 
     def _row(self, param: str, holder: Holder) -> Tensor:
         """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
-        row = self.models[holder.source].row(param, holder.row, self.models["base"])
-        if holder.source != "merged" or self.kept is None:
+        row = self.models[holder.role].row(param, holder.row, self.models["base"])
+        if holder.role != "merged" or self.kept is None:
             return row
         key = self.kept.keys.get(new_rows_key(param))
         if key is None:
             return row
         rows_of_merged = []
         for holders in self.holders.values():
-            rows_of_merged += [each.row for each in holders if each.source == "merged"]
+            rows_of_merged += [each.row for each in holders if each.role == "merged"]
         place = sorted(rows_of_merged).index(holder.row)
         kept = self.kept.source.elements(key, place * len(row), (place + 1) * len(row))
         check_belongs(kept, row, key, self.kept.source)
@@ -127,9 +127,9 @@ class Vocabulary:
         for holder in holders:
             value = self._row(param, holder)
             if digests is not None:
-                digests.add(holder.source, value)
+                digests.add(holder.role, value)
             if not is_finite(value):
-                name = self.models[holder.source].source.name
+                name = self.models[holder.role].source.name
                 raise ValueError(
                     f"model '{name}', tensor '{param}' has NaN or infinite values for token "
                     f"'{self.tokens[row]}'"
@@ -150,7 +150,7 @@ class Vocabulary:
         rows_of_base = self.models["base"].rows(param)
         holders = []
         for holder in self.holders[row]:
-            if holder.row < rows_of_base or self.models[holder.source].holds(param):
+            if holder.row < rows_of_base or self.models[holder.role].holds(param):
                 holders.append(holder)
         return holders
 
@@ -418,7 +418,7 @@ def join_vocabularies(
         )
     for holders in result.holders.values():
         for holder in holders:
-            model = models[holder.source]
+            model = models[holder.role]
             model.gives_rows_of.update(model.params.keys() & set(params))
     result.check()
     matching = repr([result.rows, result.holders, matched])
