@@ -57,19 +57,19 @@ class Vocabulary:
         if not self.params:
             return {}
         labels: dict[str, str] = {}
-        weights: dict[str, float] = {}
+        token_weights: dict[str, float] = {}
         for row, token in self.tokens.items():
             holders = self.holders[row]
             models = [self.models[holder.role].source for holder in holders]
             labels[token] = ", ".join(model.label for model in models)
             weight = sum(holder.weight for holder in holders)
             if weight != 1:
-                weights[token] = weight
+                token_weights[token] = weight
         return {
             "tokenizer": self.tokenizer,
             "rows": self.rows,
             "new_tokens": labels,
-            "token_weights": weights,
+            "token_weights": token_weights,
             "matching": self.identity,
         }
 
@@ -337,7 +337,7 @@ def join_vocabularies(
     params: Sequence[str],
     choice: str,
     files: Mapping[str, bytes],
-    weights: Mapping[str, float],
+    token_weights: Mapping[str, float],
     *,
     first_alone: bool,
     kept: ModelWeights | None,
@@ -352,8 +352,8 @@ def join_vocabularies(
         params: the tensors that have a row for every token.
         choice: whose tokens the result has: base, union, or the name of a model.
         files: the small files of the base.
-        weights: those of new tokens of the model merged so far in the means of their rows, where
-            they are not 1.
+        token_weights: those of new tokens of the model merged so far in the means of their rows,
+            where they are not 1.
         first_alone: whether the row of a new token is that of the first model that has it.
         kept: the state beside the model merged so far.
 
@@ -391,7 +391,7 @@ def join_vocabularies(
 
     def weight_of(role: str, token: str, holders: Sequence[Holder]) -> float:
         if role == "merged":
-            return weights.get(token, 1.0)
+            return token_weights.get(token, 1.0)
         if first_alone:
             return 0.0 if holders else 1.0
         return max(models[role].coefficient, 0.0)
