@@ -59,12 +59,12 @@ class AnalysisSummary(TypedDict):
 
 def analysis_outputs(content: AnalysisSummary, tables: Tables) -> Outputs:
     """Make the page, and each picture for which there are numbers."""
-    charts = charts_of(content, tables)
+    charts = charts_of_analysis(content, tables)
     page = render_page("analysis.html", content=content, charts=charts, measured=_measured(content))
     return Outputs(page, charts)
 
 
-def charts_of(content: AnalysisSummary, tables: Tables) -> dict[str, ChartType]:
+def charts_of_analysis(content: AnalysisSummary, tables: Tables) -> dict[str, ChartType]:
     """Return, by name, each chart for which ``analysis.json`` and the tables beside it have
     numbers.
     """

@@ -52,7 +52,7 @@ def comparison_outputs(results: Comparison, _: Tables) -> Outputs:
         if tables:
             texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
             texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
-    charts = charts_of(results)
+    charts = charts_of_comparison(results)
     # None removes a picture that an earlier comparison in the folder has left.
     pictures: dict[str, ChartType | None] = {name: charts.get(name) for name in PICTURES}
     return Outputs(_page(results, charts), pictures, texts)
@@ -81,7 +81,7 @@ def _page(results: Comparison, charts: Mapping[str, ChartType]) -> str:
     )
 
 
-def charts_of(results: Comparison) -> dict[str, ChartType]:
+def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     """Return each chart for which there are numbers, by its name."""
     charts: dict[str, ChartType] = {}
     if not results.done:

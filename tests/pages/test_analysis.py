@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.pages import write
-from fusion_bench_nufilt.pages.analysis import charts_of
+from fusion_bench_nufilt.pages.analysis import charts_of_analysis
 from fusion_bench_nufilt.pages.write import write_results
 from tests.pages.charts import encodings, legend, panels, parts, rows_of
 from tests.pages.helpers import LAYERS, TASKS, analysis_folder
@@ -32,7 +32,7 @@ def tables(folder):
 
 @pytest.fixture(scope="module")
 def charts(content, tables):
-    return {name: chart.to_dict() for name, chart in charts_of(content, tables).items()}
+    return {name: chart.to_dict() for name, chart in charts_of_analysis(content, tables).items()}
 
 
 def test_every_number_of_the_affinity_is_in_its_picture(content, charts):
@@ -112,17 +112,17 @@ def test_a_method_whose_data_free_loss_is_zero_has_no_panel(content, tables):
     one, other = content["methods"]
     losses = tables["losses"].assign(data_free_stability=tables["losses"]["data_free_stability"])
     losses.loc[losses["method"] == one, "data_free_stability"] = 0
-    stability, _ = parts(charts_of(content, {**tables, "losses": losses})["data_free"])
+    stability, _ = parts(charts_of_analysis(content, {**tables, "losses": losses})["data_free"])
     assert stability["title"][0].partition(":")[0] == other
     losses["data_free_stability"] = losses["data_free_plasticity"] = 0
-    assert "data_free" not in charts_of(content, {**tables, "losses": losses})
+    assert "data_free" not in charts_of_analysis(content, {**tables, "losses": losses})
 
 
 def test_losses_that_differ_a_lot_have_a_logarithmic_axis_on_which_zero_has_no_place(content):
     fixed = {"stability": [0.001, 1.0], "plasticity": [0.0, None]}
     one = content["methods"]["NUFILT"]
     methods = {"NUFILT": {**one, "fixed": one["fixed"] | fixed}}
-    chart = charts_of(content | {"methods": methods}, {})["losses"]
+    chart = charts_of_analysis(content | {"methods": methods}, {})["losses"]
     assert encodings(chart, "y")[0]["scale"]["type"] == "log"
     assert "plasticity loss, fixed inputs" not in panels(chart)
 
@@ -133,8 +133,8 @@ def test_what_was_not_measured_is_not_drawn(content):
         for key in content
         if key not in ("affinity", "affinity_by_rank", "pairs", "methods", "layers_of")
     }
-    assert list(charts_of(known, {})) == ["spectra", "overlap"]
-    assert list(charts_of(known | {"names": TASKS[:1]}, {})) == ["spectra"]
+    assert list(charts_of_analysis(known, {})) == ["spectra", "overlap"]
+    assert list(charts_of_analysis(known | {"names": TASKS[:1]}, {})) == ["spectra"]
 
 
 def test_every_picture_is_written_in_both_formats_and_named_and_on_the_page(folder, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_bench_nufilt.compare.paper import SENSITIVITY
 from fusion_bench_nufilt.compare.summary import save_comparison
-from fusion_bench_nufilt.pages.comparison import charts_of
+from fusion_bench_nufilt.pages.comparison import charts_of_comparison
 from fusion_bench_nufilt.pages.theme import COLOURS
 from fusion_bench_nufilt.pages.write import write_results
 from tests.compare.helpers import comparison, failed, final, finished
@@ -27,7 +27,7 @@ TEXTS = {
     "results.json",
 }
 PICTURES = {"accuracy_matrices.png", "stability_plasticity.png", "accuracy_per_step.png"}
-charts = charts_of
+charts = charts_of_comparison
 
 
 def two(**options):
@@ -112,9 +112,9 @@ def test_the_curve_of_a_method_is_its_mean_over_the_seeds_with_a_band_of_one_dev
 
 
 def test_one_order_names_the_models_below_the_curve_and_the_best_method_comes_first_in_the_legend():
-    chart = charts_of(comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]}))[
-        "accuracy_per_step"
-    ]
+    chart = charts_of_comparison(
+        comparison({"worse": [finished(42, -0.1)], "better": [finished(42)]})
+    )["accuracy_per_step"]
     assert [row["x"] for row in rows_of(chart, name="worse")] == finished(42).matrix.steps
     assert legend(chart) == ["better", "worse"]
 
@@ -139,7 +139,7 @@ def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_
 
 
 def test_matrices_of_the_first_seed_stand_side_by_side():
-    chart = charts_of(two())["accuracy_matrices"]
+    chart = charts_of_comparison(two())["accuracy_matrices"]
     first, second = panels(chart)
     assert first.startswith("m: ACC 50.0")
     assert second.startswith("n: ACC 60.0")
@@ -151,7 +151,7 @@ def test_matrices_of_the_first_seed_stand_side_by_side():
 
 def test_the_scores_after_the_last_step_have_a_panel_for_each_task_and_a_bar_for_each_method():
     result = two()
-    chart = charts_of(result)["task_scores"]
+    chart = charts_of_comparison(result)["task_scores"]
     assert panels(chart) == result.tasks
     for task in result.tasks:
         drawn = {row["name"]: row["value"] for row in rows_of(chart, panel=task)}
@@ -161,7 +161,7 @@ def test_the_scores_after_the_last_step_have_a_panel_for_each_task_and_a_bar_for
 
 def test_the_ablation_ends_in_dots_beside_the_papers_numbers():
     ten = [finished(seed) for seed in range(42, 52)]
-    chart = charts_of(
+    chart = charts_of_comparison(
         comparison({"nufilt": ten, "mine": ten, "gone": []}, modelpool=B32, preset="ablation")
     )["ablation"]
     acc, bwt = panels(chart)
@@ -221,6 +221,6 @@ def test_a_band_ends_where_scores_do_and_is_explained():
 def test_the_curve_of_a_method_that_lacks_scores_says_of_how_many_tasks_it_is():
     lacking = {"a": 0.9, "b": float("nan"), "c": 0.3}
     methods = {"whole": [finished(42)], "lacking": [finished(42, scores=lacking)]}
-    chart = charts_of(comparison(methods))["accuracy_per_step"]
+    chart = charts_of_comparison(comparison(methods))["accuracy_per_step"]
     names = {row["name"] for row in rows_of(chart) if "name" in row}
     assert names == {"whole", "lacking (2 of 3 tasks)"}

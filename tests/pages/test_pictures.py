@@ -25,14 +25,14 @@ def pictures(methods, tasks):
     """The definition of each picture, by name."""
     whole = analysis_of(methods, tasks)
     tables = {"losses": pd.DataFrame(whole.losses), "affinity": pd.DataFrame(whole.affinity)}
-    charts = comparison.charts_of(comparison_of(methods, tasks, preset="ablation"))
+    charts = comparison.charts_of_comparison(comparison_of(methods, tasks, preset="ablation"))
     charts |= layer_charts(layer_rows(layers_of(tasks)))
-    charts |= analysis.charts_of(summarise(whole), tables)
+    charts |= analysis.charts_of_analysis(summarise(whole), tables)
     matrix = comparison_of(1, tasks).matrices(42)["method 1"]
     scores = select(long_table(score_rows(matrix)), metric="score")
     cells = score_cells(scores, matrix.steps, "NUFILT")
     charts["accuracy_matrix"] = score_maps(cells, matrix.steps, matrix.tasks)
-    charts["sensitivity"] = comparison.charts_of(sensitivity_of(2))["sensitivity"]
+    charts["sensitivity"] = comparison.charts_of_comparison(sensitivity_of(2))["sensitivity"]
     return {name: chart_definition(chart) for name, chart in charts.items()}
 
 

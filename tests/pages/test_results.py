@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from fusion_bench_nufilt.pages.comparison import charts_of
+from fusion_bench_nufilt.pages.comparison import charts_of_comparison
 from fusion_bench_nufilt.pages.results import layer_rows, long_table, means, score_rows, select
 from tests.compare.helpers import SCORES, comparison, failed, finished
 from tests.pages.charts import panels, parts, rows_of
@@ -57,7 +57,7 @@ def test_a_panels_methods_are_found_by_their_options_whatever_their_labels():
     result = sensitivity_of(3)
     methods = {f"renamed {number}": row for number, row in enumerate(result.methods.values())}
     renamed = replace(result, methods=methods)
-    before, _ = parts(charts_of(result)["sensitivity"])
-    after, _ = parts(charts_of(renamed)["sensitivity"])
+    before, _ = parts(charts_of_comparison(result)["sensitivity"])
+    after, _ = parts(charts_of_comparison(renamed)["sensitivity"])
     assert panels(after) == panels(before)
     assert rows_of(after) == rows_of(before)
