@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from fusion_bench_nufilt.continual.models import PRETRAINED
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig
 from fusion_bench_nufilt.pages.content import SINGLE_MODELS, Published
-from fusion_bench_nufilt.pages.results import select
+from fusion_bench_nufilt.pages.results import rows_with
 from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.overrides import key_of, without_method
 
@@ -92,10 +92,10 @@ def published(
     """Return the rows of :func:`printed_numbers` for a comparison, and why others that the paper
     prints for the model pool are not among them.
     """
-    numbers = select(printed_numbers(), modelpool=modelpool)
+    numbers = rows_with(printed_numbers(), modelpool=modelpool)
     if modelpool == _LLAVA:  # each has the note that the paper does not print its setting
         return numbers, ""
-    numbers = select(numbers, table=_COMPARABLE)
+    numbers = rows_with(numbers, table=_COMPARABLE)
     numbers = numbers.sort_values("table", key=lambda names: names.map(_COMPARABLE.index))
     numbers = numbers.drop_duplicates(["method", "metric"], keep="last")
     if numbers.empty:
@@ -114,7 +114,7 @@ def published(
     if modelpool != _FLAN_T5 and sorted(seeds) != _PAPER["seeds"]:
         # The single models do not depend on the order.
         note = _hidden("of merged models are means over ten orders, those of --seeds 42:52")
-        return select(numbers, method=list(SINGLE_MODELS)), note
+        return rows_with(numbers, method=list(SINGLE_MODELS)), note
     return numbers, ""
 
 
@@ -184,7 +184,7 @@ def _methods_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
     forms.
     """
     # These tables have fewer methods than the main one.
-    shorter = select(printed_numbers(), modelpool=modelpool, table=["flan_t5", "llava"])
+    shorter = rows_with(printed_numbers(), modelpool=modelpool, table=["flan_t5", "llava"])
     if len(shorter):
         methods = [method for method in methods if method in set(shorter["method"])]
     forms = dict(_PAPER["other_form"])
@@ -254,7 +254,7 @@ def printed_for_method(
     method = ":".join([spec.method, *settings])
     if tuple(settings) == paper_settings(modelpool, spec.method):
         method = spec.method
-    rows = select(numbers, method=method).copy()
+    rows = rows_with(numbers, method=method).copy()
     if form == "released":
         rows.loc[rows["note"].str.contains("form=released"), "note"] = ""
     for note in _notes_on_settings(spec, modelpool):

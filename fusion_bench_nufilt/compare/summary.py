@@ -9,7 +9,7 @@ import pandas as pd
 from fusion_bench_nufilt.continual import METRICS
 from fusion_bench_nufilt.continual.program import finish_trackers, log_picture
 from fusion_bench_nufilt.pages.content import Comparison, Json, Method, References, SeedRun
-from fusion_bench_nufilt.pages.results import means, select
+from fusion_bench_nufilt.pages.results import means, rows_with
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import write_json
 
@@ -49,13 +49,13 @@ def compare_runs(
         panels = [{**panel, "fixed": list(panel["fixed"])} for panel in SENSITIVITY]
     overhead = None
     if preset == "overhead":
-        costs = select(printed_numbers(), table="overhead", modelpool=_OVERHEAD_POOL)
+        costs = rows_with(printed_numbers(), table="overhead", modelpool=_OVERHEAD_POOL)
         overhead = {}
         for method, rows in costs.groupby("method", sort=False):
             overhead[method] = as_published(rows)
     single_models = {}
     for name in references:
-        rows = select(numbers, method=name)
+        rows = rows_with(numbers, method=name)
         if len(rows):
             single_models[name] = as_published(rows)
     return Comparison(
@@ -82,7 +82,7 @@ def save_comparison(results: Comparison, folder: Path) -> list[str]:
 def log_comparison(results: Comparison, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
     """Give trackers all scores by step, and with the last step means and pictures."""
     by_step: dict[int, dict[str, float]] = {}
-    scores = select(results.measured, metric="score", method=list(results.done)).dropna(
+    scores = rows_with(results.measured, metric="score", method=list(results.done)).dropna(
         subset="seed"
     )
     for row in scores.to_dict("records"):

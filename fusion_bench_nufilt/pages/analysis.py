@@ -12,7 +12,7 @@ from .charts import by_depth, heat_maps, lines, points
 from .content import Json
 from .metrics import METRICS
 from .page import Outputs, Tables, render_page
-from .results import select
+from .results import rows_with
 from .theme import Rows, cells
 
 #: The tables beside ``analysis.json``, and the columns that are read.
@@ -116,11 +116,11 @@ def _distributions(content: AnalysisSummary, table: pd.DataFrame) -> ChartType:
     rows: Rows = []
     for group, matrices in content["affinity"].items():
         panel = f"{group} layers"
-        layers = table if group == "all" else select(table, kind=group)
+        layers = table if group == "all" else rows_with(table, kind=group)
         for i, j in content["pairs"]:
             data = content["tasks"][i]
             vector = content["tasks"][j]
-            affinities = select(layers, data=data, vector=vector)["affinity"]
+            affinities = rows_with(layers, data=data, vector=vector)["affinity"]
             for limit in _LIMITS:
                 share = float((affinities <= limit).mean())
                 rows.append({"panel": panel, "name": f"{data} → {vector}", "x": limit, "y": share})
@@ -232,7 +232,7 @@ def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartT
         for method, row in measured.items():
             rho = row["rank_correlation"][loss]["layers"]
             words = "none" if rho is None else f"{rho:.2f}"
-            of_method = select(points_of, method=method).assign(panel=f"{method}: rho {words}")
+            of_method = rows_with(points_of, method=method).assign(panel=f"{method}: rho {words}")
             columns = ["panel", "name", "x", "y", "layer", "step", "task"]
             rows += of_method[columns].to_dict("records")
         if rows:

@@ -18,7 +18,7 @@ from .comparison_tables import (
 from .content import Comparison, Json, Method
 from .metrics import METRICS, Mean, percent
 from .page import Outputs, Tables, render_page
-from .results import means, select
+from .results import means, rows_with
 from .tables import print_table, to_csv
 from .theme import COLOURS, Rows
 
@@ -77,7 +77,7 @@ def _page(results: Comparison, charts: Mapping[str, ChartType]) -> str:
         main=main_table(results),
         tables=[task_table(results), *overhead_tables(results)],
         overrides=overrides,
-        forgetting=len(select(results.measured, metric="BWT")) > 0,
+        forgetting=len(rows_with(results.measured, metric="BWT")) > 0,
     )
 
 
@@ -90,10 +90,10 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     best = by_accuracy(results, list(results.done))
     shown = ["ACC"]
     # Of one task, or with the last step scored alone, nothing is known of what is forgotten.
-    if len(select(measured, metric="BWT")):
+    if len(rows_with(measured, metric="BWT")):
         shown = ["ACC", "plasticity", "BWT"]
     charts["stability_plasticity"] = dots(_metric_rows(results, best, shown))
-    if len(select(measured, seed=results.seeds[0])):
+    if len(rows_with(measured, seed=results.seeds[0])):
         charts["accuracy_matrices"] = _accuracy_matrices(results, results.seeds[0])
     task_scores = _task_score_rows(results)
     if task_scores:
@@ -119,7 +119,7 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     # On another seed, the same step merges another task; more than ten names have no room.
     if len(results.seeds) == 1 and len(results.tasks) <= 10:
         step_names = results.matrices(results.seeds[0])[labels[0]].steps
-    seen = means(select(results.measured, metric="seen"), "step", labels, steps)
+    seen = means(rows_with(results.measured, metric="seen"), "step", labels, steps)
     accuracy = means(results.measured, "metric", list(results.methods), ["ACC"])["ACC"]
     curve_names = {}
     for label, mean in accuracy.items():
@@ -160,13 +160,13 @@ def _band(mean: Mean, lowest: float) -> Json:
 def _accuracy_matrices(results: Comparison, seed: int) -> ChartType:
     """Draw the matrices of a seed, whose task order all methods share."""
     matrices = results.matrices(seed)
-    scores = select(results.measured, seed=seed, metric="score")
+    scores = rows_with(results.measured, seed=seed, metric="score")
     tasks = next(iter(matrices.values())).tasks
     steps = [f"+ {task}" for task in tasks]
     rows: Rows = []
     for label, matrix in matrices.items():
         panel = f"{label}: {matrix.summary()}"
-        rows += score_cells(select(scores, method=label), steps, panel)
+        rows += score_cells(rows_with(scores, method=label), steps, panel)
     return score_maps(rows, steps, tasks)
 
 

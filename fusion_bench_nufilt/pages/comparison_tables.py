@@ -12,7 +12,7 @@ from fusion_bench_nufilt.utils.files import counted
 from .content import Comparison
 from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown, shown_number
 from .page import sentences
-from .results import long_table, means, printed_rows, select
+from .results import long_table, means, printed_rows, rows_with
 from .tables import Table
 
 #: What columns are. A task may have the name of a metric.
@@ -92,7 +92,7 @@ def task_table(results: Comparison) -> Table:
     """
     tasks = results.tasks
     scores = means(results.last_scores, "task", results.labels, tasks)
-    printed = select(results.printed, metric="score")
+    printed = rows_with(results.printed, metric="score")
     printed_words = _printed_words(printed, "task", results.labels, tasks)
     has_numbers = (printed_words != "").any(axis=1)
     printed_words = printed_words[has_numbers].rename(index=lambda label: f"{label}, paper")
@@ -264,9 +264,9 @@ def method_numbers(results: Comparison) -> pd.DataFrame:
     for label, mean in accuracy.items():
         columns.loc[label, "lacks_scores"] = results.missing_part(label, mean, "ACC")
     for name in ("ACC", "BWT"):
-        printed = select(results.printed, metric=name).set_index("method")
+        printed = rows_with(results.printed, metric=name).set_index("method")
         columns[f"paper_{name}"] = printed["value"]
-    columns["paper_note"] = select(results.printed, metric="ACC").set_index("method")["note"]
+    columns["paper_note"] = rows_with(results.printed, metric="ACC").set_index("method")["note"]
     for label, method in results.methods.items():
         columns.loc[label, "finished"] = " ".join(map(str, method.finished))
         columns.loc[label, "failed"] = "; ".join(method.failures)
@@ -277,7 +277,7 @@ def _first_values(results: Comparison, metric: str) -> "pd.Series[int]":
     """Return a whole number of every method, that of its first run that has it; where none has, it
     is missing.
     """
-    rows = select(results.measured, metric=metric)
+    rows = rows_with(results.measured, metric=metric)
     # With a capital, pandas' integers can be missing; others would become floats.
     return rows.groupby("method")["value"].first().reindex(results.labels).astype("Int64")
 

@@ -17,8 +17,8 @@ from .results import (
     long_table,
     means,
     printed_rows,
+    rows_with,
     score_rows,
-    select,
     single_model_rows,
 )
 
@@ -313,17 +313,17 @@ class Comparison:
 
     @cached_property
     def measured(self) -> pd.DataFrame:
-        return select(self.table, source=MEASURED)
+        return rows_with(self.table, source=MEASURED)
 
     @cached_property
     def printed(self) -> pd.DataFrame:
         """The paper's numbers for the methods, with the methods' labels."""
-        return select(self.table, source=PAPER)
+        return rows_with(self.table, source=PAPER)
 
     @property
     def last_scores(self) -> pd.DataFrame:
         """The measured scores after the last step, and those of the single models."""
-        scores = select(self.measured, metric="score")
+        scores = rows_with(self.measured, metric="score")
         return scores[scores["step"].isna() | (scores["step"] == len(self.tasks))]
 
     def as_json(self) -> Json:
@@ -357,7 +357,7 @@ class Comparison:
 
 def _first_value(measured: pd.DataFrame, label: str, metric: str) -> int | None:
     """Return a number that is the same for all seeds; None where there is none."""
-    values = select(measured, method=label, metric=metric)["value"]
+    values = rows_with(measured, method=label, metric=metric)["value"]
     if values.empty:
         return None
     return int(values.iloc[0])

@@ -11,7 +11,7 @@ from altair.typing import ChartType
 from .charts import by_depth, lines
 from .metrics import LAYER_METRICS
 from .names import kind
-from .results import select
+from .results import rows_with
 
 _STRONGEST = 20
 #: The norm of the task vectors is that of all layers or steps together; of the others, the mean.
@@ -22,10 +22,10 @@ def layer_means(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Return, for every step or layer, the norm of its task vectors and the means of what the
     method measured.
     """
-    norms = select(rows, metric="task_norm").groupby(list(by))["value"]
+    norms = rows_with(rows, metric="task_norm").groupby(list(by))["value"]
     columns = {LAYER_METRICS["task_norm"].column: norms.agg(_norm)}
     for name in _MEANS:
-        values = select(rows, metric=name)
+        values = rows_with(rows, metric=name)
         if len(values):
             columns[LAYER_METRICS[name].column] = values.groupby(list(by))["value"].mean()
     return pd.DataFrame(columns).reset_index()

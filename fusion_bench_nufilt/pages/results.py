@@ -47,7 +47,7 @@ def long_table(rows: Iterable[Row]) -> pd.DataFrame:
     return pd.DataFrame(list(rows), columns=COLUMNS)
 
 
-def select(table: pd.DataFrame, /, **values: Any) -> pd.DataFrame:
+def rows_with(table: pd.DataFrame, /, **values: Any) -> pd.DataFrame:
     """Return the rows whose columns have these values, or one of the values of a list."""
     for column, value in values.items():
         if isinstance(value, list):
@@ -116,7 +116,7 @@ def means(
     """Return a :class:`Mean` over the seeds for each method and each of the ``columns``, which are
     values of the column ``by``; what the paper prints is one already.
     """
-    table = select(table, **{by: list(columns)})
+    table = rows_with(table, **{by: list(columns)})
     values = table["value"].to_numpy(dtype=float)
     deviations = table["deviation"].to_numpy(dtype=float)
     means_by_key = {}

@@ -12,7 +12,7 @@ from .charts import score_cells, score_maps
 from .layers import layer_charts, layer_means, strongest_layers
 from .metrics import ONE_BATCH, AccuracyMatrix
 from .page import Outputs, Tables, render_page
-from .results import layer_rows, long_table, score_rows, select
+from .results import layer_rows, long_table, rows_with, score_rows
 from .tables import to_csv
 
 
@@ -43,7 +43,7 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     fractions.insert(0, "step", range(1, 1 + len(matrix.tasks)), allow_duplicates=True)
     fractions.insert(1, "merged_task", matrix.tasks, allow_duplicates=True)
     summary = matrix.summary()
-    scores = select(long_table(score_rows(matrix)), metric="score")
+    scores = rows_with(long_table(score_rows(matrix)), metric="score")
     title = f"{run.method}: {summary}"
     scored = ""
     if run.fast_dev_run:

@@ -14,7 +14,7 @@ from fusion_bench_nufilt.compare.paper import (
 )
 from fusion_bench_nufilt.compare.paper import published as published_and_why
 from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.pages.results import select
+from fusion_bench_nufilt.pages.results import rows_with
 from tests.conftest import shared_or_skip
 
 B32 = "clip-vit-base-patch32_TA8"
@@ -33,7 +33,7 @@ def by_method(rows):
 
 @cache
 def printed(table, modelpool):
-    return by_method(select(printed_numbers(), table=table, modelpool=modelpool))
+    return by_method(rows_with(printed_numbers(), table=table, modelpool=modelpool))
 
 
 def published(*setting):

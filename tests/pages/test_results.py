@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.pages.comparison import charts_of_comparison
-from fusion_bench_nufilt.pages.results import layer_rows, long_table, means, score_rows, select
+from fusion_bench_nufilt.pages.results import layer_rows, long_table, means, rows_with, score_rows
 from tests.compare.helpers import SCORES, comparison, failed, finished
 from tests.pages.charts import panels, parts, rows_of
 from tests.pages.sizes import sensitivity_of
@@ -18,7 +18,7 @@ B32 = "clip-vit-base-patch32_TA8"
 
 def test_a_score_that_was_not_measured_has_no_row():
     rows = long_table(score_rows(matrix([[0.9], [math.nan, 0.7]], tasks="ab")))
-    scores = select(rows, metric="score")
+    scores = rows_with(rows, metric="score")
     measured = scores[["step", "task", "value"]].to_numpy().tolist()
     assert measured == [[1, "a", 0.9], [2, "b", 0.7]]
     assert set(rows["metric"]) == {"score", "seen", "ACC", "plasticity"}
@@ -32,8 +32,8 @@ def test_every_number_of_a_comparison_is_one_row_with_what_it_belongs_to():
     assert not result.table.duplicated(keys).any()
     assert set(result.table["modelpool"]) == {B32}
     assert "never" not in set(result.table["method"])
-    assert set(select(result.measured, metric="memory")["seed"]) == set(range(42, 52))
-    one = select(result.measured, method="nufilt", metric="score", seed=42, step=3, task="a")
+    assert set(rows_with(result.measured, metric="memory")["seed"]) == set(range(42, 52))
+    one = rows_with(result.measured, method="nufilt", metric="score", seed=42, step=3, task="a")
     assert one["value"].item() == SCORES["a"]
 
 
