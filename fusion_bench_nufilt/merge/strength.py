@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.task_vector import (
     Spectrum,
-    rounding_energy,
     spectrum,
     task_strength,
 )
@@ -20,6 +19,7 @@ from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source
+from fusion_bench_nufilt.nufilt.subspace import rounding_energy
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
@@ -58,6 +58,7 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     rounding = 0.0
     if layer.param in task.keys:
         spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
-        rounding = rounding_energy(new, spacing)
+        # It may be no matrix, such as a convolution's.
+        rounding = rounding_energy(new.flatten(start_dim=1), spacing).item()
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
     return spectrum(layer.view.matrix(tau), rounding)

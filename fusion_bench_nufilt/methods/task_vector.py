@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.methods.options import RTOL
-from fusion_bench_nufilt.nufilt import subspace
 from fusion_bench_nufilt.nufilt.bases import leading_directions, top_eigenvectors
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import (
     above_rounding,
     gram_matrix,
+    rounding_energy,
     row_blocks,
     share_of_strongest,
 )
@@ -274,7 +274,7 @@ class TaskOfLayer(TaskVector):
     def rounding(self) -> float:
         if isinstance(self._given, LowRank):
             return 0.0  # factors are exact
-        return rounding_energy(self._theta_0, self._spacing)
+        return rounding_energy(self._theta_0, self._spacing).item()
 
     @property
     def is_zero(self) -> bool:
@@ -425,11 +425,3 @@ def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
     """Return the spectrum of a task vector ``(d_o, d_i)``."""
     d_o, d_i = tau.shape
     return Spectrum((d_o, d_i), TaskVector(tau).squares().cpu(), rounding)
-
-
-def rounding_energy(theta: Tensor, spacing: float) -> float:
-    """Return the expected energy of the rounding errors of a weight whose stored values have this
-    spacing, see :func:`.subspace.rounding_energy`.
-    """
-    # It may be no matrix, such as a convolution's.
-    return subspace.rounding_energy(theta.reshape(len(theta), -1), spacing).item()

@@ -11,12 +11,12 @@ from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
 from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream
 from fusion_bench_nufilt.methods.task_vector import (
     SAMPLED_LAYERS,
-    rounding_energy,
     spectrum,
     tail,
     task_strength,
 )
 from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.nufilt.subspace import rounding_energy
 from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
@@ -91,7 +91,7 @@ def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
         if isinstance(tau, LowRank):
             tau = tau.product()
         theta = (theta_0 + tau).to(dtype)
-        rounding = rounding_energy(theta, torch.finfo(dtype).eps)
+        rounding = rounding_energy(theta, torch.finfo(dtype).eps).item()
         return spectrum(theta.float() - theta_0, rounding)
 
     return task_strength(range(len(shapes)), shapes, measure)
@@ -166,7 +166,8 @@ def test_the_expected_rounding_is_what_rounding_adds():
     for dtype in (torch.bfloat16, torch.float16):
         stored = theta.to(dtype)
         added = (stored.float() - theta).square().sum().item()
-        assert rounding_energy(stored, torch.finfo(dtype).eps) == pytest.approx(added, rel=0.03)
+        energy = rounding_energy(stored, torch.finfo(dtype).eps).item()
+        assert energy == pytest.approx(added, rel=0.03)
 
 
 def test_a_tail_is_what_lies_outside_the_leading_directions_of_all_layers():
