@@ -21,7 +21,7 @@ from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.layers import Layer, coverage, exclude_hint
+from fusion_bench_nufilt.models.layers import Layer, exclude_hint
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, Manifest
@@ -554,19 +554,9 @@ def check_module(
     for param, view in architecture.views.items():
         if layers is None or view.key in layers:
             required_layers.append(Layer(view.name, param, (base.keys[param],), view))
-    other_keys = architecture.other_keys(base.source, required_layers)
     # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
     targets = TargetConfig(other_params="mean")
-    selection = Selection(
-        pretrained=base,
-        targets=targets,
-        layers=required_layers,
-        other_keys=other_keys,
-        head_params=set(),
-        computed=set(filter(architecture.is_computed, other_keys)),
-        coverage=coverage(pretrained, {}, targets),
-        layers_known_from=architecture.known_from,
-    )
+    selection = Selection.of(base, architecture, targets, required_layers)
     task = ModelWeights(module_source(name, model, missing_keys), architecture)
     untied = names_apart(architecture, task)
     if untied:

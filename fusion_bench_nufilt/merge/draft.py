@@ -21,7 +21,7 @@ from fusion_bench_nufilt.utils.manifest import add_head
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
 from .checks import check_shapes
-from .plan import Plan, Selection, select
+from .plan import Plan, Selection
 
 
 class Draft:
@@ -105,8 +105,13 @@ class Draft:
         return self.heads.of(self.pretrained.params) != before
 
     def select(self) -> None:
-        """Select the layers, without those of the heads that are known by now."""
-        self.selection = select(self.pretrained, self.architecture, self.targets, self.heads)
+        """Select the layers, without those of the heads that are known by now; a ValueError names
+        what is wrong with the base, or with the targets.
+        """
+        layers = self.architecture.layers(self.base, self.targets, self.heads)
+        self.selection = Selection.of(
+            self.pretrained, self.architecture, self.targets, layers, self.heads
+        )
 
     def method(self, kind: type[LayerMethod], options: Any, seed: int) -> LayerMethod:
         """Return the method that merges these layers."""

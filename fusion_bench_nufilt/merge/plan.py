@@ -52,6 +52,34 @@ class Selection:
     coverage: Coverage  # how much of the model the layers cover
     layers_known_from: str  # a class, the modules, or the names of the tensors
 
+    @classmethod
+    def of(
+        cls,
+        pretrained: ModelWeights,
+        architecture: Architecture,
+        targets: TargetConfig,
+        layers: Sequence[Layer],
+        heads: Heads | None = None,
+    ) -> "Selection":
+        """Return what a merge of some layers of a base makes of all its tensors; those of the
+        ``heads`` stay as they are.
+        """
+        other_keys = architecture.other_keys(pretrained.source, layers)
+        views = {layer.name: layer.view for layer in layers}
+        head_params: set[str] = set()
+        if heads is not None:
+            head_params.update(heads.of(pretrained.params))
+        return cls(
+            pretrained=pretrained,
+            targets=targets,
+            layers=list(layers),
+            other_keys=other_keys,
+            head_params=head_params,
+            computed=set(filter(architecture.is_computed, other_keys)),
+            coverage=coverage(architecture.model, views, targets),
+            layers_known_from=architecture.known_from,
+        )
+
     @property
     def base(self) -> Source:
         """The base's tensors, all of which the result has."""
@@ -66,29 +94,6 @@ class Selection:
             if self.base.tensors[keys[0]].dtype in FLOATS:
                 floats.add(param)
         return floats - self.head_params - self.computed
-
-
-def select(
-    pretrained: ModelWeights, architecture: Architecture, targets: TargetConfig, heads: Heads
-) -> Selection:
-    """Select what is merged of a base; a ValueError names what is wrong with the base, or with the
-    targets.
-    """
-    source = pretrained.source
-    layers = architecture.layers(source, targets, heads)
-    other_keys = architecture.other_keys(source, layers)
-    computed = set(filter(architecture.is_computed, other_keys))
-    views = {layer.name: layer.view for layer in layers}
-    return Selection(
-        pretrained=pretrained,
-        targets=targets,
-        layers=layers,
-        other_keys=other_keys,
-        head_params=set(heads.of(pretrained.params)),
-        computed=computed,
-        coverage=coverage(architecture.model, views, targets),
-        layers_known_from=architecture.known_from,
-    )
 
 
 class FactorKeys(NamedTuple):
