@@ -43,23 +43,34 @@ class FinishedWork(Generic[_T]):
         """Return the content of the file; None if the work is not finished."""
         return read_json(self.file, self.kind, self.advice)
 
+    def check_files(self, content: _T) -> None:
+        """Refuse files that are not what was written, given the content of the first one."""
+
     def whole(self) -> _T | None:
         """Return the content, if the work is finished and all its files are what was written."""
-        return self.content()
+        content = self.content()
+        if content is not None:
+            self.check_files(content)
+        return content
 
     def refuse_other(self, description: Any) -> None:
         """Raise an :class:`OtherWorkError` if the work is of another description."""
         content = self.content()
-        if content is None:
-            return
+        if content is not None:
+            self._refuse_differences(content, description)
+
+    def _refuse_differences(self, content: _T, description: Any) -> None:
         differing = self.differences(content, description)
         if differing:
             raise OtherWorkError(in_one_line(differing))
 
     def take(self, description: Any) -> _T | None:
         """Return the same as :meth:`whole`; refuse work of another description."""
-        self.refuse_other(description)
-        return self.whole()
+        content = self.content()
+        if content is not None:
+            self._refuse_differences(content, description)
+            self.check_files(content)
+        return content
 
 
 class FinishedFile(FinishedWork[_T]):
@@ -88,12 +99,9 @@ class FinishedFolder(FinishedWork[_T]):
             return None
         return super().content()
 
-    def whole(self) -> _T | None:
-        content = self.content()
-        if content is not None:
-            manifest = cast("Mapping[str, Any]", content)
-            verify_files(self.folder, manifest, self.advice, manifest_name=self.file.name)
-        return content
+    def check_files(self, content: _T) -> None:
+        manifest = cast("Mapping[str, Any]", content)
+        verify_files(self.folder, manifest, self.advice, manifest_name=self.file.name)
 
     @contextmanager
     def keep(self, content: Mapping[str, Any]) -> Iterator[Path]:
