@@ -110,21 +110,23 @@ class Recorded(TypedDict):
 
 
 class Moments:
-    """The second moments of one task in a folder, read one at a time; a ValueError names a damaged
-    file.
+    """The second moments of one task in some files of a folder, read one at a time; a ValueError
+    names a damaged file.
     """
 
-    def __init__(self, folder: Path, recorded: Recorded) -> None:
-        self.tokens = recorded["tokens"]
-        self._owner = recorded["owner"]
+    def __init__(
+        self, folder: Path, files: Iterable[str], owner: Mapping[str, str], tokens: int
+    ) -> None:
+        self.tokens = tokens
+        self._owner = owner
         self._files: dict[str, TensorFile] = {}
-        for name in recorded["files"]:
+        for name in files:
             file = TensorFile(folder / name)
             self._files |= dict.fromkeys(file.tensors, file)
-        for owner in self._owner.values():
-            if owner not in self._files:
+        for layer in owner.values():
+            if layer not in self._files:
                 raise ValueError(
-                    f"'{folder / _ABOUT}' is damaged: no file beside it has the moment of '{owner}'"
+                    f"'{folder / _ABOUT}' is damaged: no file beside it has the moment of '{layer}'"
                 )
 
     def read(self, layer: str) -> Tensor:
@@ -149,7 +151,7 @@ def known_moments(folder: Path, about: Mapping[str, Any]) -> Moments | None:
         recorded = _record_in(folder).take(about)
         if recorded is None:
             return None
-        return Moments(folder, recorded)
+        return Moments(folder, recorded["files"], recorded["owner"], recorded["tokens"])
     except OtherWorkError as error:
         log.info("'%s': %s; recording again", folder, error)
     except ValueError as error:
@@ -172,16 +174,15 @@ def record_moments(
     The samples are run once for each group of layers whose moments fit into ``max_memory`` bytes.
     ``owner`` has the layer whose moment each layer shares.
     """
-    record = _record_in(folder)
     content: dict[str, Any] = {"about": dict(about), "owner": dict(owner)}
     owners = sorted(set(owner.values()))
-    with record.keep(content) as draft:
+    files = []
+    with _record_in(folder).keep(content) as draft:
         for number, group in enumerate(_groups(model, owners, max_memory)):
             moments, content["tokens"] = _run_and_sum(model, inputs, group)
-            save_file(moments, draft / f"moments-{number}.safetensors")
-    recorded = record.content()
-    assert recorded is not None
-    return Moments(folder, recorded)
+            files.append(f"moments-{number}.safetensors")
+            save_file(moments, draft / files[-1])
+    return Moments(folder, files, owner, content["tokens"])
 
 
 def _run_and_sum(
