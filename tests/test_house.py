@@ -152,6 +152,21 @@ def test_every_package_that_is_imported_is_declared():
             )
 
 
+#: The command's function has the name of the command, and so has what it calls.
+SHARED_NAMES = {"compare"}
+
+
+def test_no_two_public_functions_or_classes_have_one_name():
+    homes = {}
+    for module, file in MODULES.items():
+        for node in ast.parse(file.read_text()).body:
+            is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            if is_definition and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    shared = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert shared.keys() == SHARED_NAMES, shared
+
+
 TESTS = PACKAGE.parent / "tests"
 
 
