@@ -16,7 +16,6 @@ from rich.table import Table
 from typing_extensions import TypedDict
 from yaml import YAMLError
 
-from fusion_bench_nufilt.cli.terminal import SIZES, bars_on, interruptible, warn
 from fusion_bench_nufilt.merge import Plan, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.checks import check_contents, kept_from_base
 from fusion_bench_nufilt.merge.folders import check_disk, check_output
@@ -46,6 +45,8 @@ from fusion_bench_nufilt.utils.options import (
     with_scope,
 )
 from fusion_bench_nufilt.utils.overrides import key_value
+
+from .terminal import SIZES, bars_on, interruptible, warn
 
 _KINDS = [*METHODS.option_kinds(), TargetConfig, Settings]
 _SETTINGS = [field.name for field in chain.from_iterable(map(fields, _KINDS))]

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.merge.engine import MergedLayer
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
+
+from .engine import MergedLayer
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.merge.kept_state import kept_state
-from fusion_bench_nufilt.merge.plan import Plan, Selection
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
@@ -40,6 +38,9 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.tensors import FLOATS
+
+from .kept_state import kept_state
+from .plan import Plan, Selection
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fusion_bench_nufilt.merge.kept_state import kept_state, mean_key
-from fusion_bench_nufilt.merge.output import Output, Record
-from fusion_bench_nufilt.merge.plan import Plan
-from fusion_bench_nufilt.merge.planned import factors_by_key
 from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
@@ -28,6 +24,11 @@ from fusion_bench_nufilt.utils.tensors import (
     is_finite,
     raw_bytes,
 )
+
+from .kept_state import kept_state, mean_key
+from .output import Output, Record
+from .plan import Plan
+from .planned import factors_by_key
 
 log = logging.getLogger(__name__)
 #: The warning about such a tensor, which is copied.

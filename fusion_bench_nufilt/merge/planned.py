@@ -11,11 +11,6 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.merge.basis import Basis, LayerInBasis, best_factors
-from fusion_bench_nufilt.merge.engine import Form, LayerReader, MergedLayer
-from fusion_bench_nufilt.merge.kept_state import kept_state
-from fusion_bench_nufilt.merge.output import Record
-from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import check_belongs
@@ -32,6 +27,12 @@ from fusion_bench_nufilt.utils.tensors import (
     raw_bytes,
     to_compute_dtype,
 )
+
+from .basis import Basis, LayerInBasis, best_factors
+from .engine import Form, LayerReader, MergedLayer
+from .kept_state import kept_state
+from .output import Record
+from .plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State, block_of
-from fusion_bench_nufilt.methods.options import (
+from fusion_bench_nufilt.nufilt.bases import leading_basis
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
+from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, row_blocks
+from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
+
+from .base import LayerMethod, Measures, State, block_of
+from .options import (
     METHOD_TABLE,
     ORDER_FREE_DEFAULTS,
     RTOL,
@@ -22,11 +27,7 @@ from fusion_bench_nufilt.methods.options import (
     ScaleConfig,
     WudiConfig,
 )
-from fusion_bench_nufilt.methods.task_vector import TaskOfLayer, TaskVector
-from fusion_bench_nufilt.nufilt.bases import leading_basis
-from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, row_blocks
-from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
+from .task_vector import TaskOfLayer, TaskVector
 
 # Products in float32 know directions down to this share of the strongest.
 RTOL_OF_FLOAT32 = 1e-4

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.methods.base import State
-from fusion_bench_nufilt.methods.options import (
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix, row_blocks
+
+from .base import State
+from .options import (
     METHOD_TABLE,
     ScaleConfig,
     SpectralConfig,
     TsvConfig,
 )
-from fusion_bench_nufilt.methods.order_free import (
+from .order_free import (
     RTOL_OF_FLOAT32,
     OrderFree,
     map_spectrum,
 )
-from fusion_bench_nufilt.methods.task_vector import Directions, TaskVector
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix, row_blocks
+from .task_vector import Directions, TaskVector
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 

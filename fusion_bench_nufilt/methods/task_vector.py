@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.methods.options import RTOL
 from fusion_bench_nufilt.nufilt.bases import leading_directions, top_eigenvectors
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import (
@@ -28,6 +27,8 @@ from fusion_bench_nufilt.utils.tensors import (
     compute_dtype,
     to_compute_dtype,
 )
+
+from .options import RTOL
 
 NUM_TAKEN_OUT = 16  # the leading directions that are taken out
 # A task's vote is sought, and its rank is measured, in its share of a layer's directions if there

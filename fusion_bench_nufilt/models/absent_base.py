@@ -6,11 +6,12 @@ from pathlib import Path
 import huggingface_hub
 from torch import nn
 
-from fusion_bench_nufilt.models.adapters import PREFIX, base_name_key
-from fusion_bench_nufilt.models.architecture import on_meta
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.files import Input, printable
 from fusion_bench_nufilt.utils.tensors import TensorInfo
+
+from .adapters import PREFIX, base_name_key
+from .architecture import on_meta
+from .checkpoint import Checkpoint
 
 _CONFIG = "config.json"
 

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.checkpoint import Checkpoint, config_at_hand
-from fusion_bench_nufilt.models.experts import Expert, ExpertRows, find_experts, find_saved_experts
-from fusion_bench_nufilt.models.heads import labels
-from fusion_bench_nufilt.models.layers import Layer, with_same_ending
-from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights
-from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
+
+from .architecture import Architecture
+from .checkpoint import Checkpoint, config_at_hand
+from .experts import Expert, ExpertRows, find_experts, find_saved_experts
+from .heads import labels
+from .layers import Layer, with_same_ending
+from .model import COPY_HEAD, ModelWeights
+from .source import Source, format_names
 
 PREFIX = "base_model.model."
 

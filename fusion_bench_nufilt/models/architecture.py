@@ -20,9 +20,13 @@ from torch import nn
 
 from fusion_bench_nufilt.methods.base import block_of, last_block_numbers
 from fusion_bench_nufilt.methods.options import TargetConfig
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.heads import Heads
-from fusion_bench_nufilt.models.layers import (
+from fusion_bench_nufilt.utils.files import printable
+from fusion_bench_nufilt.utils.garbage import garbage_left
+from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
+
+from .checkpoint import Checkpoint
+from .heads import Heads
+from .layers import (
     Layer,
     MatrixView,
     exclude_hint,
@@ -31,11 +35,8 @@ from fusion_bench_nufilt.models.layers import (
     views,
     without_numbers,
 )
-from fusion_bench_nufilt.models.names import Names, modern_name, names_of, submodule
-from fusion_bench_nufilt.models.source import RowRanges, Source, rows_key
-from fusion_bench_nufilt.utils.files import printable
-from fusion_bench_nufilt.utils.garbage import garbage_left
-from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
+from .names import Names, modern_name, names_of, submodule
+from .source import RowRanges, Source, rows_key
 
 log = logging.getLogger(__name__)
 

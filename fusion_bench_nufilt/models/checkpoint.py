@@ -27,14 +27,6 @@ from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.models.quantised import (
-    READABLE,
-    Encoded,
-    Quantisation,
-    join_encoded,
-    other_quantisation,
-)
-from fusion_bench_nufilt.models.source import Source, format_names
 from fusion_bench_nufilt.utils.files import (
     CARD,
     MANIFEST,
@@ -47,6 +39,15 @@ from fusion_bench_nufilt.utils.files import (
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_files
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
+
+from .quantised import (
+    READABLE,
+    Encoded,
+    Quantisation,
+    join_encoded,
+    other_quantisation,
+)
+from .source import Source, format_names
 
 log = logging.getLogger(__name__)
 

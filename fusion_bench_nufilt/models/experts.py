@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.source import Source, format_names
+from .architecture import Architecture
+from .checkpoint import Checkpoint
+from .source import Source, format_names
 
 _OTHER_BASE = "it is for another base"
 _WITH_ITS_PEFT = "merge it into its base with the peft that trained it, and give that folder"

@@ -6,7 +6,8 @@ from itertools import accumulate
 from typing import Any
 
 from fusion_bench_nufilt.methods.options import matches
-from fusion_bench_nufilt.models.layers import in_module_of_block
+
+from .layers import in_module_of_block
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
-from fusion_bench_nufilt.models.architecture import (
+from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.utils.tensors import compute_dtype, digest
+
+from .architecture import (
     Architecture,
     shared_names,
     untie_parameter,
 )
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.layers import Layer, exclude_hint, with_same_ending
-from fusion_bench_nufilt.models.source import MatchedRows, Source
-from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.utils.tensors import compute_dtype, digest
+from .checkpoint import Checkpoint
+from .layers import Layer, exclude_hint, with_same_ending
+from .source import MatchedRows, Source
 
 
 class ModelWeights:

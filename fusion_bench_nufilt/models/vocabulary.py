@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.source import ReadDigests, check_belongs, format_names
 from fusion_bench_nufilt.utils.files import parse_json
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, compute_dtype, is_finite
+
+from .model import ModelWeights
+from .source import ReadDigests, check_belongs, format_names
 
 Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusion_bench_nufilt.utils.manifest import package_versions
+from .manifest import package_versions
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.utils.files import (
+from .files import (
     CARD,
     MANIFEST,
     Fingerprint,
@@ -36,8 +36,8 @@ from fusion_bench_nufilt.utils.files import (
     write_json,
     write_text,
 )
-from fusion_bench_nufilt.utils.options import with_current_names
-from fusion_bench_nufilt.utils.tensors import digest
+from .options import with_current_names
+from .tensors import digest
 
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
 STATE_FILE = "nufilt_state/model.safetensors"

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fusion_bench_nufilt.utils.options import EntryPoint, as_typed, current_names
+from .options import EntryPoint, as_typed, current_names
 
 _PACKAGE = Path(__file__).parents[1]
 #: The configurations: a wheel carries them inside the package, a checkout has them beside it.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_bench_nufilt.utils.options import with_current_names
+from .options import with_current_names
 
 # Hydra is imported where there is a word to read, which most merges do without.
 if TYPE_CHECKING:
