@@ -200,7 +200,9 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
         loss = f"whatever a task changed in {counted(len(unchanged), 'tensor')} is left out"
         if not set(unchanged).isdisjoint(plan.vocabulary.params):
             loss += ", but for rows of new tokens"
-        remedy = "" if other_params == "mean" else "; other_params=mean averages them"
+        remedy = ""
+        if other_params != "mean":
+            remedy = "; other_params=mean averages them"
         yield "", f"{loss}: {format_names(unchanged)}{remedy}"
     if plan.vocabulary.params:
         yield "tokenizer", str(plan.vocabulary)

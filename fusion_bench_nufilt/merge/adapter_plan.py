@@ -63,15 +63,16 @@ def plan_adapter(
             "--adapter out, and name the base with --base"
         )
     checkpoints = [_open_adapter(name) for name in tasks]
+    all_checkpoints = list(checkpoints)
     coefficients = settings.coefficients(len(tasks))
     merged_checkpoint = None
     merged_manifest = Manifest()
     if merged is not None:
         merged_checkpoint = _open_adapter(merged)
+        all_checkpoints.insert(0, merged_checkpoint)
         merged_manifest = read_merged_manifest(merged_checkpoint.folder)
     first_step = settings.first_step(merged_manifest)
-    merged_checkpoints = [] if merged_checkpoint is None else [merged_checkpoint]
-    absent_base = AbsentBase([*merged_checkpoints, *checkpoints], base)
+    absent_base = AbsentBase(all_checkpoints, base)
     models = _open_models(absent_base, checkpoints, coefficients, merged_checkpoint)
     _refuse_what_no_adapter_holds(models, targets, merged_manifest)
     for adapter in models.sources_outside(targets, first_step):
@@ -175,7 +176,9 @@ def _open_models(
         task = LoraAdapter(checkpoint, architecture)
         task.coefficient = coefficient
         opened.append(task)
-    merged_adapter = None if merged is None else LoraAdapter(merged, architecture)
+    merged_adapter = None
+    if merged is not None:
+        merged_adapter = LoraAdapter(merged, architecture)
     return _Models(architecture, base, opened, merged_adapter)
 
 
@@ -235,7 +238,9 @@ def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
 
 def _adapted(selection: Selection, models: _Models, first_step: int) -> Selection:
     """Return what adapters change of a selection."""
-    changed = {param for adapter in models.adapters for param in adapter.params}
+    changed: set[str] = set()
+    for adapter in models.adapters:
+        changed.update(adapter.params)
     layers = [layer for layer in selection.layers if layer.param in changed]
     if not layers:
         layers = selection.layers  # a check names them
@@ -262,7 +267,9 @@ def _saved_tensors(plan: Plan, sources: Sequence[LoraAdapter]) -> dict[str, Save
             continue
         first = holding[0]
         if all(param in adapter.trained_rows for adapter in changing):
-            tokens = {token for adapter in changing for token in adapter.trained_rows[param]}
+            tokens: set[int] = set()
+            for adapter in changing:
+                tokens.update(adapter.trained_rows[param])
             saved[param] = SavedTensor(first.keys[param], tuple(sorted(tokens)))
             continue
         name = first.name_of(first.keys[param])

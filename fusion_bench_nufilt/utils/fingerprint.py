@@ -27,7 +27,9 @@ def fingerprint_files(files: Iterable[TensorFile]) -> str:
     Raises:
         ValueError: a file can't be read; the message names it.
     """
-    files_by_key = {key: file for file in files for key in file.tensors}
+    files_by_key: dict[str, TensorFile] = {}
+    for file in files:
+        files_by_key |= dict.fromkeys(file.tensors, file)
     tensors = {key: file.tensors[key] for key, file in files_by_key.items()}
     sampled: dict[TensorFile, list[str]] = {}
     for key in _sample(tensors):
