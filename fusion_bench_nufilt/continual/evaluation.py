@@ -332,7 +332,8 @@ def _config_of(pool: Any) -> dict[str, Any]:
     """Return the configuration that a pool was made from, with its class."""
     config: dict[str, Any] = {"_target_": f"{type(pool).__module__}.{type(pool).__qualname__}"}
     if isinstance(pool, V01TaskPool):
-        return {**config, **OmegaConf.to_container(pool.config, resolve=True)}  # type: ignore[dict-item]
+        pool_config: Any = OmegaConf.to_container(pool.config, resolve=True)
+        return {**config, **pool_config}
     for attribute, key in getattr(pool, "_config_mapping", {}).items():
         config[key] = getattr(pool, attribute, None)
     return config
@@ -347,7 +348,9 @@ def _describe_clip_data(pool: Any) -> dict[str, Any]:
     test_data: dict[str, Any] = {"text tower": fingerprint_tensors(text_tower)}
     for task, dataset in pool.test_datasets.items():
         classnames, templates = get_classnames_and_templates(task)
-        prompts = [template(name) for name in classnames for template in templates]
+        prompts: list[str] = []
+        for name in classnames:
+            prompts += [template(name) for template in templates]
         digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
         test_data[task] = {**describe_items(dataset), "prompts": digest}
     return test_data
