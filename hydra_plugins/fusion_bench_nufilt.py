@@ -3,6 +3,7 @@ needs no flag, and refuses options of a method that were typed in the wrong plac
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -35,7 +36,9 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # both work.
         project = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
         search_path.append("fusion-bench", f"file://{project / 'fusion_bench_config'}")
-        if is_fusion_bench:
+        if any(word.startswith("method=") for word in words):
+            # Former names of options are known once these are defined.
+            import_module("fusion_bench_nufilt.methods.options")
             try:
                 refuse_misplaced(words, "fusion_bench", folders_before)
             except ValueError as error:

@@ -112,6 +112,35 @@ def test_a_run_that_uses_nothing_of_the_plugin_imports_and_patches_nothing(tmp_p
     assert homes == {"utils"}
 
 
+# The package as if `null_rank` was called `null_dim` before, and a process that has seen nothing.
+RENAMED = """
+import sys
+from fusion_bench_nufilt.utils import options
+
+def option(default, help, *, symbol="", **settings):
+    if symbol == "r_p":
+        settings["formerly"] = "null_dim"
+    return original_option(default, help, symbol=symbol, **settings)
+
+original_option = options.option
+options.option = option
+sys.argv = ["fusion_bench", "method=nufilt", sys.argv[1], "--cfg", "job"]
+from fusion_bench.scripts.cli import _hydra_main
+_hydra_main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["method.null_dim=5", "+null_dim=5"])
+def test_fusion_bench_refuses_a_former_name_in_a_process_of_its_own(word, tmp_path):
+    """It was not known there, and beside `+` it was passed over in silence."""
+    done = subprocess.run(
+        [sys.executable, "-c", RENAMED, word], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].endswith("say method.null_rank=5")
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("method")])
 def test_a_pool_of_the_plugins_makes_fusionbench_work_for_any_method(name):
     file = Path(CONFIG) / f"{name}.yaml"
