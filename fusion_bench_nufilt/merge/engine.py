@@ -5,6 +5,7 @@ What is merged, and where it is read from, a :class:`LayerReader` says; how, a
 """
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -12,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, methodcaller
 from threading import Condition, Lock
 from typing import Any, TypeVar
 
@@ -470,24 +472,36 @@ class Budget:
                 self._changed.notify_all()
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one thread does in a merge, and how many elements the tensors have that it makes."""
+
+    numel: int
+    do: Callable[[], int]
+    """Returns the number of layers that it merged."""
+
+
 def merge_layers(
-    reader: LayerReader, layers: Sequence[Layer], on_layer: OnLayer
+    reader: LayerReader,
+    layers: Sequence[Layer],
+    on_layer: OnLayer,
+    other_work: Sequence[Work] = (),
 ) -> Generator[int, None, None]:
     """Merge layers in this process, and hand over each; yield the number of those that were merged
-    meanwhile.
+    meanwhile. The same threads do the other work.
 
     Until this generator is closed, layers may be handed over.
     """
+    work = [*other_work]
     # A run that goes on may have none left, for which no stream of a GPU is made.
-    if not layers:
-        return
-    merger = LayerMerger(reader)
-    yield from map_layers(
-        partial(merger.merge, on_layer=on_layer),
-        reader.batches(layers),
-        reader.devices[0],
-        reader.workers,
-    )
+    if layers:
+        merger = LayerMerger(reader)
+        for batch in reader.batches(layers):
+            numel = sum(math.prod(layer.view.shape) for layer in batch)
+            work.append(Work(numel, partial(merger.merge, batch, on_layer)))
+    # The largest first, so that no thread is left with one of them while the others have none.
+    work.sort(key=attrgetter("numel"), reverse=True)
+    yield from map_layers(methodcaller("do"), work, reader.devices[0], reader.workers)
 
 
 def batch_size(

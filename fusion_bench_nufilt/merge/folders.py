@@ -1,6 +1,7 @@
 """Merge checkpoint folders tensor by tensor, and describe the result in a manifest."""
 
 import logging
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -33,7 +34,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
 from .card import adapter_card, model_card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
-from .engine import MergedLayer, merge_layers
+from .engine import MergedLayer, Work, merge_layers
 from .inputs import (
     digests_of_inputs,
     edited_inputs,
@@ -235,22 +236,29 @@ def _merge(
     def write_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
         output.add(merged.record, reader.serialize(state_places, merged, merged_weight))
 
-    def write_param(param: str) -> None:
+    def write_param(param: str) -> int:
         write_other_param(plan, param, state_places, output)
+        return 0
 
     if plan.settings.engine == "ray":
         from .distributed import merge_on_cluster
 
         merged_layers = merge_on_cluster(plan, layers, output.add)
+        written_params = map_layers(write_param, other_params, torch.device("cpu"))
+        stages = [merged_layers, written_params]
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        merged_layers = merge_layers(reader, layers, write_layer)
-    written_params = map_layers(write_param, other_params, torch.device("cpu"))
-    for written in (merged_layers, written_params):
+        other_work = []
+        for param in other_params:
+            keys = plan.other_keys[param]
+            numel = sum(math.prod(plan.base.tensors[key].shape) for key in keys)
+            other_work.append(Work(numel, partial(write_param, param)))
+        stages = [merge_layers(reader, layers, write_layer, other_work)]
+    for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.
-        with closing(written):
-            for _ in written:
+        with closing(stage):
+            for _ in stage:
                 progress(len(done), total)
 
 

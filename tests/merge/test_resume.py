@@ -43,9 +43,16 @@ from tests.tiny_models import llama
 LAYERS = 14
 
 
-def layers_left(done):
-    """How many layers an interrupted merge has yet to compute: they come first in its journal."""
-    return LAYERS - min(done, LAYERS)
+def written_by_param(stream):
+    """The ranges of bytes that an interrupted merge has written, of each tensor."""
+    journal = (work_folder(stream / "out") / "journal.jsonl").read_text().splitlines()
+    records = [json.loads(line.partition(" ")[2]) for line in journal[1:]]
+    return {record["param"]: record["written"] for record in records}
+
+
+def layers_left(stream):
+    """How many layers an interrupted merge has yet to compute."""
+    return LAYERS - sum("_proj" in param for param in written_by_param(stream))
 
 
 def count_layers(monkeypatch):
@@ -62,28 +69,30 @@ def count_layers(monkeypatch):
 
 
 def test_what_is_finished_is_not_computed_again(stream, monkeypatch):
-    done = interrupt(stream)
-    assert done >= 8
+    assert interrupt(stream) >= 8
+    left = layers_left(stream)
+    assert 0 < left < LAYERS
     computed = count_layers(monkeypatch)
     merge(stream)
-    assert len(set(computed)) == layers_left(done)
+    assert len(set(computed)) == left
 
 
 def test_what_is_finished_but_damaged_is_computed_again(stream, monkeypatch):
     expected = hashes(merge(stream, out="expected"))
-    done = interrupt(stream)
-    journal = (work_folder(stream / "out") / "journal.jsonl").read_text().splitlines()
-    file, start, _, _ = json.loads(journal[1].partition(" ")[2])["written"][0]
+    interrupt(stream)
+    left = layers_left(stream)
+    file, start, _, _ = written_by_param(stream)["model.layers.0.mlp.up_proj.weight"][0]
     with open(work_folder(stream / "out") / "model" / file, "r+b") as damaged:
         damaged.seek(start)
         damaged.write(b"\xff" * 8)
     computed = count_layers(monkeypatch)
     assert hashes(merge(stream)) == expected
-    assert len(set(computed)) == layers_left(done) + 1
+    assert len(set(computed)) == left + 1
 
 
 def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
-    done = interrupt(stream)
+    interrupt(stream)
+    left = layers_left(stream)
     write_text = Path.write_text
 
     def full(path, text, **options):
@@ -96,7 +105,27 @@ def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
     monkeypatch.setattr(Path, "write_text", write_text)
     computed = count_layers(monkeypatch)
     merge(stream)
-    assert len(set(computed)) == layers_left(done)
+    assert len(set(computed)) == left
+
+
+def test_the_largest_tensors_are_made_first_so_that_no_thread_is_left_with_one_at_the_end(
+    stream, monkeypatch
+):
+    order = []
+    record = Output.record
+
+    def noted(self, entry):
+        order.append(entry["param"])
+        record(self, entry)
+
+    monkeypatch.setattr(Output, "record", noted)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # or those of one size could change their places
+    try:
+        sizes = {key: value.numel() for key, value in tensors(merge(stream)).items()}
+    finally:
+        torch.set_num_threads(threads)
+    assert [sizes[param] for param in order] == sorted(sizes.values(), reverse=True)
 
 
 def test_an_adapter_scaled_otherwise_starts_anew(stream):
@@ -129,12 +158,13 @@ def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(
     stream, monkeypatch, caplog
 ):
     expected = tensors(merge(stream, out="expected"))
-    done = interrupt(stream)
+    interrupt(stream)
+    left = layers_left(stream)
     for folder in ("base", "task1", "task3"):
         touch(stream / folder)
     computed = count_layers(monkeypatch)
     assert same(tensors(merge(stream)), expected)
-    assert len(set(computed)) == layers_left(done)
+    assert len(set(computed)) == left
     computed.clear()
     caplog.clear()
     touch(stream / "task2")
@@ -146,8 +176,8 @@ def test_a_touched_input_loses_no_work_and_a_finished_result_stays_finished(
 def test_of_an_input_that_was_changed_only_what_was_made_from_its_other_tensors_is_kept(
     stream, monkeypatch
 ):
-    done = interrupt(stream, after=LAYERS)
-    assert done >= LAYERS
+    interrupt(stream, after=LAYERS + 1)
+    assert layers_left(stream) == 0
     change(stream / "task3", "model.layers.0.mlp.up_proj.weight", torch.zeros_like)
     computed = count_layers(monkeypatch)
     result = tensors(merge(stream))
