@@ -197,6 +197,8 @@ class LayerMerger:
 
     def __init__(self, reader: LayerReader) -> None:
         self.reader = reader
+        # Before any thread merges a layer, so that all of them measure strengths.
+        self._strengths = reader.strengths
         self._budget = Budget(reader.memory_limit)
         devices = [device for device in reader.devices if device.type == "cuda"]
         for device in devices:
@@ -263,7 +265,7 @@ class LayerMerger:
     def _solve(self, layers: Sequence[Layer], device: torch.device) -> list[MergedLayer]:
         """Read layers of one shape to a device, and add all tasks to their states."""
         batch = self._read(layers, device)
-        for number in range(len(self.reader.strengths)):
+        for number in range(len(self._strengths)):
             for task in self._read_task(number, batch):
                 self._add_task(number, batch, task)
         for key, value in batch.state.items():
@@ -358,7 +360,7 @@ class LayerMerger:
             _to(batch.base, device),
             _to(_stack(task.weights), device),
             step=self.reader.first_step + number,
-            strength=self.reader.strengths[number],
+            strength=self._strengths[number],
             digits=task.digits,
             coefficients=[*earlier_merges, *self.reader.coefficients[: number + 1]],
             float64=float64,

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from threading import Lock
 
 import torch
@@ -29,7 +30,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .basis import Basis, LayerInBasis, best_factors
-from .engine import Form, LayerReader, MergedLayer
+from .engine import Budget, Form, LayerReader, MergedLayer
 from .kept_state import kept_state
 from .output import Record
 from .plan import Plan
@@ -73,7 +74,15 @@ class PlannedLayers(LayerReader):
             return [1.0] * len(self.plan.tasks)
         from .strength import measure_strengths
 
-        return measure_strengths(self.plan)
+        # No layer is merged meanwhile, whose memory this may take. On GPUs, that is too little.
+        if not self.plan.settings.on_cpu:
+            return measure_strengths(self.plan)
+        budget = Budget(self.memory_limit)
+
+        def reserve(layer: Layer) -> AbstractContextManager[None]:
+            return budget.reserve(self.memory(layer))
+
+        return measure_strengths(self.plan, self.workers, reserve)
 
     def form(self, layer: Layer) -> Form:
         return self._shape_merged(layer), (self.plan.dtype(layer.keys[0]),)

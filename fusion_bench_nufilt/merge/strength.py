@@ -4,7 +4,8 @@ It follows from the base and the task alone, so that it is the same in memory, f
 mergekit, on a cluster, in a run that goes on, and for tasks that are merged one at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -25,22 +26,37 @@ from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .plan import Plan
 
-
-def measure_strengths(plan: Plan) -> list[float]:
-    """Return the strengths of a plan's tasks, whose weights must be on this machine."""
-    return [strength_of(plan.base, plan.layers, task) for task in plan.tasks]
+Reserve = Callable[[Layer], AbstractContextManager[object]]
+"""Waits for the memory that it takes to measure a layer, which is less than to merge it."""
 
 
-def strength_of(base: Source, layers: Sequence[Layer], task: ModelWeights) -> float:
-    """Return the strength of a task, given all layers to merge, between a half and 1."""
+def measure_strengths(plan: Plan, workers: int = 1, reserve: Reserve = nullcontext) -> list[float]:
+    """Return the strengths of a plan's tasks, whose weights must be on this machine.
+
+    So many workers measure a layer each at a time.
+    """
+    return [strength_of(plan.base, plan.layers, task, workers, reserve) for task in plan.tasks]
+
+
+def strength_of(
+    base: Source,
+    layers: Sequence[Layer],
+    task: ModelWeights,
+    workers: int = 1,
+    reserve: Reserve = nullcontext,
+) -> float:
+    """Return the strength of a task, given all layers to merge, between a half and 1; workers are
+    those of :func:`measure_strengths`.
+    """
     shapes = [layer.view.shape for layer in layers]
 
-    def measure_strength(task: ModelWeights) -> float:
-        return task_strength(layers, shapes, partial(_spectrum_of, base, task))
+    def measure(layer: Layer) -> Spectrum | None:
+        with reserve(layer):
+            return _spectrum_of(base, task, layer)
 
-    # On one thread, as layers are solved: an eigenvalue solver has other bits on several.
-    (strength,) = map_layers(measure_strength, [task], torch.device("cpu"), workers=1)
-    return strength
+    # Each on one thread, as layers are solved: an eigenvalue solver has other bits on several.
+    measure_all = partial(map_layers, device=torch.device("cpu"), workers=workers)
+    return task_strength(layers, shapes, measure, measure_all)
 
 
 @torch.no_grad()

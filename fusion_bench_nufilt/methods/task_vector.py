@@ -7,7 +7,8 @@ everything else is computed from what is left, :math:`\tau_r = \tau (I - V V^\to
 errors are as small as its entries.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -349,6 +350,9 @@ def task_strength(
     layers: Sequence[_L],
     shapes: Sequence[tuple[int, int]],
     measure: Callable[[_L], Spectrum | None],
+    apply: Callable[
+        [Callable[[_L], Spectrum | None], Sequence[_L]], Iterable[Spectrum | None]
+    ] = map,
 ) -> float:
     r"""Return the strength of a task, between a half and 1: half of the strength for one of low
     rank, such as an adapter.
@@ -371,25 +375,26 @@ def task_strength(
 
     ``measure`` returns the spectrum of what the task changed in a layer, or None. The layers are
     taken from all over the model until enough of them were changed; ``shapes`` are those of all
-    layers.
+    layers. ``apply`` measures several layers, in their order, by default one after the other.
     """
     sides = sorted(min(shape) for shape in shapes)
     num_leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
     spectra: list[Spectrum] = []
     less_sure: list[Spectrum] = []
     # Steps of the golden ratio are far from the period at which kinds of layers return.
-    scattered = sorted(range(len(layers)), key=lambda number: number * 0.618034 % 1)
-    for number in scattered:
-        layer_spectrum = measure(layers[number])
-        if layer_spectrum is None:
-            continue
-        energy = layer_spectrum.squares.sum()
-        if layer_spectrum.rounding < MOST_ROUNDING * energy:
-            spectra.append(layer_spectrum)
-        elif layer_spectrum.rounding < energy:
-            less_sure.append(layer_spectrum)
-        if len(spectra) == SAMPLED_LAYERS:
-            break
+    scattered = deque(sorted(range(len(layers)), key=lambda number: number * 0.618034 % 1))
+    while scattered and len(spectra) < SAMPLED_LAYERS:
+        # No more than are needed, though some of them may not count.
+        count = min(len(scattered), SAMPLED_LAYERS - len(spectra))
+        sample = [layers[scattered.popleft()] for _ in range(count)]
+        for layer_spectrum in apply(measure, sample):
+            if layer_spectrum is None:
+                continue
+            energy = layer_spectrum.squares.sum()
+            if layer_spectrum.rounding < MOST_ROUNDING * energy:
+                spectra.append(layer_spectrum)
+            elif layer_spectrum.rounding < energy:
+                less_sure.append(layer_spectrum)
     spectra = spectra or less_sure[:SAMPLED_LAYERS]
     if not spectra:
         return 1.0

@@ -243,9 +243,9 @@ def test_the_strengths_of_tasks_are_measured_once_in_a_run_that_goes_on(stream, 
     measured = []
     strength_of = strength.strength_of
 
-    def counted(base, layers, task):
+    def counted(base, layers, task, *arguments):
         measured.append(task.source.label)
-        return strength_of(base, layers, task)
+        return strength_of(base, layers, task, *arguments)
 
     monkeypatch.setattr(strength, "strength_of", counted)
     merge(stream, method="best")

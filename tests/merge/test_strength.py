@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.merge import strength
 from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import layer_scales
@@ -93,6 +95,23 @@ def test_a_strength_has_the_same_bits_on_any_number_of_threads(tmp_path):
     torch.set_num_threads(before)
     (strength,) = found
     assert 0.5 < strength < 1.0
+
+
+def test_all_threads_measure_the_strength_of_a_task(folder, monkeypatch):
+    together = threading.Barrier(2)
+    spectrum_of = strength._spectrum_of
+
+    def measured(*arguments):
+        together.wait(30)  # for one more thread, or it breaks
+        return spectrum_of(*arguments)
+
+    monkeypatch.setattr(strength, "_spectrum_of", measured)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        merge(folder, TASKS, method="best")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_layer_that_was_made_with_another_strength_is_made_again(folder):
