@@ -8,7 +8,8 @@ own, the methods in turn, and prints a table of the median of each figure. "Fres
 that the kernel handed out and cleared, per parameter of the model: the page faults times the size
 of a page, without those of the same merge of a model of two tiny blocks, which are the program's
 own. Where the kernel hands out huge pages, a fault is one of 2 MB, and fresh is a lower bound.
-"Cores" are the CPU seconds over those on the clock.
+"Cores" are the CPU seconds over those on the clock. A line for each merge, the last of several,
+shows from its first second to its last how busy the cores were: eight steps, and a dot for none.
 """
 
 import argparse
@@ -23,6 +24,8 @@ import time
 from pathlib import Path
 
 import folders
+import numpy as np
+import psutil
 from transformers import LlamaConfig
 
 SIZES = {
@@ -54,6 +57,7 @@ models:
   - model: {tasks[1]}
     parameters: {{weight: 0.5}}
 """
+STEPS = ".▁▂▃▄▅▆▇█"
 COLUMNS = ("wall s", "user s", "system s", "cores", "peak GB", "faults", "fresh B")
 
 
@@ -72,14 +76,23 @@ def command_of(method, folder):
 
 
 def measure(method, folder):
-    """Merge in a process of its own, and return its figures, by the names of the columns."""
+    """Merge in a process of its own, and return its figures, by the names of the columns, and the
+    CPU seconds that it had taken at some seconds on the clock.
+    """
     shutil.rmtree(folder / "out", ignore_errors=True)
     log = folder / "log"
     begin = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(command_of(method, folder), stdout=output, stderr=output)
-        # This process and its threads alone, and not what else ran before.
-        _, status, usage = os.wait4(process.pid, 0)
+        watched = psutil.Process(process.pid)
+        samples = [(0.0, 0.0)]
+        ended = 0
+        while not ended:
+            time.sleep(0.05)
+            times = watched.cpu_times()
+            samples.append((time.perf_counter() - begin, times.user + times.system))
+            # This process and its threads alone, and not what else ran before.
+            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
     seconds = time.perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -88,21 +101,36 @@ def measure(method, folder):
     figures = (seconds, usage.ru_utime, usage.ru_stime, cpu / seconds)
     peak = usage.ru_maxrss * 1024 / 1e9
     fresh = usage.ru_minflt * resource.getpagesize()
-    return dict(zip(COLUMNS, (*figures, peak, usage.ru_minflt, fresh), strict=True))
+    row = dict(zip(COLUMNS, (*figures, peak, usage.ru_minflt, fresh), strict=True))
+    return row, samples
+
+
+def utilisation(samples, cores, length=60):
+    """Return a line of so many signs, evenly over the time, that says how busy the cores were."""
+    moments, cpu = zip(*samples, strict=True)
+    edges = np.linspace(0, moments[-1], length + 1)
+    taken = np.diff(np.interp(edges, moments, cpu))
+    shares = taken / (cores * moments[-1] / length)
+    steps = np.ceil(shares * (len(STEPS) - 1) - 0.5)
+    return "".join(STEPS[int(step)] for step in steps.clip(0, len(STEPS) - 1))
 
 
 def measured_in_turn(methods, folder, repeats):
-    """Return by method the medians of the figures of several merges."""
+    """Return by method the medians of the figures of several merges, and the samples of the last
+    one.
+    """
     rows = {method: [] for method in methods}
+    samples = {}
     for _ in range(repeats):
         for method in methods:
-            rows[method].append(measure(method, folder))
+            row, samples[method] = measure(method, folder)
+            rows[method].append(row)
     medians = {}
     for method, runs in rows.items():
         medians[method] = {
             column: statistics.median(run[column] for run in runs) for column in COLUMNS
         }
-    return medians
+    return medians, samples
 
 
 def made(size, folder, blocks=None):
@@ -139,17 +167,21 @@ def main():
     try:
         tiny = arguments.folder / "tiny"
         made("tiny", tiny)
-        of_the_program = measured_in_turn(methods, tiny, 1)
+        of_the_program, _ = measured_in_turn(methods, tiny, 1)
         print(f"| size | method | {' | '.join(COLUMNS)} |")
         print("| --- | --- " + "| ---: " * len(COLUMNS) + "|")
+        lines = []
         for size in arguments.size or ["135M"]:
             folder = arguments.folder / size
             parameters = made(size, folder, arguments.blocks)
-            for method, row in measured_in_turn(methods, folder, arguments.repeats).items():
+            medians, samples = measured_in_turn(methods, folder, arguments.repeats)
+            for method, row in medians.items():
                 fresh = (row["fresh B"] - of_the_program[method]["fresh B"]) / parameters
                 cells = [f"{row[column]:.1f}" for column in COLUMNS[:5]]
                 cells += [f"{row['faults']:,.0f}".replace(",", " "), f"{fresh:.1f}"]
                 print(f"| {size} | {method} | {' | '.join(cells)} |", flush=True)
+                lines.append(f"{size} {method:9} {utilisation(samples[method], os.cpu_count())}")
+        print("\n".join(["", *lines]))
     finally:
         if not arguments.keep:
             shutil.rmtree(arguments.folder)
