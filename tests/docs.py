@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,11 +41,15 @@ class Block:
         lines = [line[2:] for line in self.text.splitlines() if line.startswith("$ ")]
         return "\n".join(lines)
 
-    def words(self, program):
-        """Return the words of each command of a program."""
+    def command_lines(self):
+        """Return the words of each command."""
         lines = self.commands().replace("\\\n", " ").splitlines()
-        commands = [shlex.split(line, comments=True) for line in lines]
-        return [words[1:] for words in commands if words[:1] == [program]]
+        command_lines = [shlex.split(line, comments=True) for line in lines]
+        return [words for words in command_lines if words]
+
+    def words(self, program):
+        """Return the words of each command of a program, without its name."""
+        return [words[1:] for words in self.command_lines() if words[0] == program]
 
 
 def blocks_of(page):
@@ -123,19 +126,6 @@ def save_adapter(folder, base, seed):
             if parameter.requires_grad:
                 parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     adapter.save_pretrained(folder)
-
-
-def save_commands(folder):
-    """The commands of this environment, whatever else is on the path."""
-    folder.mkdir()
-    calls = {
-        "python": "",
-        "nufilt": "-c 'from fusion_bench_nufilt.cli.app import app; app()'",
-        "fusion_bench": "-m fusion_bench",
-    }
-    for name, call in calls.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {call} "$@"\n')
-        (folder / name).chmod(0o755)
 
 
 def names():

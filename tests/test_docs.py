@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -29,11 +30,11 @@ from tests.docs import (
     blocks_of,
     names,
     save_clips_and_images,
-    save_commands,
     save_models,
     write_files,
 )
 from tests.tiny_models import clip, finetuned
+from tests.warm import run_command
 
 pytest.importorskip("latex2mathml")
 
@@ -271,8 +272,6 @@ def folder(tmp_path, demo, monkeypatch):
     folder.mkdir()
     save_models(folder)
     save_clips_and_images(folder, demo)
-    save_commands(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(folder)
     return folder
@@ -295,7 +294,6 @@ def test_the_blocks_of_a_page_run_one_after_another(page, folder):
         if block.language == "python":
             exec(compile(block.text, page.name, "exec"), namespace)
         else:
-            done = subprocess.run(
-                ["bash", "-ec", block.commands()], capture_output=True, text=True, timeout=600
-            )
-            assert done.returncode == 0, block.text + done.stdout[-3000:] + done.stderr[-3000:]
+            for words in block.command_lines():
+                code, output = run_command(words)
+                assert code == 0, shlex.join(words) + output[-3000:]
