@@ -15,12 +15,7 @@ import torch
 from fusion_bench_nufilt.utils import cluster
 from tests.clusters import cluster_of
 from tests.conftest import REPO
-
-
-def double(number):
-    if number < 0:
-        os._exit(1)
-    return 2 * number
+from tests.utils.work import die_once, double, name_itself, refuse, visible_gpus
 
 
 @pytest.mark.slow
@@ -31,26 +26,17 @@ def test_local_processes_find_all_results_and_a_killed_one_is_said():
         list(cluster.run_locally({**work, "last": (-1,)}, double, 2))
 
 
-def grow(megabytes):
-    """Keep memory for longer than a second, the time after which some pools of processes measure
-    it.
-    """
-    grow.kept = [*getattr(grow, "kept", ()), b"x" * (megabytes * 2**20)]
-    time.sleep(1.2)
-    return megabytes
-
-
 #: How a program begins that `begin_program` starts.
 PROGRAM = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from tests.utils import test_cluster
+from tests.utils.work import grow, name_itself
 from fusion_bench_nufilt.utils.cluster import run_locally
 """
 
 
 def begin_program(code):
-    """Begin a program that imports this module, and that Ctrl-C ends even if this process runs in
+    """Begin a program that knows pieces of work, and that Ctrl-C ends even if this process runs in
     the background.
     """
     return subprocess.Popen(
@@ -64,16 +50,11 @@ def begin_program(code):
 @pytest.mark.slow
 def test_processes_that_grow_go_on():
     work = {str(number): (size,) for number, size in enumerate((1, 1, 400, 400, 1, 1))}
-    program = begin_program(f"print(sorted(dict(run_locally({work}, test_cluster.grow, 2))))")
+    program = begin_program(f"print(sorted(dict(run_locally({work}, grow, 2))))")
     try:
         assert program.communicate(timeout=240)[0].strip() == str(list(work))
     finally:
         program.kill()
-
-
-def name_itself(seconds):
-    time.sleep(seconds)
-    return os.getpid()
 
 
 def has_ended(number, within=20):
@@ -102,7 +83,7 @@ def test_processes_end_when_their_results_are_no_longer_wanted():
 def test_processes_end_with_the_program_that_began_them(number):
     work = {"quick": (0,), "long": (600,)}
     program = begin_program(
-        f"for _, pid in run_locally({work}, test_cluster.name_itself, 1): print(pid, flush=True)"
+        f"for _, pid in run_locally({work}, name_itself, 1): print(pid, flush=True)"
     )
     try:
         process = int(program.stdout.readline())
@@ -111,10 +92,6 @@ def test_processes_end_with_the_program_that_began_them(number):
     finally:
         program.kill()
     assert has_ended(process)
-
-
-def visible_gpus():
-    return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 @pytest.mark.slow
@@ -173,13 +150,6 @@ def run(ray, work, nodes=None, make=lambda: double):
     return cluster.run_on_cluster(ray, nodes or cluster.find_nodes(ray, gpus=False), work, make)
 
 
-def die_once(file):
-    if not file.exists():
-        file.touch()
-        os._exit(1)
-    return "done"
-
-
 @pytest.mark.slow
 def test_the_work_of_the_dead_is_given_to_others(ray, tmp_path, caplog):
     work = {"a": (tmp_path / "a",), "b": (tmp_path / "b",)}
@@ -194,10 +164,6 @@ def test_work_that_kills_whoever_does_it_ends_the_run(ray):
         list(run(ray, {"a layer": (-1,)}, nodes))
     with pytest.raises(ValueError, match="no worker is alive; the same command goes on"):
         list(run(ray, {"a layer": (-1,)}, nodes[:2]))
-
-
-def refuse(error):
-    raise error
 
 
 @pytest.mark.slow

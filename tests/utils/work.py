@@ -1,0 +1,39 @@
+"""Pieces of work for other processes, in a file that imports little, as each process imports it."""
+
+import os
+import time
+
+
+def double(number):
+    if number < 0:
+        os._exit(1)
+    return 2 * number
+
+
+def grow(megabytes):
+    """Keep memory for longer than a second, the time after which some pools of processes measure
+    it.
+    """
+    grow.kept = [*getattr(grow, "kept", ()), b"x" * (megabytes * 2**20)]
+    time.sleep(1.2)
+    return megabytes
+
+
+def name_itself(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def visible_gpus():
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def die_once(file):
+    if not file.exists():
+        file.touch()
+        os._exit(1)
+    return "done"
+
+
+def refuse(error):
+    raise error
