@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.merge import Plan
+from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 

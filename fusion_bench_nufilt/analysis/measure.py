@@ -13,8 +13,8 @@ from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.run import ONE_RUN
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.algorithm import task_order
-from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.bases import right_singular_basis
+from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.options import is_number

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from fusion_bench_nufilt.analysis.settings import MOMENTS, AnalysisConfig
-from fusion_bench_nufilt.merge import Plan
 from fusion_bench_nufilt.merge.folders import refuse_inside
+from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.pages.analysis import AnalysisSummary
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import lock_folder, printable, read_json, refuse_foreign
@@ -154,7 +154,7 @@ def _plan(
     targets: str | list[str],
     verify: bool,
 ) -> Plan:
-    from fusion_bench_nufilt.merge import plan_merge
+    from fusion_bench_nufilt.merge.planning import plan_merge
     from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 
     # The number matters only in a merge.

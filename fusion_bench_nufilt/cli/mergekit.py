@@ -9,7 +9,7 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.utils.files import read_yaml, validate
 from fusion_bench_nufilt.utils.options import unknown
 

@@ -16,13 +16,14 @@ from rich.table import Table
 from typing_extensions import TypedDict
 from yaml import YAMLError
 
-from fusion_bench_nufilt.merge import Plan, merge_folders, plan_merge
 from fusion_bench_nufilt.merge.checks import check_contents, kept_from_base
-from fusion_bench_nufilt.merge.folders import check_disk, check_output
+from fusion_bench_nufilt.merge.folders import check_disk, check_output, merge_folders
 from fusion_bench_nufilt.merge.output import refuse_long_name, work_folder
+from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import disk_bytes, peak_memory
-from fusion_bench_nufilt.methods import METHODS, find_method
+from fusion_bench_nufilt.merge.planning import plan_merge
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+from fusion_bench_nufilt.methods.registry import METHODS, find_method
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG, AdapterConfig, Checkpoint
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.files import (

@@ -42,7 +42,7 @@ from fusion_bench_nufilt.continual.models import (
     load_model,
     reason,
 )
-from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.models.layers import select_layers
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.utils.manifest import package_versions

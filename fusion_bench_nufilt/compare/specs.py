@@ -11,7 +11,8 @@ from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
+from fusion_bench_nufilt.methods.options import ORDER_FREE
+from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.pages.content import SINGLE_MODELS
 from fusion_bench_nufilt.utils.files import file_name, printable
 from fusion_bench_nufilt.utils.options import unknown

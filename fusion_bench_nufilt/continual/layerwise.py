@@ -29,8 +29,9 @@ from fusion_bench_nufilt.merge.kept_state import carry_over_kept, kept_state, me
 from fusion_bench_nufilt.merge.other_params import average_other_params, new_heads
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
-from fusion_bench_nufilt.methods import LayerMethod, Report, find_method
+from fusion_bench_nufilt.methods.base import LayerMethod, Report
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
+from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
@@ -40,7 +41,7 @@ from fusion_bench_nufilt.models.model import (
     untie_model,
 )
 from fusion_bench_nufilt.models.source import MemorySource, module_source
-from fusion_bench_nufilt.nufilt import FusionConfig
+from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads

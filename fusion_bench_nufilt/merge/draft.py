@@ -10,10 +10,10 @@ tensors have other shapes than the base's.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
-from fusion_bench_nufilt.models import Heads
 from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.utils.files import Head, Manifest

@@ -13,8 +13,9 @@ from mergekit.merge_methods import register
 from pydantic import AfterValidator, FiniteFloat
 from torch import Tensor
 
-from fusion_bench_nufilt.methods import METHODS, LayerMethod
+from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.methods import METHODS, LayerMethod
-from fusion_bench_nufilt.methods.base import State
+from fusion_bench_nufilt.methods.base import LayerMethod, State
+from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer

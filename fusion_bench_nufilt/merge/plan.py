@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from fusion_bench_nufilt.methods import LayerMethod
+from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
-from fusion_bench_nufilt.models import Coverage, Heads
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
-from fusion_bench_nufilt.models.layers import Layer, coverage
+from fusion_bench_nufilt.models.heads import Heads
+from fusion_bench_nufilt.models.layers import Coverage, Layer, coverage
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import Source, split_rows

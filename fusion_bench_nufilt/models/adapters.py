@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import printable
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 

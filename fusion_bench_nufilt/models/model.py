@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
-from fusion_bench_nufilt.nufilt import LowRank
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.tensors import compute_dtype, digest
 
 from .architecture import (
