@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +33,21 @@ def refuse_misplaced(
         folders: Hydra's search path (``file://…``) ahead of this package's configurations: a method
             of the same name there is another one.
     """
-    if entry_point == "fusion_bench":
-        if not _name_a_method(words, folders):
-            return
-        _refuse_former_names(words)
-    options = None
+    if entry_point == "fusion_bench" and not _name_a_method(words, folders):
+        return
     for word in words:
-        match = re.fullmatch(r"\+{0,2}(\w+)=(.*)", word, re.DOTALL)
+        match = re.fullmatch(r"\+{0,2}(method\.)?(\w+)=(.*)", word, re.DOTALL)
         if match is None:
             continue
-        if options is None:
-            options = _options_of_methods()
-        name, value = match.groups()
-        name = current_names().get(name, name)
-        if name in options:
-            _refuse(word, name, value, words, entry_point)
-
-
-def _refuse_former_names(words: Sequence[str]) -> None:
-    """Raise a ValueError for an option of the method by a former name, which Hydra does not find in
-    the method's configuration.
-    """
-    for word in words:
-        match = re.fullmatch(r"\+{0,2}method\.(\w+)=(.*)", word, re.DOTALL)
-        if match is None:
-            continue
-        former_name, value = match.groups()
-        if former_name in current_names():
-            name = current_names()[former_name]
-            spelling = as_typed("fusion_bench", {name: value})
-            raise ValueError(f"'{word}': {former_name} is called {name} now: say {spelling}")
+        section, given_name, value = match.groups()
+        name = current_names().get(given_name, given_name)
+        if section is None:
+            if name in _options_of_methods():
+                _refuse(word, name, value, words, entry_point)
+        elif entry_point == "fusion_bench" and name != given_name:
+            # Hydra does not find it in the method's configuration.
+            spelling = as_typed(entry_point, {name: value})
+            raise ValueError(f"'{word}': {given_name} is called {name} now: say {spelling}")
 
 
 def _refuse(
@@ -101,6 +87,7 @@ def _name_a_method(words: Sequence[str], folders: Sequence[str]) -> bool:
     return False
 
 
+@cache
 def _options_of_methods() -> set[str]:
     files = list(CONFIG.glob("method/**/*.yaml"))
     # These two have what the others take over.
