@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
@@ -191,7 +190,7 @@ def write_other_param(
         tensor = OtherParam(plan, param, key, digests)
         writer = _Writer(output, plan.places[key])
         is_copy = tensor.is_kept and tensor.info.dtype == writer.place.dtype
-        if is_copy and not isinstance(tensor.info, Encoded):
+        if is_copy and not tensor.info.is_quantised:
             all_finite = _copy(tensor, writer, digests)
         else:
             all_finite = _write(tensor, writer, mean_writer, digests)

@@ -23,7 +23,6 @@ from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
 from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import Coverage, Layer, coverage
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.quantised import Encoded
 from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Head, Input, Manifest
@@ -489,7 +488,7 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
     if info.dtype not in FLOATS:
         return info
     # No merge can quantise again: scales may come from data, which only a quantiser has.
-    if isinstance(info, Encoded):
+    if info.is_quantised:
         return info.with_dtype(DTYPES.get(dtype, "BF16"))
     name = DTYPES.get(dtype, info.dtype)
     if name == info.dtype:
@@ -499,4 +498,4 @@ def as_written(info: TensorInfo, dtype: str) -> TensorInfo:
 
 def is_rounded(info: TensorInfo) -> bool:
     """Return whether a tensor is stored in fewer digits than float32."""
-    return isinstance(info, Encoded) or FLOATS[info.dtype].itemsize < 4
+    return info.is_quantised or FLOATS[info.dtype].itemsize < 4

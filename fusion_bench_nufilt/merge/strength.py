@@ -18,7 +18,6 @@ from fusion_bench_nufilt.methods.task_vector import (
 )
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.subspace import rounding_energy
 from fusion_bench_nufilt.utils.devices import map_layers
@@ -73,7 +72,7 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     assert isinstance(new, Tensor)
     rounding = 0.0
     if layer.param in task.keys:
-        spacing = relative_spacing(task.source.tensors[task.keys[layer.param]])
+        spacing = task.source.tensors[task.keys[layer.param]].spacing
         # It may be no matrix, such as a convolution's.
         rounding = rounding_energy(new.flatten(start_dim=1), spacing).item()
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)

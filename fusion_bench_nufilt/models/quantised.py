@@ -34,7 +34,7 @@ class Encoded(TensorInfo):
     which it is read.
     """
 
-    spacing: ClassVar[float]  # of the stored values, relative to the power of two below
+    is_quantised: ClassVar[bool] = True
 
     @abstractmethod
     def read(self, files: Mapping[str, TensorFile]) -> Tensor:
@@ -50,13 +50,6 @@ class Encoded(TensorInfo):
         """Return some elements of the flattened tensor."""
         part, first = self.around(start, stop)
         return part.read(files).flatten()[start - first : stop - first]
-
-
-def relative_spacing(stored: TensorInfo) -> float:
-    """Return the spacing of the values of a stored tensor, relative to the power of two below."""
-    if isinstance(stored, Encoded):
-        return stored.spacing
-    return torch.finfo(FLOATS[stored.dtype]).eps
 
 
 _BlockSides = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]

@@ -59,6 +59,16 @@ class TensorInfo:
         """The number of elements that are read together, or not at all."""
         return 1
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its values are not what is stored, but decoded from it."""
+        return False
+
+    @property
+    def spacing(self) -> float:
+        """The spacing of its values, relative to the power of two below."""
+        return torch.finfo(FLOATS[self.dtype]).eps
+
     def rows(self, first: int, last: int) -> Self:
         """Return these entries of the first dimension, which are contiguous, as a tensor of its
         own.

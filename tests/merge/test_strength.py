@@ -17,7 +17,6 @@ from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import layer_scales
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.quantised import relative_spacing
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
 from tests.merge.helpers import STATE, change, hashes, interrupt, merge, plan, same, tensors
@@ -150,7 +149,7 @@ def test_a_block_has_its_strength_whichever_other_blocks_are_merged(folder, meth
 def test_the_spacing_of_stored_values_is_that_of_their_dtype(tmp_path, dtype):
     save_file({"weight": torch.ones(2, 2, dtype=dtype)}, tmp_path / "model.safetensors")
     info = TensorFile(tmp_path / "model.safetensors").tensors["weight"]
-    assert relative_spacing(info) == torch.finfo(dtype).eps
+    assert info.spacing == torch.finfo(dtype).eps
 
 
 def test_a_layer_whose_name_lacks_the_prefix_of_its_tensor_finds_its_stack_of_blocks():
