@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, methodcaller
 from threading import Condition, Lock
@@ -23,6 +23,7 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.models.layers import Layer
+from fusion_bench_nufilt.models.model import scaled_update
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
 from fusion_bench_nufilt.utils.devices import (
@@ -34,10 +35,10 @@ from fusion_bench_nufilt.utils.devices import (
     warn_once,
 )
 from fusion_bench_nufilt.utils.tensors import (
-    coarser_dtype,
     is_finite,
     replace_rows,
     select_rows,
+    spacing_of,
     stack,
     to_compute_dtype,
 )
@@ -60,6 +61,8 @@ class MergedLayer:
     theta_0: Tensor  # (d_o, d_i)
     state: State  # of this layer alone
     record: Any  # a dict with the "reports" of its steps
+    spacings: list[float] = field(default_factory=list, kw_only=True)
+    """The spacing of the values of each task so far, see :func:`spacing_of`; 0 for factors."""
 
 
 @dataclass
@@ -86,7 +89,7 @@ class _Batch:
 class _TaskWeights:
     """A task's weights of some layers of a batch, or factors of one rank."""
 
-    digits: torch.dtype  # the one of the fewest digits in which they and the base are stored
+    spacings: tuple[float, ...]  # of the tasks so far, this one's at the end
     rows: list[int]  # of the layers in the batch
     weights: list[Tensor | LowRank]
 
@@ -151,19 +154,24 @@ class LayerReader(ABC):
         """What the update of each task is multiplied by in the merge."""
         return [1.0] * len(self.task_names)
 
-    def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
-        """Return the dtype of the fewest digits in which a layer of the base, and of a task as
-        :meth:`read_task` returned it, are stored.
+    def spacing_of_base(self, merged: MergedLayer) -> float:
+        """Return the spacing of the base's values of a layer, relative to the power of two below
+        each, where they have been rounded to it as they were read, else 0: a task begins with what
+        is stored.
         """
-        if isinstance(weight, LowRank):
-            return merged.theta_0.dtype
-        return coarser_dtype(merged.theta_0.dtype, weight.dtype)
+        return 0.0
+
+    def spacing_of_earlier(self, merged: MergedLayer) -> float:
+        """Return the spacing of the values of tasks in earlier merges, which is not known: that of
+        what is left of them.
+        """
+        return torch.finfo(merged.theta_0.dtype).eps
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank
     ) -> Tensor | LowRank:
         """Return what :meth:`read_task` returned with its update times the task's coefficient."""
-        return weight
+        return scaled_update(weight, merged.theta_0, self.coefficients[number])
 
     def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
         """Return the merged weight of a layer in the form in which the base has it."""
@@ -278,7 +286,10 @@ class LayerMerger:
         merged: list[MergedLayer] = []
         for layer in layers:
             with oom_as_error(_label(layer), device):
-                merged.append(self.reader.read(layer, device))
+                merged_layer = self.reader.read(layer, device)
+            earlier = self.reader.spacing_of_earlier(merged_layer)
+            merged_layer.spacings = [earlier] * (self.reader.first_step - 1)
+            merged.append(merged_layer)
         base = _stack([layer.theta_0 for layer in merged])
         state = {key: _stack([layer.state[key] for layer in merged]) for key in merged[0].state}
         # A layer has its rows of the stack, and not what they are copies of: none is held twice.
@@ -290,18 +301,23 @@ class LayerMerger:
     def _read_task(self, number: int, batch: _Batch) -> list[_TaskWeights]:
         """Return a task's weights of the layers that it changes, by what is added together."""
         # An adapter may leave a layer as it is, or have another rank there.
-        groups: dict[tuple[torch.dtype, int | None], _TaskWeights] = {}
+        groups: dict[tuple[tuple[float, ...], int | None], _TaskWeights] = {}
         for row, layer in enumerate(batch.merged):
             with oom_as_error(_label(layer.layer), batch.device):
                 weight = self.reader.read_task(number, layer)
+            # Factors have not been rounded to the digits of a weight.
+            spacing = 0.0
+            if isinstance(weight, Tensor):
+                spacing = max(spacing_of(weight), self.reader.spacing_of_base(layer))
+            layer.spacings.append(spacing)
             if weight is None:
                 continue
-            digits = self.reader.digits(number, layer, weight)
             weight = self.reader.weighted(number, layer, weight)
             if isinstance(weight, LowRank) and not self.reader.method.supports_low_rank:
                 weight = to_compute_dtype(layer.theta_0) + weight.product()
             rank = weight.rank if isinstance(weight, LowRank) else None
-            group = groups.setdefault((digits, rank), _TaskWeights(digits, [], []))
+            spacings = tuple(layer.spacings)
+            group = groups.setdefault((spacings, rank), _TaskWeights(spacings, [], []))
             group.rows.append(row)
             group.weights.append(weight)
         return list(groups.values())
@@ -361,7 +377,7 @@ class LayerMerger:
             _to(_stack(task.weights), device),
             step=self.reader.first_step + number,
             strength=self._strengths[number],
-            digits=task.digits,
+            spacings=task.spacings,
             coefficients=[*earlier_merges, *self.reader.coefficients[: number + 1]],
             float64=float64,
         )

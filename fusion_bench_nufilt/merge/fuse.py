@@ -15,7 +15,7 @@ from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.step import LayerReport
 from fusion_bench_nufilt.utils.devices import Devices, check_devices
-from fusion_bench_nufilt.utils.tensors import coarser_dtype, compute_dtype, is_finite
+from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .basis import Basis
 from .engine import Form, LayerReader, MergedLayer, merge_layers
@@ -42,15 +42,11 @@ class MatrixLayers(LayerReader):
         states: Mapping[str, State] | None = None,
         first_step: int = 1,
         strengths: Sequence[float] | None = None,
-        digits: Sequence[torch.dtype] | None = None,
         coefficients: Sequence[float] | None = None,
         device: Devices | None = None,
         batch_bytes: int = 2**30,
     ) -> None:
-        """``digits`` is, for each task, the dtype of the fewest digits in which it and the base
-        are stored, if their matrices are wider, and ``coefficients`` what its update has been
-        multiplied by.
-        """
+        """``coefficients`` are what the update of each task is multiplied by."""
         self.method = method
         self.pretrained = pretrained
         self.tasks = tasks
@@ -60,7 +56,6 @@ class MatrixLayers(LayerReader):
         self.first_step = first_step
         self.batch_bytes = batch_bytes
         self._strengths = strengths or [1.0] * len(tasks)
-        self._digits = digits
         self._coefficients = coefficients or [1.0] * len(tasks)
         if device is None:
             device = next((weight.device for weight in pretrained.values()), "cpu")
@@ -107,12 +102,6 @@ class MatrixLayers(LayerReader):
     @property
     def coefficients(self) -> Sequence[float]:
         return self._coefficients
-
-    def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
-        digits = super().digits(number, merged, weight)
-        if self._digits is None:
-            return digits
-        return coarser_dtype(digits, self._digits[number])
 
 
 def _layer_of(name: str, weight: Tensor) -> Layer:

@@ -19,10 +19,10 @@ from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.options import split_options, with_current_names
-from fusion_bench_nufilt.utils.tensors import FLOATS, coarser_dtype, compute_dtype, is_finite
+from fusion_bench_nufilt.utils.tensors import is_finite
 
 from .draft import Draft
 from .fuse import MatrixLayers, check_layers, merge_matrices
@@ -83,42 +83,33 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         parameters = with_current_names(parameters, self.kind.defaults)
         (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
         base = group.base.tensor
-        wide = compute_dtype(base)
-        tasks: list[tuple[str, Tensor]] = []  # the name of each, and its tensor
-        for task in group.non_base:
-            weight = rest["weight"][task.id]
-            tensor = task.tensor
-            if weight != 1:
-                tensor = torch.lerp(base.to(wide), tensor.to(wide), weight)
-            tasks.append((str(task.id), tensor))
         folder = _folder(group.base.id)
         model = _base(folder, targets)
         layers = _layers_in(model, group)
         if not layers:
-            joining = [
-                task for step, task in enumerate(tasks, 1) if targets.changes_other_params(step)
-            ]
+            joining = []
+            for step, task in enumerate(group.non_base, 1):
+                if targets.changes_other_params(step):
+                    scaled = scaled_update(task.tensor, base, rest["weight"][task.id])
+                    assert isinstance(scaled, Tensor)
+                    joining.append((str(task.id), scaled))
             return _mean(base, joining, group.metadata.name)
         method = model.draft.method(self.kind, options, rest["seed"])
         pretrained = _matrices(layers, base)
         check_layers(pretrained, pretrained, model=str(group.base.id))
         task_layers = []
-        for name, tensor in tasks:
-            matrices = _matrices(layers, tensor)
-            check_layers(pretrained, matrices, model=name)
+        for task in group.non_base:
+            matrices = _matrices(layers, task.tensor)
+            check_layers(pretrained, matrices, model=str(task.id))
             task_layers.append(matrices)
-        task_folders = [_folder(task.id) for task in group.non_base]
-        strengths = [1.0] * len(tasks)
+        strengths = [1.0] * len(task_layers)
         if method.weighs_tasks:
-            strengths = [_strength(folder, targets, task) for task in task_folders]
-        # mergekit gives tensors in the dtype of the merge.
-        digits = [_digits(folder, targets, task, layers[0]) for task in task_folders]
+            strengths = [_strength(folder, targets, _folder(task.id)) for task in group.non_base]
         layers_of_models = MatrixLayers(
             method,
             pretrained,
             task_layers,
             strengths=strengths,
-            digits=digits,
             coefficients=[rest["weight"][task.id] for task in group.non_base],
         )
         merged = merge_matrices(layers_of_models)
@@ -221,17 +212,6 @@ def _task(base_folder: Path, targets: TargetConfig, folder: Path) -> ModelWeight
     task = ModelWeights(Checkpoint.from_folder(str(folder), folder), architecture)
     task.tie(architecture)
     return task
-
-
-def _digits(base_folder: Path, targets: TargetConfig, folder: Path, layer: Layer) -> torch.dtype:
-    """Return the dtype of the fewest digits in which the base and a task store a layer."""
-    base = _base(base_folder, targets).draft.base
-    task = _task(base_folder, targets, folder)
-    digits = FLOATS[base.tensors[layer.keys[0]].dtype]
-    if layer.param in task.keys:
-        stored = task.source.tensors[task.keys[layer.param]]
-        digits = coarser_dtype(digits, FLOATS[stored.dtype])
-    return digits
 
 
 def _matrices(layers: list[Layer], tensor: Tensor) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ from fusion_bench_nufilt.utils.devices import free_memory, process_memory
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     TensorInfo,
-    coarser_dtype,
     compute_dtype,
     digest,
     is_finite,
@@ -250,20 +249,31 @@ class PlannedLayers(LayerReader):
     def coefficients(self) -> Sequence[float]:
         return [task.coefficient for task in self.plan.tasks]
 
-    def digits(self, number: int, merged: MergedLayer, weight: Tensor | LowRank) -> torch.dtype:
-        digits = super().digits(number, merged, weight)
-        if isinstance(merged, LayerInBasis):
-            return digits  # on a base of zeros
-        # The base is computed in the dtype of the result.
+    def spacing_of_base(self, merged: MergedLayer) -> float:
         stored = FLOATS[self.plan.base.tensors[merged.layer.keys[0]].dtype]
-        return coarser_dtype(digits, stored)
+        # The base is computed in the dtype of the result.
+        if merged.theta_0.dtype.itemsize < stored.itemsize:
+            return torch.finfo(merged.theta_0.dtype).eps
+        return 0.0
+
+    def spacing_of_earlier(self, merged: MergedLayer) -> float:
+        plan = self.plan
+        spacing = super().spacing_of_earlier(merged)
+        if isinstance(merged, LayerInBasis):
+            return spacing  # that of factors
+        layer = merged.layer
+        stored = [plan.base.tensors[layer.keys[0]]]
+        if plan.merged is not None and layer.param in plan.merged.keys:
+            stored.append(plan.merged.source.tensors[plan.merged.keys[layer.param]])
+        of_stored = [torch.finfo(FLOATS[tensor.dtype]).eps for tensor in stored]
+        return max(spacing, *of_stored)
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank
     ) -> Tensor | LowRank:
         if isinstance(merged, LayerInBasis):
             return weight  # all factors were read, and weighted, with their basis
-        return self.plan.tasks[number].scaled(weight, merged.theta_0)
+        return super().weighted(number, merged, weight)
 
     def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
         layer = merged.layer

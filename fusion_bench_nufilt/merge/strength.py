@@ -21,7 +21,7 @@ from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.subspace import rounding_energy
 from fusion_bench_nufilt.utils.devices import map_layers
-from fusion_bench_nufilt.utils.tensors import to_compute_dtype
+from fusion_bench_nufilt.utils.tensors import spacing_of, to_compute_dtype
 
 from .plan import Plan
 
@@ -72,7 +72,8 @@ def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | N
     assert isinstance(new, Tensor)
     rounding = 0.0
     if layer.param in task.keys:
-        spacing = task.source.tensors[task.keys[layer.param]].spacing
+        stored = task.source.tensors[task.keys[layer.param]]
+        spacing = max(spacing_of(new), stored.spacing)
         # It may be no matrix, such as a convolution's.
         rounding = rounding_energy(new.flatten(start_dim=1), spacing).item()
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
@@ -117,7 +116,7 @@ class LayerMethod(ABC):
         *,
         step: int,
         strength: float,
-        digits: torch.dtype,
+        spacings: Sequence[float],
         coefficients: Sequence[float],
         float64: bool,
     ) -> tuple[State, Measures]:
@@ -131,10 +130,11 @@ class LayerMethod(ABC):
             task: the task's weights, or the factors of its update.
             step: the number of the task in the stream, from 1.
             strength: that of the whole task, see :func:`.task_vector.task_strength`.
-            digits: the dtype of the fewest digits in which the layers are stored in the pretrained
-                model and the task, whose tensors may be wider here.
-            coefficients: what the updates of the tasks so far were multiplied by in the merge, and
-                their rounding with them, this one's at the end; 1 for those of earlier merges.
+            spacings: of the stored values of each task so far, relative to the power of two below
+                each; this task's at the end, and 0 for factors, and for a task that left the layers
+                as they were.
+            coefficients: what the updates of the same tasks were multiplied by in the merge, and
+                their rounding with them; 1 for those of earlier merges.
             float64: decompose in float64, since a solver failed in less.
         """
 

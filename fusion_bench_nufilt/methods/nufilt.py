@@ -76,7 +76,7 @@ class Nufilt(LayerMethod):
         *,
         step: int,
         strength: float,
-        digits: torch.dtype,
+        spacings: Sequence[float],
         coefficients: Sequence[float],
         float64: bool,
     ) -> tuple[State, Measures]:
@@ -102,7 +102,7 @@ class Nufilt(LayerMethod):
                     part_of_task,
                     step=step,
                     strength=strength,
-                    digits=digits,
+                    spacings=spacings,
                     coefficients=coefficients,
                     float64=float64,
                 )
@@ -136,7 +136,7 @@ class Nufilt(LayerMethod):
             float64=float64,
             Q=Q,
             height=self.shape_of(names[0], base)[0],  # the same in all layers of a stack
-            digits=digits,
+            spacings=spacings,
             coefficients=coefficients,
         )
         return {"weight": weight.to(theta.dtype)}, measures

@@ -106,14 +106,14 @@ class OrderFree(LayerMethod):
         *,
         step: int,
         strength: float,
-        digits: torch.dtype,
+        spacings: Sequence[float],
         coefficients: Sequence[float],
         float64: bool,
     ) -> tuple[State, Measures]:
         states = []
         task_norms = []
         shape = self.shape_of(names[0], base)
-        spacing = abs(coefficients[-1]) * torch.finfo(digits).eps
+        spacing = abs(coefficients[-1]) * spacings[-1]
         for row in range(len(names)):
             tau = TaskOfLayer(
                 task[row], base[row], strength, shape, spacing=spacing, float64=float64

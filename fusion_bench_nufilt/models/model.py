@@ -185,14 +185,7 @@ class ModelWeights:
         """Return a weight, or the factors of an update, with the update times the model's
         coefficient.
         """
-        # A full update keeps its bits, which a way through the difference would round.
-        if self.coefficient == 1:
-            return new
-        if isinstance(new, LowRank):
-            return LowRank(new.left * self.coefficient, new.right)
-        # The widest dtype that occurs, so that each weight is read exactly.
-        wide = torch.promote_types(compute_dtype(theta_0), new.dtype)
-        return torch.lerp(theta_0.to(wide), new.to(wide), self.coefficient)
+        return scaled_update(new, theta_0, self.coefficient)
 
     def unit(self, param: str) -> int:
         """Return the number of elements of a tensor that are read together, or not at all."""
@@ -338,6 +331,18 @@ class ModelWeights:
 COPY_HEAD = (
     "copy the embedding of its base into the head, and save that with tie_word_embeddings=False"
 )
+
+
+def scaled_update(new: Tensor | LowRank, theta_0: Tensor, coefficient: float) -> Tensor | LowRank:
+    """Return a weight, or the factors of an update, with the update times a coefficient."""
+    # A full update keeps its bits, which a way through the difference would round.
+    if coefficient == 1:
+        return new
+    if isinstance(new, LowRank):
+        return LowRank(new.left * coefficient, new.right)
+    # The widest dtype that occurs, so that each weight is read exactly.
+    wide = torch.promote_types(compute_dtype(theta_0), new.dtype)
+    return torch.lerp(theta_0.to(wide), new.to(wide), coefficient)
 
 
 def tie_weights(

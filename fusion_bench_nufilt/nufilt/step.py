@@ -60,7 +60,7 @@ def fuse_stack(
     float64: bool,
     Q: Tensor | None = None,
     height: int | None = None,
-    digits: torch.dtype | None = None,
+    spacings: Sequence[float] = (0.0,),
     coefficients: Sequence[float] = (1.0,),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
@@ -75,10 +75,10 @@ def fuse_stack(
     :math:`\tau = Q K`, and all but the new weights is computed as if the layers had
     only these outputs.
 
-    ``digits`` is the dtype of the models, by default that of ``theta_0``, and
-    ``coefficients`` what the updates of the tasks so far were multiplied by, this one's
-    at the end. Directions of models in 16 bits that are no stronger than their rounding
-    are no directions of the tasks, and the filter does not protect them.
+    ``spacings`` are those of the stored values of the tasks so far, see
+    :func:`.rounding_energy`, and ``coefficients`` what their updates were multiplied
+    by, this one's at the end. Directions of models in 16 bits or fewer that are no
+    stronger than their rounding are none of the tasks', and the filter protects none.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -89,20 +89,20 @@ def fuse_stack(
     gram = loop_gram(tau)
     ranks = config.ranks(tau.shape[-1])
     rounding_t = rounding_p = None
-    spacing = torch.finfo(digits or theta_0.dtype).eps
-    if spacing > torch.finfo(torch.float32).eps:
-        rounding = rounding_energy(theta_0, spacing)
-        rounding_t = coefficients[-1] ** 2 * rounding
+    if max(spacings) > torch.finfo(torch.float32).eps:
+        squares = [(s * c) ** 2 for s, c in zip(spacings, coefficients, strict=True)]
+        rounding = rounding_energy(theta_0, 1.0)
+        rounding_t = squares[-1] * rounding
         # So was each earlier task, and perhaps the model that each but the first made.
-        rounding_of_tasks = sum(coefficient**2 for coefficient in coefficients[:-1])
-        rounding_p = (rounding_of_tasks + len(coefficients) - 2) * rounding
+        of_models = (len(spacings) - 2) * torch.finfo(theta_0.dtype).eps ** 2
+        rounding_p = (sum(squares[:-1]) + of_models) * rounding
     V_t = top_right_singular_vectors(
         tau,
         ranks.task,
         gram,
         float64=float64,
         height=height,
-        rounding=rounding_t if Q is None else None,  # factors have no rounding
+        rounding=rounding_t,
     )
     # The cumulative update is not held while its singular vectors are found.
     if is_first_task:

@@ -286,9 +286,21 @@ def to_compute_dtype(values: Tensor) -> Tensor:
     return values.to(compute_dtype(values))
 
 
-def coarser_dtype(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the one of two floating-point dtypes that has fewer digits."""
-    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+def spacing_of(values: Tensor) -> float:
+    """Return the spacing of values, relative to the power of two below each: that of the dtype of
+    the fewest digits that holds them all, since wider ones may have been rounded to 16 bits before.
+    """
+    spacing = torch.finfo(values.dtype).eps
+    for dtype in (torch.float16, torch.bfloat16):
+        is_coarser = torch.finfo(dtype).eps > spacing
+        # The first row tells as a rule.
+        if is_coarser and _is_held(values[:1], dtype) and _is_held(values, dtype):
+            spacing = torch.finfo(dtype).eps
+    return spacing
+
+
+def _is_held(values: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(values.to(dtype).to(values.dtype), values)
 
 
 def is_finite(values: Tensor) -> bool:

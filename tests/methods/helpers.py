@@ -1,7 +1,9 @@
 """A method on a single layer, whose state is given and returned without the stack around it."""
 
+import torch
+
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.utils.tensors import coarser_dtype
+from fusion_bench_nufilt.utils.tensors import spacing_of
 
 
 def stacked(state):
@@ -18,12 +20,13 @@ def start(method, theta_0, layer="layer"):
 
 def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, layer="layer"):
     """Return the state after one more task, which is given by its weight or by factors."""
-    digits = theta_0.dtype
+    spacings = [torch.finfo(theta_0.dtype).eps] * step
     if isinstance(theta_t, LowRank):
         task = LowRank(theta_t.left[None], theta_t.right[None])
+        spacings[-1] = 0.0
     else:
         task = theta_t[None]
-        digits = coarser_dtype(digits, theta_t.dtype)
+        spacings[-1] = spacing_of(theta_t)
     after, _ = method.update(
         [layer],
         stacked(state),
@@ -31,7 +34,7 @@ def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, layer="layer")
         task,
         step=step,
         strength=strength,
-        digits=digits,
+        spacings=spacings,
         coefficients=[1.0] * step,
         float64=False,
     )

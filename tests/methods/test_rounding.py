@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import FusionConfig, fuse_layers
+from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt import LowRank
@@ -36,6 +37,17 @@ def merged_in(dtype, seed):
     return (THETA_0.float() + adapter(seed).product()).to(dtype)
 
 
+def reports_of(base, tasks):
+    """What the steps of one merge measured."""
+    reports = []
+    layers = MatrixLayers(Nufilt(CONFIG, ["layer"]), base, tasks)
+    for _ in merge_layers(
+        layers, layers.layers, lambda merged, _: reports.extend(merged.record["reports"])
+    ):
+        pass
+    return reports
+
+
 def second_report(dtype):
     base = {"layer": THETA_0.to(dtype)}
     first = {"layer": merged_in(dtype, 1)}
@@ -51,6 +63,32 @@ def test_the_filter_protects_no_rounding_of_models_in_16_bits(dtype):
     assert rounded.filtered_share == pytest.approx(
         second_report(torch.float32).filtered_share, rel=0.15
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_filter_protects_no_rounding_of_models_in_16_bits_that_were_read_in_float32(dtype):
+    """As a pool reads them whose entry says `torch_dtype: float32`, and as they may be stored."""
+    base = {"layer": THETA_0.to(dtype).float()}
+    tasks = [{"layer": merged_in(dtype, seed).float()} for seed in (1, 2)]
+    reports = reports_of(base, tasks)
+    assert reports[1]["protected_rank"] == 8
+
+
+def test_a_task_in_float32_has_all_its_directions_on_a_base_in_16_bits():
+    """It began with the values that are stored, and none of its own were rounded."""
+    left, right = torch.linalg.qr(drawn(2, WIDTH, 64, seed=1, scale=1.0)).Q
+    weak = {"layer": THETA_0.float() + 2e-4 * left @ right.mT}
+    for base in (THETA_0, THETA_0.float()):
+        reports = reports_of({"layer": base}, [weak, {"layer": merged_in(torch.float32, 2)}])
+        assert reports[1]["protected_rank"] == 64
+
+
+@pytest.mark.parametrize("last", [torch.float32, torch.bfloat16])
+def test_each_task_has_the_rounding_of_its_own_values(last):
+    """What the first task rounded is none of the directions that a later one must spare."""
+    tasks = [{"layer": merged_in(dtype, seed)} for seed, dtype in ((1, torch.bfloat16), (2, last))]
+    reports = reports_of({"layer": THETA_0.float()}, tasks)
+    assert reports[1]["protected_rank"] == 8
 
 
 def test_what_earlier_tasks_rounded_is_not_protected_after_many_tasks():
