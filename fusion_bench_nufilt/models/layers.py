@@ -388,9 +388,11 @@ def _make_rule(
 
 def _auto_rule(all_views: Sequence[MatrixView], names: Sequence[str]) -> _Rule:
     for family, mark, pattern, convolutions in FAMILIES:
+        if not any(re.fullmatch(mark, name) for name in names):
+            continue
         rule = _Rule(pattern, convolutions, explicit=False)
         count = sum(map(rule.takes, all_views))
-        if count and any(re.fullmatch(mark, name) for name in names):
+        if count:
             log.info("target_modules=auto: %s, %d layers match '%s'", family, count, pattern)
             return rule
     raise ValueError(
