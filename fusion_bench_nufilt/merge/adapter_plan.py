@@ -303,9 +303,7 @@ def _settings_in_effect(plan: Plan, ranks: Mapping[str, int]) -> Settings:
     """Return the settings of a plan, each at its default where these adapters have the same result
     by it.
     """
-    settings = plan.settings
-    if settings.weights is not None and all(weight == 1 for weight in settings.weights):
-        settings = dataclasses.replace(settings, weights=None)
+    settings = plan.settings.without_unit_weights()
     if settings.dtype == "float32":
         settings = dataclasses.replace(settings, dtype="auto")
     uncut = dataclasses.replace(settings, rank=None)

@@ -235,11 +235,9 @@ def _settings_in_effect(
     """Return the settings of a plan with these targets, each at its default where these models have
     the same result by it. ``small_files`` and ``untied`` are those of :func:`small_files_of`.
     """
-    settings = plan.settings
+    settings = plan.settings.without_unit_weights()
     if settings.tokenizer == "union" and targets.on_shape_mismatch == "error":
         settings = dataclasses.replace(settings, tokenizer=None)
-    if settings.weights is not None and all(weight == 1 for weight in settings.weights):
-        settings = dataclasses.replace(settings, weights=None)
     default_dtype = dataclasses.replace(settings, dtype="auto")
     if _has_files(plan, default_dtype, small_files, untied):
         settings = default_dtype

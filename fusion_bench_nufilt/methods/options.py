@@ -8,7 +8,7 @@ Nothing here imports torch before it is used: help is there at once.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -368,6 +368,12 @@ class Settings:
         model to merge into, which is empty if there is none.
         """
         return self.step or merged_manifest.get("step", 0) + 1
+
+    def without_unit_weights(self) -> "Settings":
+        """Return the settings, with the default for weights that are all 1."""
+        if self.weights is not None and all(weight == 1 for weight in self.weights):
+            return replace(self, weights=None)
+        return self
 
     def coefficients(self, num_tasks: int) -> Sequence[float]:
         """Return what the update of each task is multiplied by."""
