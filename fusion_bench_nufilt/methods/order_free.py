@@ -70,6 +70,14 @@ class OrderFree(LayerMethod):
         :meth:`accumulate`, and ``shape`` that of the layer, of which all may be given in a basis.
         """
 
+    def rows_of_update(
+        self, state: State, scale: float, shape: tuple[int, int]
+    ) -> Callable[[slice], Tensor]:
+        """Return the function that gives some rows of :meth:`merged_update`, which is computed
+        once.
+        """
+        return self.merged_update(state, scale, shape).__getitem__
+
     def state_shapes(
         self, d_o: int, d_i: int, layer_shape: tuple[int, int] | None = None
     ) -> dict[str, tuple[int, ...]]:
@@ -147,10 +155,10 @@ class OrderFree(LayerMethod):
                 weights.append(theta_0.clone())
             else:
                 shape = self.shape_of(name, base)
-                update = self.merged_update(layer_state, self._scales[name], shape)
+                update = self.rows_of_update(layer_state, self._scales[name], shape)
                 weight = torch.empty_like(theta_0)
                 for rows in row_blocks(weight):
-                    weight[rows] = to_compute_dtype(theta_0[rows]) + update[rows]
+                    weight[rows] = to_compute_dtype(theta_0[rows]) + update(rows)
                 weights.append(weight)
         return stack(weights)
 
@@ -233,6 +241,15 @@ class Sum(OrderFree):
     def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         return scale * state["sum"]
 
+    def rows_of_update(
+        self, state: State, scale: float, shape: tuple[int, int]
+    ) -> Callable[[slice], Tensor]:
+        # Some rows after the others: the update as a whole has the size of the sum.
+        def rows_of_update(rows: slice) -> Tensor:
+            return scale * state["sum"][rows]
+
+        return rows_of_update
+
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         # A task whose strength is set, which is wide between the base and the task, or the update
         # with the merged weight and what is written of it.
@@ -255,6 +272,7 @@ class Isotropic(Sum):
     )
     Options = METHOD_TABLE[name].Options
     itemsize = 8
+    rows_of_update = OrderFree.rows_of_update
     working_bytes = OrderFree.working_bytes
 
     state_axes: ClassVar[Mapping[str, str]] = {**Sum.state_axes, "rounding": ""}

@@ -116,13 +116,15 @@ class Spectral(FirstWhole):
             A, s_1 = task.vote()
         else:
             A, s_1 = task.rough_vote(faintest)
-        vote_energy = state["vote_energy"] + A.square().sum()
-        # In place: the vote, in float64, is the largest matrix of all.
-        for rows in row_blocks(A):
-            A[rows].add_(state["votes"][rows])
+        vote_energy = state["vote_energy"] + A.to(torch.float64, copy=True).square_().sum()
+        # In place, and last of all: where a solver fails, another begins with the state as it was.
+        votes = state["votes"]
+        total = A if A.dtype.itemsize > votes.dtype.itemsize else votes
+        for rows in row_blocks(total):
+            total[rows] = A[rows].double() + votes[rows]
         return {
             **state,
-            "votes": A,
+            "votes": total,
             "vote_energy": vote_energy,
             "mean": state["mean"] + (s_1 - state["mean"]) / state["count"],
         }
@@ -275,9 +277,11 @@ def polar_factor(X: Tensor, faintest: float = SAME_DIRECTION) -> Tensor:
     U = X @ V
     s = torch.linalg.vector_norm(U, dim=0)
     U = U / s
+    wide = X.double()
     V_faint = V_all[:, :num_faint].double()
-    V_faint = V_faint - V.double() @ ((U / s).double().mT @ (X.double() @ V_faint))
-    U_faint = X.double() @ V_faint
+    V_faint = V_faint - V.double() @ ((U / s).double().mT @ (wide @ V_faint))
+    U_faint = wide @ V_faint
+    del wide
     # V_faint spans the faint directions; its rotation makes the outputs orthogonal, too.
     rotation = torch.linalg.eigh(U_faint.mT @ U_faint).eigenvectors
     U_faint = U_faint @ rotation

@@ -181,7 +181,8 @@ class TaskVector:
         return self._as_given(A), s_1.double()
 
     def rough_vote(self, faintest: float) -> tuple[Tensor, Tensor]:
-        """Return about the same as :meth:`vote`, if votes below ``faintest`` do not matter.
+        """Return about the same as :meth:`vote`, if votes below ``faintest`` do not matter, with A
+        in the dtype of the matrix.
 
         Single precision will do, and the leading directions, unless even the last of them counts.
         """
@@ -196,7 +197,7 @@ class TaskVector:
         gram = gram_matrix(self._tall)
         s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
         A = (self._tall / s_1) @ (gram / s_1**2)
-        return self._as_given(A).double(), s_1.double()
+        return self._as_given(A), s_1.double()
 
     def squares(self) -> Tensor:
         """Return all squared singular values, the largest first, in float64; of thin factors, as
@@ -317,7 +318,7 @@ class _Parts(NamedTuple):
 
 def _vote_of(directions: Directions) -> tuple[Tensor, Tensor]:
     U, s, V = directions
-    return ((U * (s / s[0]) ** 3) @ V.mT).double(), s[0].double()
+    return (U * (s / s[0]) ** 3) @ V.mT, s[0].double()
 
 
 def _directions_of(factors: LowRank) -> Directions:
