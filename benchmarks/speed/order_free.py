@@ -76,7 +76,7 @@ def measure_order_free(
             base + (theta_t - theta_0),
             step=1,
             strength=1.0,
-            digits=base.dtype,
+            spacings=[torch.finfo(base.dtype).eps],
             coefficients=[1.0],
             float64=False,
         )
