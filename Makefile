@@ -31,6 +31,10 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 OLDEST := $(VENV)/oldest
 
+# pip would compile all files one after another. Some packages bring files of other Pythons, which can't be compiled.
+INSTALL := -m pip install --quiet --no-compile
+compile = $(1)/bin/python -m compileall -qq --workers 0 $(1)/lib || true
+
 # NUFILT's ranks have the paper's ratio to the width; its own, 128 and 64, would filter everything at a width of 128.
 DEMO_METHODS := TSV-M with spectral voting = best, spectral voting = spectral, NUFILT all-linear = nufilt/all_linear, \
 	NUFILT (ranks 21/10/8) = nufilt:null_rank=21:lora_rank=10, OPCM = opcm, task arithmetic = task_arithmetic, \
@@ -95,19 +99,22 @@ release: $(READY)
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) --editable .
+	$(BIN)/python $(INSTALL) $(TORCH) --editable .
+	$(call compile,$(VENV))
 	touch $@
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[dev,mergekit]'
+	$(BIN)/python $(INSTALL) $(TORCH) --editable '.[dev,mergekit]'
+	$(call compile,$(VENV))
 	touch $(INSTALLED) $@
 
 # By default not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
 $(OLDEST)/.ready: $(READY) tools/oldest.py
 	$(BIN)/python -m venv $(OLDEST)
 	$(BIN)/python tools/oldest.py > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt $(OLDEST_TORCH) --editable '.[dev]'
+	$(OLDEST)/bin/python $(INSTALL) --constraint $(OLDEST)/constraints.txt $(OLDEST_TORCH) --editable '.[dev]'
+	$(call compile,$(OLDEST))
 	touch $@
 
 # Those of a green run, for whoever wants its figures; the build of torch is the user's choice.

@@ -404,12 +404,13 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
         ("paper", "table.md"),
         ("sensitivity", "sensitivity.png"),
         ("overhead", "overhead.md"),
-        ("ablation", "ablation.png"),
     ],
 )
 def test_a_preset_runs_whole(tmp_path, preset, file):
-    specs = preset_specs(preset, "nufilt_demo", [], with_data=preset == "overhead")
-    result = compare("nufilt_demo", specs, [42], tmp_path, **CHEAP, preset=preset)
+    """The ablation does in tests/test_docs.py."""
+    specs = preset_specs(preset, "nufilt_demo", THREE, with_data=preset == "overhead")
+    options = {"overrides": THREE, "preset": preset, **CHEAP}
+    result = compare("nufilt_demo", specs, [42], tmp_path, **options)
     assert preset != "overhead" or len(result.done) == 8
     assert not any(method.failures for method in result.methods.values())
     assert file in save_comparison(result, tmp_path)
