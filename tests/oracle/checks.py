@@ -548,10 +548,10 @@ def compare_results(merges: Merges, law: str, one: Path, other: Path) -> None:
     value = loaded(merges.case, one).state_dict()
     for key, expected in loaded(merges.case, other).state_dict().items():
         if expected.is_floating_point() and expected.shape == base[key].shape:
-            rows = slice(None)
+            result, theta_0 = value[key], base[key]
             if key in of_tokens:
-                rows = slice(0, count)
-            check_update(merges, law, key, value[key][rows], expected[rows], base[key][rows])
+                result, expected, theta_0 = result[:count], expected[:count], theta_0[:count]
+            check_update(merges, law, key, result, expected, theta_0)
 
 
 def check_scale(merges: Merges, out: Path) -> None:
