@@ -189,7 +189,7 @@ def merge_by_voting(
             "votes": vote,
             "vote_energy": vote.double().square().sum(),
             "mean": largest_sigma,
-            "rounding": torch.zeros(()),
+            "rounding": torch.zeros(2),
             "count": torch.tensor(3),
         }
     source = MatrixLayers(spectral, theta_0, [theta_t], states=states, first_step=4)

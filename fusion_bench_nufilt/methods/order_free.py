@@ -84,7 +84,7 @@ class OrderFree(LayerMethod):
         """Return the names and shapes of the tensors in a layer's state, whose sides may be those
         of a basis.
         """
-        lengths = {"o": d_o, "i": d_i, "k": min(layer_shape or (d_o, d_i))}
+        lengths = {"o": d_o, "i": d_i, "k": min(layer_shape or (d_o, d_i)), "r": 2}
         shapes = {}
         for name, axes in self.state_axes.items():
             shapes[name] = tuple(lengths[axis] for axis in axes)
@@ -260,8 +260,8 @@ class Isotropic(Sum):
     r"""Iso-C (Marczak et al., 2025) on the running sum: every direction has the mean strength.
 
     :math:`X = \lambda\, \bar\sigma\, U_S V_S^\top`, where :math:`S = U_S \sigma V_S^\top` is the
-    sum of the tasks. The state also has the energy that their ``rounding`` errors are expected to
-    have in it.
+    sum of the tasks. The state also has what is expected of their ``rounding`` errors in it, see
+    :func:`.expected_rounding`.
     """
 
     name = "isotropic"
@@ -275,16 +275,17 @@ class Isotropic(Sum):
     rows_of_update = OrderFree.rows_of_update
     working_bytes = OrderFree.working_bytes
 
-    state_axes: ClassVar[Mapping[str, str]] = {**Sum.state_axes, "rounding": ""}
+    state_axes: ClassVar[Mapping[str, str]] = {**Sum.state_axes, "rounding": "r"}
 
     def accumulate(self, state: State, task: TaskVector) -> State:
-        # The errors of the tasks are independent of each other.
         rounding = state["rounding"] + task.rounding
         return {**super().accumulate(state, task), "rounding": rounding}
 
     def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         S = state["sum"].double()
-        rounding = state["rounding"]
+        # Half of a task's are its own, and independent of others', and half are the pretrained
+        # model's, which all tasks have alike.
+        rounding = state["rounding"] * (1 + state["count"]) / 2
 
         def flat(sigma: Tensor) -> Tensor:
             squares = sigma.square().flip(-1)

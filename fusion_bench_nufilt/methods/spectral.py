@@ -35,11 +35,11 @@ class FirstWhole(OrderFree):
     """A method that takes a single task whole, as the state's ``votes``, and sees to it once a
     second one arrives.
 
-    The state's ``rounding`` is the energy that the rounding errors of the tasks are expected to
-    have.
+    The state's ``rounding`` is what is expected of the rounding errors of the tasks, see
+    :func:`.expected_rounding`.
     """
 
-    state_axes: ClassVar[Mapping[str, str]] = {"rounding": ""}
+    state_axes: ClassVar[Mapping[str, str]] = {"rounding": "r"}
 
     @abstractmethod
     def accumulate_next(self, state: State, task: TaskVector) -> State:
@@ -60,7 +60,7 @@ class FirstWhole(OrderFree):
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
-            first = TaskVector(state["votes"], rounding=rounding_before.item(), shape=task.shape)
+            first = TaskVector(state["votes"], rounding=rounding_before, shape=task.shape)
             votes = torch.zeros_like(state["votes"])
             state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
         return self.accumulate_next({**state, "count": count}, task)

@@ -19,10 +19,9 @@ from fusion_bench_nufilt.nufilt.bases import leading_directions, top_eigenvector
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import (
     above_rounding,
+    expected_rounding,
     gram_matrix,
-    rounding_energy,
     row_blocks,
-    share_of_strongest,
 )
 from fusion_bench_nufilt.utils.tensors import (
     compute_dtype,
@@ -60,7 +59,7 @@ class TaskVector:
         self,
         tau: Tensor | LowRank,
         strength: float = 1.0,
-        rounding: float = 0.0,
+        rounding: Tensor | None = None,
         shape: tuple[int, int] | None = None,
     ) -> None:
         self.strength = strength
@@ -82,10 +81,12 @@ class TaskVector:
         return self._given
 
     @property
-    def rounding(self) -> float:
-        """The expected energy of the rounding errors of the models that it is the difference of:
-        what is no stronger is not a direction of the task.
+    def rounding(self) -> Tensor:
+        """What is expected of the rounding errors of the models that it is the difference of, see
+        :func:`.expected_rounding`, ``(2,)``: what is no stronger is no direction of the task.
         """
+        if self._rounding is None:
+            return torch.zeros(2, dtype=torch.float64, device=self.norm.device)
         return self._rounding
 
     @cached_property
@@ -98,7 +99,10 @@ class TaskVector:
     @property
     def energy(self) -> Tensor:
         r"""The squared norm :math:`\lVert \tau \rVert^2`, in float64."""
-        return self.norm.double() ** 2
+        if isinstance(self._given, LowRank):
+            return self.norm.double() ** 2
+        # Of all values at once, a norm in float32 has four digits, and rounding may have less.
+        return torch.linalg.vector_norm(self.matrix, dim=-1).double().square().sum()
 
     @property
     def is_zero(self) -> bool:
@@ -156,8 +160,7 @@ class TaskVector:
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
         exist = s > max(self.shape) * torch.finfo(dtype).eps * s[:1]
-        rounding = torch.full((), self.rounding, dtype=torch.float64, device=s.device)
-        exist &= above_rounding(s.square(), self.energy, rounding, *self.shape)
+        exist &= above_rounding(s.square(), self.energy, self.rounding, *self.shape)
         return Directions(U * exist, s * exist, V * exist)
 
     def vote(self) -> tuple[Tensor, Tensor]:
@@ -167,9 +170,9 @@ class TaskVector:
         if self.factors is not None:
             return _vote_of(_directions_of(self.factors))
         tall, rest, V, gram, s_1 = self._parts
-        edge = (self.rounding * share_of_strongest(*self.shape)) ** 0.5
-        if edge**3 > RTOL * s_1**3:
-            # Rounding would have votes that count.
+        edge = self.rounding[1].sqrt()
+        if MAX_TASKS * edge**3 > RTOL * s_1**3:
+            # Rounding would have votes that count, at the latest in the sum of so many tasks.
             return _vote_of(self.directions(min(tall.shape)))
         left = tall @ (V / s_1)
         right = tall.mT @ (tall @ (V / s_1**2))
@@ -274,10 +277,11 @@ class TaskOfLayer(TaskVector):
         return to_compute_dtype(self._given[rows]) - to_compute_dtype(self._theta_0[rows])
 
     @cached_property
-    def rounding(self) -> float:
+    def rounding(self) -> Tensor:
         if isinstance(self._given, LowRank):
-            return 0.0  # factors are exact
-        return rounding_energy(self._theta_0, self._spacing).item()
+            return super().rounding  # factors are exact
+        # That of the task and of the pretrained model.
+        return 2 * expected_rounding(self._theta_0, self._spacing)
 
     @property
     def is_zero(self) -> bool:
@@ -416,6 +420,13 @@ def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
         outside += whole_of_layer - without_noise(leading, rounding, d_o, d_i).sum().item()
         whole += whole_of_layer
     return outside / whole
+
+
+def share_of_strongest(d_o: int, d_i: int) -> float:
+    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over
+    its energy (Marchenko and Pastur, 1967).
+    """
+    return (d_o**-0.5 + d_i**-0.5) ** 2
 
 
 def without_noise(squares: Tensor, noise: float, d_o: int, d_i: int) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from .adapter import Objective, Solver, loop_gram
 from .config import StepConfig
 from .subspace import (
+    expected_rounding,
     first_coordinates,
     null_space_filter,
-    rounding_energy,
     row_blocks,
     subspace_affinity,
     top_right_singular_vectors,
@@ -76,7 +76,7 @@ def fuse_stack(
     only these outputs.
 
     ``spacings`` are those of the stored values of the tasks so far, see
-    :func:`.rounding_energy`, and ``coefficients`` what their updates were multiplied
+    :func:`.expected_rounding`, and ``coefficients`` what their updates were multiplied
     by, this one's at the end. Directions of models in 16 bits or fewer that are no
     stronger than their rounding are none of the tasks', and the filter protects none.
 
@@ -90,12 +90,13 @@ def fuse_stack(
     ranks = config.ranks(tau.shape[-1])
     rounding_t = rounding_p = None
     if max(spacings) > torch.finfo(torch.float32).eps:
-        squares = [(s * c) ** 2 for s, c in zip(spacings, coefficients, strict=True)]
-        rounding = rounding_energy(theta_0, 1.0)
-        rounding_t = squares[-1] * rounding
-        # So was each earlier task, and perhaps the model that each but the first made.
-        of_models = (len(spacings) - 2) * torch.finfo(theta_0.dtype).eps ** 2
-        rounding_p = (sum(squares[:-1]) + of_models) * rounding
+        parts = [s * c for s, c in zip(spacings, coefficients, strict=True)]
+        rounding = expected_rounding(theta_0, 1.0)
+        rounding_t = 2 * parts[-1] ** 2 * rounding  # of the task and the base
+        # The base's is in each earlier task; perhaps their models were rounded, too.
+        of_models = (len(parts) - 2) * torch.finfo(theta_0.dtype).eps ** 2
+        squares = sum(part**2 for part in parts[:-1]) + sum(map(abs, parts[:-1])) ** 2
+        rounding_p = (squares + of_models) * rounding
     V_t = top_right_singular_vectors(
         tau,
         ranks.task,

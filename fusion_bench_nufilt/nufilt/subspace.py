@@ -51,8 +51,8 @@ def top_right_singular_vectors(
         gram: :math:`\tau^\top\tau`, if it is at hand already.
         float64: compute in float64, without ``gram``.
         height: the outputs of the layer, where ``tau`` is given in a basis of fewer.
-        rounding: the expected energy ``(...)`` of what the rounding of stored weights
-            added to ``tau``, see :func:`rounding_energy`.
+        rounding: what the rounding of stored weights is expected to have added to
+            ``tau``, ``(2, ...)``, see :func:`expected_rounding`.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most
@@ -96,7 +96,8 @@ def top_right_singular_vectors(
     V = torch.linalg.qr(tau.mT @ V if wide else V).Q
     exist = sigma > 0
     if rounding is not None:
-        energy = torch.linalg.vector_norm(tau, dim=(-2, -1)).square()
+        # A norm of all values in float32 has an error of the size of rounding.
+        energy = torch.linalg.vector_norm(tau, dim=-1).double().square().sum(dim=-1)
         squares = sigma[..., 0, :].square()
         stronger = above_rounding(squares, energy, rounding, height or d_o, d_i)
         exist &= stronger[..., None, :]
@@ -252,29 +253,26 @@ def row_blocks(X: Tensor) -> list[slice]:
     return [slice(first, first + step) for first in range(0, X.shape[-2], step)]
 
 
-def rounding_energy(weight: Tensor, spacing: float) -> Tensor:
-    r"""Return the expected energy (squared Frobenius norm) of the rounding errors of
-    stored weights, ``(...)``, in float64.
+def expected_rounding(weight: Tensor, spacing: float) -> Tensor:
+    r"""Return what is expected of the rounding errors of stored weights ``(...)``, the
+    energy and that of the strongest direction: ``(2, ...)``, in float64.
 
     ``spacing`` is that of stored values, relative to the power of two below each, so
     that the error of a value is spread evenly over one spacing. With magnitudes
     :math:`m\,2^e` whose logarithms are, too, the mean of :math:`m^{-2}` is
-    :math:`3 / (8 \ln 2)`.
+    :math:`3 / (8 \ln 2)`. The norm of random matrices is about that of the strongest
+    row and of the strongest column together (Bandeira and van Handel, 2016).
     """
-    energy = torch.zeros(weight.shape[:-2], dtype=torch.float64, device=weight.device)
-    # Torch makes a copy in float64 of what it takes a norm of.
+    of_rows = []
+    of_columns = torch.zeros_like(weight[..., 0, :], dtype=torch.float64)
     for rows in row_blocks(weight):
-        part = weight[..., rows, :]
-        norm = torch.linalg.vector_norm(part, dim=(-2, -1), dtype=torch.float64)
-        energy += norm.square()
-    return 3 / (8 * math.log(2)) / 12 * spacing**2 * energy
-
-
-def share_of_strongest(d_o: int, d_i: int) -> float:
-    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over
-    its energy (Marchenko and Pastur, 1967).
-    """
-    return (d_o**-0.5 + d_i**-0.5) ** 2
+        squares = weight[..., rows, :].double().square()
+        of_rows.append(squares.sum(dim=-1))
+        of_columns += squares.sum(dim=-2)
+    strongest_row = torch.cat(of_rows, dim=-1).amax(dim=-1)
+    strongest = (strongest_row.sqrt() + of_columns.amax(dim=-1).sqrt()).square()
+    errors = torch.stack([of_columns.sum(dim=-1), strongest])
+    return 3 / (8 * math.log(2)) / 12 * spacing**2 * errors
 
 
 def above_rounding(
@@ -289,16 +287,17 @@ def above_rounding(
     Args:
         squares: the largest squared singular values ``(..., k)``, the largest first.
         energy: the sum of all of them, ``(...)``.
-        rounding: the energy that the errors are expected to have, ``(...)``.
+        rounding: what is expected of the errors, ``(2, ...)``.
 
     Returns:
         ``(..., k)``, of which the first is true wherever there is any energy.
     """
     squares, energy = squares.double(), energy.double()
-    noise = torch.minimum(rounding.double(), energy)
+    expected, strongest = rounding.double()
+    noise = torch.minimum(expected, energy)
     count = torch.zeros_like(noise)
     while True:
-        edge = _MARGIN**2 * share_of_strongest(d_o, d_i) * noise
+        edge = _MARGIN**2 * strongest * noise / expected.clamp_min(1e-300)
         stronger = squares > edge[..., None]
         stronger[..., 0] = squares[..., 0] > 0
         count_before, count = count, stronger.sum(dim=-1).to(noise)

@@ -6,11 +6,13 @@ import torch
 from fusion_bench_nufilt import FusionConfig, fuse_layers
 from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.methods import ORDER_FREE, find_method
 from fusion_bench_nufilt.methods.nufilt import Nufilt
+from fusion_bench_nufilt.methods.task_vector import share_of_strongest
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.nufilt.subspace import (
     above_rounding,
-    rounding_energy,
+    expected_rounding,
     top_right_singular_vectors,
 )
 
@@ -48,6 +50,16 @@ def reports_of(base, tasks):
     return reports
 
 
+def merged_by(method, base, tasks):
+    """The weight that a method makes of tasks, with its own options but for NUFILT's ranks."""
+    method_class = find_method(method)
+    options = CONFIG if method == "nufilt" else method_class.Options()
+    layers = MatrixLayers(
+        method_class(options, ["layer"]), {"layer": base}, [{"layer": task} for task in tasks]
+    )
+    return merge_matrices(layers)["layer"]
+
+
 def second_report(dtype):
     base = {"layer": THETA_0.to(dtype)}
     first = {"layer": merged_in(dtype, 1)}
@@ -72,6 +84,28 @@ def test_the_filter_protects_no_rounding_of_models_in_16_bits_that_were_read_in_
     tasks = [{"layer": merged_in(dtype, seed).float()} for seed in (1, 2)]
     reports = reports_of(base, tasks)
     assert reports[1]["protected_rank"] == 8
+
+
+@pytest.mark.parametrize("method", ["nufilt", *ORDER_FREE])
+@pytest.mark.parametrize("pretrained", ["exact", "rounded"])
+@pytest.mark.parametrize("rows", ["alike", "uneven"])
+def test_adapters_merged_into_bfloat16_are_merged_as_in_float32(method, pretrained, rows):
+    """Also where the pretrained model was rounded with them, whose rounding all tasks have alike,
+    and where rows differ as much as a language model's, so that the rounding of some is stronger.
+
+    It was up to 220 % off, by `isotropic`, and 40 % by NUFILT.
+    """
+    theta_0 = THETA_0.float()
+    if rows == "uneven":
+        theta_0 = (theta_0 * drawn(WIDTH, 1, seed=9, scale=0.7).exp()).bfloat16().float()
+    if pretrained == "rounded":
+        theta_0 = theta_0 * (1 + drawn(WIDTH, WIDTH, seed=8, scale=0.1))
+    tasks = [theta_0 + 2 * adapter(seed).product() for seed in (1, 2, 3, 4)]
+    rounded = [task.bfloat16().float() for task in tasks]
+    update = merged_by(method, theta_0, tasks) - theta_0
+    base = theta_0.bfloat16().float()
+    update_of_rounded = merged_by(method, base, rounded) - base
+    assert (update_of_rounded - update).norm() < 0.1 * update.norm()
 
 
 def test_a_task_in_float32_has_all_its_directions_on_a_base_in_16_bits():
@@ -112,7 +146,8 @@ def test_a_full_model_in_bfloat16_fills_the_filter_as_in_float32():
 def test_directions_of_exactly_low_rank_stand_above_any_rounding():
     """Such as those of factors that were never rounded, however weak the last of them is."""
     squares = torch.tensor([[1.0, 1e-2, 1e-9]])
-    rounding = torch.tensor([0.5])
+    strongest = 0.5 * share_of_strongest(100, 100)
+    rounding = torch.tensor([[0.5], [strongest]])
     assert above_rounding(squares, squares.sum(dim=-1), rounding, 100, 100).all()
     rest = squares.sum(dim=-1) + 0.02
     assert above_rounding(squares, rest, rounding, 100, 100).tolist() == [[True, True, False]]
@@ -137,7 +172,7 @@ def test_weak_factors_are_as_much_in_the_way_of_a_base_in_bfloat16_as_of_one_in_
 def test_in_float32_no_direction_is_taken_for_rounding():
     tau = merged_in(torch.float32, 1) - THETA_0.float()
     V = top_right_singular_vectors(tau, 16)
-    rounding = rounding_energy(THETA_0, torch.finfo(torch.float32).eps)
+    rounding = expected_rounding(THETA_0, torch.finfo(torch.float32).eps)
     assert torch.equal(top_right_singular_vectors(tau, 16, rounding=rounding)[:, :8], V[:, :8])
 
 

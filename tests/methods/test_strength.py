@@ -16,7 +16,7 @@ from fusion_bench_nufilt.methods.task_vector import (
     task_strength,
 )
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.nufilt.subspace import rounding_energy
+from fusion_bench_nufilt.nufilt.subspace import expected_rounding
 from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
@@ -91,7 +91,7 @@ def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
         if isinstance(tau, LowRank):
             tau = tau.product()
         theta = (theta_0 + tau).to(dtype)
-        rounding = rounding_energy(theta, torch.finfo(dtype).eps).item()
+        rounding = expected_rounding(theta, torch.finfo(dtype).eps)[0].item()
         return spectrum(theta.float() - theta_0, rounding)
 
     return task_strength(range(len(shapes)), shapes, measure)
@@ -166,7 +166,7 @@ def test_the_expected_rounding_is_what_rounding_adds():
     for dtype in (torch.bfloat16, torch.float16):
         stored = theta.to(dtype)
         added = (stored.float() - theta).square().sum().item()
-        energy = rounding_energy(stored, torch.finfo(dtype).eps).item()
+        energy = expected_rounding(stored, torch.finfo(dtype).eps)[0].item()
         assert energy == pytest.approx(added, rel=0.03)
 
 

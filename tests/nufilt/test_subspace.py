@@ -242,7 +242,8 @@ def test_the_basis_is_orthonormal_however_steeply_the_spectrum_falls(shape, powe
 def test_the_strongest_direction_is_one_however_large_rounding_may_be():
     squares = torch.ones(2, 4, dtype=torch.float64)
     energy = torch.tensor([8.0, 8.0], dtype=torch.float64)
-    stronger = above_rounding(squares, energy, energy, 8, 8)
+    rounding = torch.stack([energy, energy / 2])
+    stronger = above_rounding(squares, energy, rounding, 8, 8)
     assert stronger.tolist() == 2 * [[True, False, False, False]]
-    none = above_rounding(0 * squares, 0 * energy, energy, 8, 8)
+    none = above_rounding(0 * squares, 0 * energy, rounding, 8, 8)
     assert not none.any()
