@@ -247,7 +247,12 @@ def to(tensor, *args, **kwargs):
     """Do the work of ``Tensor.to``, also for a tensor on a GPU in place of a device and a dtype."""
     if args and isinstance(args[0], OnGPU):
         args = args[0].device, args[0].dtype, *args[1:]
-    return TO(tensor, *map(numbered, args), **kwargs)
+    is_copied = kwargs.pop("copy", False)
+    moved = TO(tensor, *map(numbered, args), **kwargs)
+    # A copy on the same device is not told from what PyTorch's own code asks for.
+    if is_copied and moved is tensor:
+        return tensor.clone()
+    return moved
 
 
 def note_transfer(source, target):

@@ -59,6 +59,6 @@ def test_what_the_axes_of_a_state_are_is_said_of_all_its_tensors(name):
     method = make(name)
     state = start(method, torch.zeros(7, 5))
     assert state.keys() - method.state_axes.keys() <= {"count"}
-    lengths = {"o": 7, "i": 5, "k": 5}
+    lengths = {"o": 7, "i": 5, "k": 5, "r": 2}
     for key, axes in method.state_axes.items():
         assert state[key].shape == tuple(lengths[axis] for axis in axes)

@@ -239,7 +239,7 @@ def test_a_merge_of_other_layers_is_refused(tmp_path):
 def test_the_report_of_layers_has_the_votes(tmp_path):
     algorithm_in(tmp_path).run(pool(2))
     header, *rows = (tmp_path / "layers.csv").read_text().splitlines()
-    assert header == "step,task,layer,shape,seconds,task_norm,vote_energy,mean,rounding,count"
+    assert header == "step,task,layer,shape,seconds,task_norm,vote_energy,mean,count"
     assert {row.rsplit(",", 1)[1] for row in rows} == {"1", "2"}
 
 
