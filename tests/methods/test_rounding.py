@@ -8,7 +8,7 @@ from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods import ORDER_FREE, find_method
 from fusion_bench_nufilt.methods.nufilt import Nufilt
-from fusion_bench_nufilt.methods.task_vector import share_of_strongest
+from fusion_bench_nufilt.methods.task_vector import TaskOfLayer, share_of_strongest
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.nufilt.subspace import (
     above_rounding,
@@ -106,6 +106,20 @@ def test_adapters_merged_into_bfloat16_are_merged_as_in_float32(method, pretrain
     base = theta_0.bfloat16().float()
     update_of_rounded = merged_by(method, base, rounded) - base
     assert (update_of_rounded - update).norm() < 0.1 * update.norm()
+
+
+def test_rounding_is_told_from_directions_that_are_much_stronger():
+    """What is left beside them is less than what a norm in float32 is wrong by."""
+    theta_0 = drawn(384, 384, seed=0, scale=0.04).bfloat16()
+    factors = drawn(2, 384, 8, seed=1, scale=0.05)
+    task = (theta_0.float() + 1.5 * factors[0] @ factors[1].mT).bfloat16()
+    spacing = torch.finfo(torch.bfloat16).eps
+    directions = TaskOfLayer(task, theta_0, spacing=spacing).directions(64)
+    assert int(directions.values.count_nonzero()) == 8
+    rounding = 2 * expected_rounding(theta_0, spacing)
+    tau = task.float() - theta_0.float()
+    V = top_right_singular_vectors(tau, 64, rounding=rounding, float64=True)
+    assert int(V.any(dim=0).sum()) == 8
 
 
 def test_a_task_in_float32_has_all_its_directions_on_a_base_in_16_bits():
