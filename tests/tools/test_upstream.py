@@ -224,6 +224,25 @@ def test_each_step_has_the_plugins_bits(method, options):
         assert measures == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+def test_a_step_in_bfloat16_protects_no_rounding_as_the_plugins(method):
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(4, 64, 4, generator=generator) * 0.1
+    pretrained = (torch.randn(64, 64, generator=generator) * 0.04).bfloat16()
+    merged, task = [
+        (pretrained.float() + left @ right.mT).bfloat16()
+        for left, right in (factors[:2], factors[2:])
+    ]
+    config = {**SMALL, "null_rank": 32}
+    expected, _ = fuse_layers(
+        {"layer": pretrained}, {"layer": merged}, {"layer": task}, FusionConfig(**config), step=2
+    )
+    theirs = method("nufilt")
+    theirs_config = theirs.StepConfig(**config)
+    weight, measures = theirs.fuse_layer("layer", pretrained, merged, task, theirs_config, step=2)
+    assert torch.equal(weight, expected["layer"])
+    assert measures["protected_rank"] == 4
+
+
 def test_a_step_in_float64_has_the_plugins_bits(method, caplog):
     """A spectrum that falls too steeply for float32 is decomposed in float64."""
     generator = torch.Generator().manual_seed(0)

@@ -42,13 +42,12 @@ def fuse_layer(
     Raises:
         ValueError: the layer has no singular vectors; names it.
     """
-    dtype = torch.promote_types(theta.dtype, torch.float32)
     is_first_task = torch.equal(theta, theta_0)
     # a stack of one layer
     theta_0 = theta_0[None]
     theta = theta[None]
     theta_t = theta_t[None]
-    tau = difference(theta_t, theta_0, dtype)
+    tau = difference(theta_t, theta_0, torch.promote_types(theta.dtype, torch.float32))
     if is_first_task and config.first_task == "paper":
         weight = theta_t
         measures = measures_of_first(tau)
@@ -69,6 +68,7 @@ def fuse_layer(
                     solve,
                     is_first_task=is_first_task,
                     float64=float64,
+                    spacings=[torch.finfo(theta_t.dtype).eps] * step,
                     coefficients=[1.0] * step,
                 )
                 break
