@@ -121,7 +121,7 @@ def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(fol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "share"), [("spectral", 0.2), ("sum", -0.2)])
+@pytest.mark.parametrize(("method", "share"), [("spectral", 0.2), ("sum", -0.5)])
 def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders, method, share):
     """A sum takes so little that it may lie within what is counted for workers alone."""
     run = measure(folders, 3, method)
