@@ -265,6 +265,7 @@ class PlannedLayers(LayerReader):
         stored = [plan.base.tensors[layer.keys[0]]]
         if plan.merged is not None and layer.param in plan.merged.keys:
             stored.append(plan.merged.source.tensors[plan.merged.keys[layer.param]])
+        # As they are read: a quantised model is merged as the same model dequantised.
         of_stored = [torch.finfo(FLOATS[tensor.dtype]).eps for tensor in stored]
         return max(spacing, *of_stored)
 

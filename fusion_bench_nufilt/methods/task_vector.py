@@ -96,7 +96,7 @@ class TaskVector:
             return self._given.norm()
         return torch.linalg.vector_norm(self.matrix)
 
-    @property
+    @cached_property
     def energy(self) -> Tensor:
         r"""The squared norm :math:`\lVert \tau \rVert^2`, in float64."""
         if isinstance(self._given, LowRank):
