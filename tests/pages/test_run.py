@@ -43,6 +43,16 @@ def test_a_task_may_have_a_name_that_reads_as_a_missing_number_or_as_a_number(tm
     assert list(rows["overlap"].isna()) == [False, True, False]
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_numbers_of_a_table_are_read_to_the_last_bit_and_steps_stay_whole(tmp_path):
+    numbers = [1 / 3, 8.988465674311579e-308, 0.1 + 0.2, -7e22]
+    table = pd.DataFrame({"step": [1, 2, 3, 10], "task": "a", "layer": "fc", "overlap": numbers})
+    table.to_csv(tmp_path / "layers.csv", index=False)
+    rows = read_table(tmp_path / "layers.csv", "step task layer")
+    assert rows.to_csv(index=False) == table.to_csv(index=False)
+    assert list(rows["overlap"]) == numbers
+
+
 def test_layers_are_drawn_by_block_over_the_steps_and_by_step_over_each_kind():
     layers = [f"layers.{block}.{part}" for block, part in product((0, 1), PARTS)]
     rows = []
