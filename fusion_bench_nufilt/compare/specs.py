@@ -183,7 +183,7 @@ class _MethodConfigs:
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         return compose_run([*overrides, *self._searchpath]).method
 
-    def group(self, word: str) -> list[str]:
+    def group(self, word: str) -> Sequence[str]:
         """Return the methods that ``all`` (without those that need data) or ``order_free`` stands
         for, else none.
         """

@@ -162,7 +162,9 @@ for _name, _defaults in VARIANTS.items():
     METHOD_TABLE[_name] = METHOD_TABLE["nufilt"]._replace(defaults=_defaults)
 
 #: Those of them that keep sums over the tasks, whose result does not depend on the tasks' order.
-ORDER_FREE = [name for name, entry in METHOD_TABLE.items() if issubclass(entry.Options, RampConfig)]
+ORDER_FREE = tuple(
+    name for name, entry in METHOD_TABLE.items() if issubclass(entry.Options, RampConfig)
+)
 
 
 OtherParams = Literal["pretrained", "first", "mean"]
