@@ -1,5 +1,6 @@
 """Adds this plugin's configs to FusionBench's search path, so that `fusion_bench method=nufilt`
-needs no flag, and refuses options of a method that were typed in the wrong place.
+needs no flag, and refuses options of a method that were typed in the wrong place or by a wrong
+name.
 """
 
 import sys
@@ -20,7 +21,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        from fusion_bench_nufilt.utils.misplaced import CONFIG, refuse_misplaced
+        from fusion_bench_nufilt.utils.misplaced import CONFIG, method_file, refuse_misplaced
         from fusion_bench_nufilt.utils.overrides import PLUGIN, user_folders
 
         is_fusion_bench = "fusion_bench.scripts.cli" in sys.modules
@@ -36,9 +37,12 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # both work.
         project = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
         search_path.append("fusion-bench", f"file://{project / 'fusion_bench_config'}")
-        if any(word.startswith("method=") for word in words):
+        file = method_file(words, folders_before)
+        if file is not None:
             # Former names of options are known once these are defined.
             import_module("fusion_bench_nufilt.methods.options")
+            if file.parent.name == "continual":
+                import_module("fusion_bench_nufilt.continual.baselines")
             try:
                 refuse_misplaced(words, "fusion_bench", folders_before)
             except ValueError as error:

@@ -16,11 +16,13 @@ from fusion_bench.utils.instantiate_utils import set_print_function_call
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+# Options of baselines have former names, too, which are known once they are defined.
+from fusion_bench_nufilt.continual import baselines as baselines
 from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.utils.options import unknown
 from fusion_bench_nufilt.utils.overrides import (
@@ -28,6 +30,7 @@ from fusion_bench_nufilt.utils.overrides import (
     key_of,
     user_folders,
     with_current_name,
+    without_method,
 )
 
 PROGRAM = "fabric_model_fusion"
@@ -49,8 +52,9 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
     """
     # FusionBench would prefer a `config` in the current directory, even an empty one.
     with composing(), config_loader(overrides) as loader:
+        words = [with_current_name(word) for word in overrides]
         try:
-            return compose(PROGRAM, [with_current_name(word) for word in overrides])
+            return compose(PROGRAM, words)
         except MissingConfigException as error:
             group, _, name = str(error.missing_cfg_file).rpartition("/")
             searchpath = [word for word in overrides if word.startswith("hydra.searchpath")]
@@ -60,6 +64,21 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
                 f"one of your own is found in the folder of --config-dir, as {group}/{name}.yaml"
             )
             raise ValueError(unknown(group, name, names, remedy)) from None
+        except ConfigCompositionException:
+            _refuse_unknown_options(words, compose(PROGRAM, without_method(words)))
+            raise
+
+
+def _refuse_unknown_options(words: Sequence[str], config: DictConfig) -> None:
+    """Raise a ValueError for a word that sets an option that the configuration's method lacks."""
+    for word in words:
+        if not word.startswith("method."):
+            continue
+        section, _, name = key_of(word).rpartition(".")
+        options = OmegaConf.select(config, section)
+        if isinstance(options, DictConfig) and name not in options:
+            names = [str(option) for option in options if not str(option).startswith("_")]
+            raise ValueError(f"'{word}': {unknown('option', name, names)}")
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Options of a method that were typed without ``method.``, which FusionBench would ignore."""
+"""Options of a method that were typed without ``method.``, which FusionBench would ignore, or by a
+name that there is not.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from .options import EntryPoint, as_typed, current_names
+from .options import EntryPoint, as_typed, current_names, unknown
 
 _PACKAGE = Path(__file__).parents[1]
 #: The configurations: a wheel carries them inside the package, a checkout has them beside it.
@@ -21,10 +23,11 @@ def refuse_misplaced(
     words: Sequence[str], entry_point: EntryPoint, folders: Sequence[str] = ()
 ) -> None:
     """Raise a ValueError, with the right spelling, for a word such as ``+null_rank=0.1667``, and in
-    `fusion_bench` for an option of a method by a former name.
+    `fusion_bench` for an option that the method does not have, or has by another name now.
 
     Hydra adds a key that begins with ``+`` at the top level of the configuration, where nothing
-    reads it: the run would have the method's default, and nothing would say so.
+    reads it: the run would have the method's default, and nothing would say so. For an option that
+    there is not, it suggests the ``+``.
 
     Args:
         words: the words of the command line of `fusion_bench`, where they matter only if they
@@ -33,10 +36,14 @@ def refuse_misplaced(
         folders: Hydra's search path (``file://…``) ahead of this package's configurations: a method
             of the same name there is another one.
     """
-    if entry_point == "fusion_bench" and not _name_a_method(words, folders):
-        return
+    options_of_method: set[str] = set()
+    if entry_point == "fusion_bench":
+        file = method_file(words, folders)
+        if file is None:
+            return
+        options_of_method = _options_in(file)
     for word in words:
-        match = re.fullmatch(r"\+{0,2}(method\.)?(\w+)=(.*)", word, re.DOTALL)
+        match = re.fullmatch(r"\+{0,2}(method\.)?([A-Za-z]\w*)=(.*)", word, re.DOTALL)
         if match is None:
             continue
         section, given_name, value = match.groups()
@@ -44,10 +51,11 @@ def refuse_misplaced(
         if section is None:
             if name in _options_of_methods():
                 _refuse(word, name, value, words, entry_point)
-        elif entry_point == "fusion_bench" and name != given_name:
-            # Hydra does not find it in the method's configuration.
-            spelling = as_typed(entry_point, {name: value})
-            raise ValueError(f"'{word}': {given_name} is called {name} now: say {spelling}")
+        elif entry_point == "fusion_bench" and given_name not in options_of_method:
+            if name in options_of_method:
+                spelling = as_typed(entry_point, {name: value})
+                raise ValueError(f"'{word}': {given_name} is called {name} now: say {spelling}")
+            raise ValueError(f"'{word}': {unknown('option', given_name, options_of_method)}")
 
 
 def _refuse(
@@ -70,9 +78,9 @@ def _refuse(
     raise ValueError(f"'{word}': {name} is an option of the method: say {for_all_methods}")
 
 
-def _name_a_method(words: Sequence[str], folders: Sequence[str]) -> bool:
-    """Tell whether the words name a method of this package, of which none of the folders has
-    another.
+def method_file(words: Sequence[str], folders: Sequence[str] = ()) -> Path | None:
+    """Return the file of the method of this package that the words name, of which none of the
+    folders has another, or None.
     """
     # In a checkout, FusionBench finds this package's own folder as ./config, too.
     paths = [Path(folder.removeprefix("file://")).resolve() for folder in folders]
@@ -83,18 +91,24 @@ def _name_a_method(words: Sequence[str], folders: Sequence[str]) -> bool:
         file = Path("method") / f"{word.removeprefix('method=')}.yaml"
         is_elsewhere = any((folder / file).is_file() for folder in folders_ahead)
         if (CONFIG / file).is_file() and not is_elsewhere:
-            return True
-    return False
+            return CONFIG / file
+    return None
 
 
 @cache
 def _options_of_methods() -> set[str]:
-    files = list(CONFIG.glob("method/**/*.yaml"))
-    # These two have what the others take over.
-    files.append(CONFIG / "nufilt" / "protocol.yaml")
-    files.append(CONFIG / "nufilt" / "order_free.yaml")
     options: set[str] = set()
-    for file in files:
-        content: Any = OmegaConf.load(file)
-        options.update(str(key) for key in content if not str(key).startswith("_"))
+    for file in CONFIG.glob("method/**/*.yaml"):
+        options |= _options_in(file)
+    return options
+
+
+def _options_in(file: Path) -> set[str]:
+    """Return the keys of a method's configuration, with those that it takes over from others."""
+    content: Any = OmegaConf.load(file)
+    options = {str(key) for key in content if not str(key).startswith("_")}
+    for entry in content.get("defaults", []):
+        source, _, package = str(entry).partition("@")
+        if package == "_here_":
+            options |= _options_in(CONFIG / f"{source.lstrip('/')}.yaml")
     return options - {"defaults"}

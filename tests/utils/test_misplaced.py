@@ -1,4 +1,6 @@
-"""An option of the method that is typed in the wrong place is refused with the right spelling."""
+"""An option of the method that is typed in the wrong place or by a wrong name is refused with the
+right spelling.
+"""
 
 import re
 
@@ -23,6 +25,43 @@ def test_fusion_bench_refuses_it_and_what_it_says_can_be_typed(plus, method, opt
     refuse_misplaced([*words, spelling], "fusion_bench")
     name, _, value = option.partition("=")
     assert str(compose_run([*words, spelling]).method[name]) == value
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize(
+    ("method", "word", "name"),
+    [
+        ("nufilt", "nul_rank=5", "null_rank"),
+        ("nufilt/naive", "evaluat=last", "evaluate"),
+        ("best", "excluded_modules=null", "exclude_modules"),
+        ("continual/opcm", "sede=7", "seed"),
+    ],
+)
+def test_an_option_that_a_method_lacks_is_refused_with_the_nearest_that_it_has(
+    plus, method, word, name
+):
+    """Hydra would advise to add it, by `+`."""
+    words = [f"method={method}", f"{plus}method.{word}"]
+    message = re.escape(f"method.{word}': there is no option '{word.partition('=')[0]}'; did you ")
+    with pytest.raises(ValueError, match=f"{message}mean '{name}'"):
+        refuse_misplaced(words, "fusion_bench")
+    if not plus:
+        with pytest.raises(ValueError, match=f"^'{message}mean '{name}'"):
+            compose_run(words)
+
+
+@pytest.mark.parametrize("method", ["nufilt/all_linear", "tsv_stream", "continual/magmax"])
+def test_no_option_that_a_method_has_is_refused(method):
+    options = compose_run([f"method={method}"]).method
+    words = [f"method.{name}=1" for name in options]
+    refuse_misplaced([f"method={method}", *words], "fusion_bench")
+    refuse_misplaced([f"method={method}", "method.base_method.other=1"], "fusion_bench")
+
+
+def test_an_option_that_the_method_of_a_baseline_lacks_is_refused_too():
+    words = ["method=continual/opcm", "method.base_method.alhpa=1"]
+    with pytest.raises(ValueError, match="there is no option 'alhpa'; did you mean 'alpha'"):
+        compose_run(words)
 
 
 def test_in_a_checkout_the_configurations_of_this_package_are_no_users():
