@@ -424,6 +424,32 @@ def test_an_adapter_brings_its_tokens(grown):
     assert "left out, but for rows of new tokens: " in " ".join(text.split())
 
 
+def test_rows_that_only_pad_the_vocabulary_move_with_an_adapter_as_in_pefts_model(tmp_path):
+    save(tmp_path / "base", llama(tie_word_embeddings=False), rows=56)
+    torch.manual_seed(7)
+    config = LoraConfig(target_modules=["embed_tokens", "lm_head"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
+    model.save_pretrained(tmp_path / "adapter")
+    whole = model.merge_and_unload().state_dict()
+    options = {"method": "sum", "scale": 1.0, "target_modules": ["lm_head"], **MEAN}
+    out = tensors(merge(tmp_path, ["adapter"], **options))
+    for key in (EMBEDDING, HEAD):
+        torch.testing.assert_close(out[key], whole[key])
+
+
+def test_beside_new_tokens_rows_of_a_model_that_only_pad_the_vocabulary_do_not_count(tmp_path):
+    base = llama(tie_word_embeddings=False)
+    save(tmp_path / "base", base, rows=56)
+    save(tmp_path / "code", finetuned(base, seed=2), "<fim>")
+    save(tmp_path / "task", finetuned(base, seed=1))
+    options = {"method": "best", "target_modules": ["lm_head", "q_proj"], **MEAN}
+    expected = tensors(merge(tmp_path, ["task", "code"], "expected", **options))
+    for key in (EMBEDDING, HEAD):
+        assert torch.equal(expected[key][WORDS + 1 :], base.state_dict()[key][WORDS + 1 :])
+        change(tmp_path / "task", key, lambda value: torch.cat([value[:WORDS], value[WORDS:] + 1]))
+    assert same(tensors(merge(tmp_path, ["task", "code"], **options)), expected)
+
+
 def save_dora(folder, module):
     """An adapter that changes a table of tokens by DoRA, and names two rows beyond the words."""
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
