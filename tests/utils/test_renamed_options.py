@@ -210,8 +210,11 @@ def test_hydra_s_own_command_line_is_refused_with_the_name_of_today():
 
 def test_in_a_file_of_mergekit(stream, monkeypatch):
     registry = pytest.importorskip("mergekit.merge_methods.registry")
+    from mergekit.io.tasks import LoaderCache
+
     from fusion_bench_nufilt.merge.in_mergekit import MergekitMethod, register_methods
 
+    LoaderCache.loaders.clear()  # those of other tests, by the names in their files
     register_methods()
     monkeypatch.setitem(registry._METHODS, "nufilt", MergekitMethod(METHODS["nufilt"]))
     monkeypatch.chdir(stream)
