@@ -41,6 +41,8 @@ def config_differences(base: Config, task: Config) -> list[Difference]:
     that part is compared. Where there is none, the only difference is their ``model_type``. A field
     that one of them lacks, after defaults are filled in, is none that its class reads.
     """
+    if base == task:
+        return []
     whole_base = _as_read(base)
     whole_task = _as_read(task)
     parts = _same_part(whole_base, whole_task)
