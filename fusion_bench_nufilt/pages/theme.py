@@ -112,8 +112,10 @@ def data(rows: Rows) -> alt.Data:
             if value is not None:
                 kept[key] = value
         values.append(kept)
-    with debug_mode(False):  # Altair would check every row against the schema of Vega-Lite
-        return alt.Data(values=values)
+    # Altair would check every row against the schema of Vega-Lite, and copies the rows of a list
+    # with every chart that they become a part of.
+    with debug_mode(False):
+        return alt.Data(values=tuple(values))
 
 
 def cells(
