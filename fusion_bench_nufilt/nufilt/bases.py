@@ -1,5 +1,7 @@
 """Bases of a matrix's leading directions, for other methods and the analysis."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -57,8 +59,17 @@ def leading_basis(X: Tensor, rank: int, rounds: int) -> Tensor:
     2011), of two products each: exact if the matrix has no more than ``rank``
     directions, and the less so the flatter the spectrum is.
     """
-    basis = random_start(X.shape[1], rank).to(X)
+    basis = _start_of_basis(X.shape[1], rank, X.dtype).to(X.device)
     for _ in range(rounds):
         outputs = torch.linalg.qr(X @ basis).Q
         basis = torch.linalg.qr(X.mT @ outputs).Q
     return basis
+
+
+# The layers of a shape come one after the other, and a GPU is faster than the draw. A
+# method tries up to four ranks. On the CPU, since streams of a GPU would not know of
+# each other that they read it.
+@lru_cache(maxsize=4)
+def _start_of_basis(d: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Return the :func:`random_start` of a basis, which nobody may write to."""
+    return random_start(d, rank).to(dtype)
