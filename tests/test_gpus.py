@@ -21,7 +21,7 @@ from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.continual.stopwatch import Stopwatch
-from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.merge import merge_folders, strength
 from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.planned import PlannedLayers
@@ -278,7 +278,10 @@ def test_folders_are_merged_on_gpus_as_on_the_cpu(gpus, method, stream):
         assert_as_on_the_cpu(method, tensors(out), expected)
         assert len(gpus.gpus) == devices.count("cuda")
         assert len(shapes) == layers
-        assert sum(gpus.up[shape] for shape in set(shapes)) == 3 * layers  # the base and two tasks
+        transfers = 3 * layers  # the base and two tasks
+        if method == "best":
+            transfers += 4 * layers  # the base and a task, for the strength of each task
+        assert sum(gpus.up[shape] for shape in set(shapes)) == transfers
 
 
 @pytest.mark.parametrize("method", [*SOLVED, "nufilt"])
@@ -364,6 +367,40 @@ def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
         monkeypatch.setattr(f"fusion_bench_nufilt.{module}.is_finite", is_finite)
     merge(stream, TASKS, **BOTH)
     assert devices == {"cuda"}
+
+
+def test_strengths_of_tasks_are_measured_on_the_gpus(gpus, monkeypatch, stream):
+    """On the CPU, one layer after another took seven times as long as the merge."""
+    spectrum_of = strength._spectrum_of
+    devices = Counter()
+
+    def measured(base, task, layer, device):
+        devices[str(device)] += 1
+        return spectrum_of(base, task, layer, device)
+
+    monkeypatch.setattr(strength, "_spectrum_of", measured)
+    merge(stream, TASKS, method="best", **BOTH)
+    assert devices["cuda:0"] > 0
+    assert devices["cuda:1"] > 0
+    assert set(devices) == {"cuda:0", "cuda:1"}
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("CUDA out of memory."), RuntimeError("cusolver error")]
+)
+def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, stream, error):
+    planned = plan(stream, TASKS, method="best", settings={"device": "cuda:0"})
+    expected = PlannedLayers(plan(stream, TASKS, method="best")).strengths
+    failed = []
+
+    def fail(name, tensors):
+        if name in SOLVERS:
+            failed.append(name)
+            raise type(error)(*error.args)
+
+    gpus.before = fail
+    assert PlannedLayers(planned).strengths == expected
+    assert failed
 
 
 # --- batches of folders: one is read, one solved and one written at a time ---

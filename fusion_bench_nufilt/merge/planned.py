@@ -73,15 +73,15 @@ class PlannedLayers(LayerReader):
             return [1.0] * len(self.plan.tasks)
         from .strength import measure_strengths
 
-        # No layer is merged meanwhile, whose memory this may take. On GPUs, that is too little.
         if not self.plan.settings.on_cpu:
-            return measure_strengths(self.plan)
+            return measure_strengths(self.plan, self.devices, len(self.devices))
+        # No layer is merged meanwhile, whose memory this may take.
         budget = Budget(self.memory_limit)
 
         def reserve(layer: Layer) -> AbstractContextManager[None]:
             return budget.reserve(self.memory(layer))
 
-        return measure_strengths(self.plan, self.workers, reserve)
+        return measure_strengths(self.plan, self.devices, self.workers, reserve)
 
     def form(self, layer: Layer) -> Form:
         return self._shape_merged(layer), (self.plan.dtype(layer.keys[0]),)

@@ -20,54 +20,74 @@ from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.subspace import expected_rounding
-from fusion_bench_nufilt.utils.devices import map_layers
+from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
 from fusion_bench_nufilt.utils.tensors import spacing_of, to_compute_dtype
 
 from .plan import Plan
+
+CPU = torch.device("cpu")
 
 Reserve = Callable[[Layer], AbstractContextManager[object]]
 """Waits for the memory that it takes to measure a layer, which is less than to merge it."""
 
 
-def measure_strengths(plan: Plan, workers: int = 1, reserve: Reserve = nullcontext) -> list[float]:
+def measure_strengths(
+    plan: Plan,
+    devices: Sequence[torch.device] = (CPU,),
+    workers: int = 1,
+    reserve: Reserve = nullcontext,
+) -> list[float]:
     """Return the strengths of a plan's tasks, whose weights must be on this machine.
 
-    So many workers measure a layer each at a time.
+    So many workers measure a layer each at a time, on devices of one kind.
     """
-    return [strength_of(plan.base, plan.layers, task, workers, reserve) for task in plan.tasks]
+    strengths = []
+    for task in plan.tasks:
+        strengths.append(strength_of(plan.base, plan.layers, task, devices, workers, reserve))
+    return strengths
 
 
 def strength_of(
     base: Source,
     layers: Sequence[Layer],
     task: ModelWeights,
+    devices: Sequence[torch.device] = (CPU,),
     workers: int = 1,
     reserve: Reserve = nullcontext,
 ) -> float:
-    """Return the strength of a task, given all layers to merge, between a half and 1; workers are
-    those of :func:`measure_strengths`.
+    """Return the strength of a task, given all layers to merge, between a half and 1; devices and
+    workers are those of :func:`measure_strengths`.
     """
     shapes = [layer.view.shape for layer in layers]
+    pool = DevicePool(devices)
 
     def measure(layer: Layer) -> Spectrum | None:
-        with reserve(layer):
-            return _spectrum_of(base, task, layer)
+        with reserve(layer), pool.free() as device:
+            try:
+                return _spectrum_of(base, task, layer, device)
+            except RuntimeError as error:
+                if device == CPU or classify_error(error) is None:
+                    raise
+            # Out of the clause, whose error holds the matrices.
+            return _spectrum_of(base, task, layer, CPU)
 
     # Each on one thread, as layers are solved: an eigenvalue solver has other bits on several.
-    measure_all = partial(map_layers, device=torch.device("cpu"), workers=workers)
+    measure_all = partial(map_layers, device=devices[0], workers=workers)
     return task_strength(layers, shapes, measure, measure_all)
 
 
 @torch.no_grad()
-def _spectrum_of(base: Source, task: ModelWeights, layer: Layer) -> Spectrum | None:
+def _spectrum_of(
+    base: Source, task: ModelWeights, layer: Layer, device: torch.device
+) -> Spectrum | None:
     """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
     if layer.param not in task.params:
         return None
     if task.rank_of(layer.param) is not None:
-        factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device="cpu"))
+        factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
         # Factors have not been rounded to the digits of a whole weight.
         return spectrum(factors, rounding=0.0)
-    theta_0, _ = base.read(layer.keys[0])
+    theta_0, _ = base.read(layer.keys[0], device)
     new, _ = task.weight(layer.param, theta_0)
     assert isinstance(new, Tensor)
     rounding = 0.0
