@@ -185,10 +185,10 @@ def order_free(args: argparse.Namespace) -> None:
 
 
 def folders(args: argparse.Namespace) -> None:
-    """Some blocks of a Llama-7B through `nufilt merge`, then as many as disk and time have room
-    for, at best all.
+    """Some blocks of a Llama-7B through `nufilt merge`, on the GPU and on the CPU, then as many as
+    disk and time have room for on the GPU, at best all.
     """
-    from folders import SIZES, make_checkpoints, measure, models_of
+    from folders import SIZES, make_checkpoints
 
     model = "Llama-7B"
     config = SIZES["7B"]
@@ -199,7 +199,7 @@ def folders(args: argparse.Namespace) -> None:
     embeddings = 1.3  # they count as so many blocks
     all_blocks = config.num_hidden_layers
     blocks = min(4, all_blocks // 2)
-    for _ in range(2):
+    for devices in ([args.device, "cpu"], [args.device]):
         begin = time.time()
         folder = args.scratch / f"{blocks}_blocks"
         config.num_hidden_layers = blocks
@@ -207,17 +207,11 @@ def folders(args: argparse.Namespace) -> None:
         made = time.time() - begin
         free = shutil.disk_usage(args.scratch).free
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        result = measure(
-            [*models_of("next", folder), "--out", str(folder / "out"), "--device", args.device]
-        )
-        shutil.rmtree(folder)
-        GB = {key: f"{1e-9 * result[key]:.3g} GB" for key in ("rss", "read", "written")}
-        remark = (
-            f"{GB['rss']} of main memory, {GB['read']} read, {GB['written']} written; "
-            f"the inputs were made in {made:.0f} s"
-        )
         title = f"`nufilt merge`, {model}, {blocks} of {all_blocks} blocks"
-        add(args, title, "ours", result["seconds"], 1e-9 * result["gpu"], remark)
+        add(args, title, "the inputs", made, None, f"{1e-9 * size:.3g} GB, made and written")
+        for device in dict.fromkeys(devices):
+            _merged_folders(args, title, folder, device)
+        shutil.rmtree(folder)
         # How many times as much time and disk have room for; the result is a third of the inputs.
         left = args.until - time.time() - 5
         spent = time.time() - begin
@@ -230,6 +224,29 @@ def folders(args: argparse.Namespace) -> None:
         blocks = more_blocks
 
 
+def _merged_folders(args: argparse.Namespace, title: str, folder: Path, device: str) -> None:
+    """Merge one more task by NUFILT, and two at once by `best` and as a sum."""
+    from folders import measure, models_of
+
+    for stream, method, name in (
+        ("next", "nufilt", "ours, one more task"),
+        ("two", "best", "best, two tasks"),
+        ("two", "sum", "sum, two tasks"),
+    ):
+        row = f"{name}, on the {device}"
+        with failing_alone(args, title, row):
+            out = folder / "out"
+            words = [*models_of(stream, folder), "--out", str(out), "--device", device]
+            result = measure([*words, "--method", method, "--no-state"])
+            shutil.rmtree(out)
+            GB = {key: f"{1e-9 * result[key]:.3g} GB" for key in ("rss", "read", "written")}
+            remark = (
+                f"{GB['rss']} of main memory, {GB['read']} read, {GB['written']} written, "
+                f"{result['cpu']:.0f} CPU seconds"
+            )
+            add(args, title, row, result["seconds"], 1e-9 * result["gpu"], remark)
+
+
 parity = partial(tests, "parity vectors", "nufilt/test_parity.py")
 clip_b32 = partial(steps, "clip-b32", "CLIP B/32, eight tasks", 7, 1)
 clip_l14 = partial(steps, "clip-l14", "CLIP L/14, eight tasks", 7, 1)
@@ -240,8 +257,8 @@ PARTS: dict[str, tuple[Any, float]] = {  # what is done, and the seconds that it
     "about": (about, 30),
     "parity": (parity, 60),
     "clip-b32": (clip_b32, 60),
-    "folders": (folders, 260),
-    "llama-7b-block": (llama_7b_block, 110),
+    "folders": (folders, 280),
+    "llama-7b-block": (llama_7b_block, 90),
     "clip-l14": (clip_l14, 60),
     "order-free": (order_free, 60),
     "tests": (other_tests, 60),
