@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 import yaml
-from huggingface_hub.repocard import metadata_load
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
 from fusion_bench_nufilt.utils.files import CARD, counted, escape_html
@@ -153,9 +153,14 @@ def _metadata(plan: Plan) -> dict[str, Any]:
 def _metadata_of(card: Path) -> dict[str, Any]:
     """Return the metadata of a model card, which is empty if the card is missing or damaged."""
     try:
-        return metadata_load(card) or {}
+        # Not metadata_load, which reads in the locale's encoding before huggingface_hub 2.
+        block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8-sig"))
+        metadata = yaml.safe_load(block[2]) if block else None
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
+    if isinstance(metadata, dict):
+        return metadata
+    return {}
 
 
 def _loading(plan: Plan) -> Iterator[str]:

@@ -82,6 +82,7 @@ def test_it_says_in_words_what_was_merged_and_what_was_left_out(stream):
         assert f"- {text}" in card
 
 
+@pytest.mark.oldest
 def test_the_card_is_in_utf_8_whatever_the_locale(stream, monkeypatch):
     card = "---\nlicense_name: modèle\n---\n"
     (stream / "base" / "README.md").write_text(card, encoding="utf-8")
