@@ -29,10 +29,8 @@ SMALL = dict(null_rank=4, lora_rank=3, task_rank=2, max_steps=5)
 
 def clip() -> nn.Module:
     torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2)
-    config = CLIPVisionConfig(
-        **sizes, num_attention_heads=2, image_size=16, patch_size=8
-    )
+    sizes = dict(hidden_size=16, intermediate_size=32, image_size=16, patch_size=8)
+    config = CLIPVisionConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
     return CLIPVisionModel(config)
 
 
@@ -79,11 +77,7 @@ def plain_step(theta_0, theta, theta_t, config, A) -> Tensor:
 
 class TestNUFILT(unittest.TestCase):
     def merge(self, base: nn.Module, **options) -> nn.Module:
-        models = {
-            "_pretrained_": base,
-            "a": finetuned(base, 1),
-            "b": finetuned(base, 2),
-        }
+        models = dict(_pretrained_=base, a=finetuned(base, 1), b=finetuned(base, 2))
         return NUFILTMerging(**{**SMALL, **options}).run(models)
 
     def test_steps_agree_with_the_formulas(self):
@@ -148,9 +142,8 @@ class TestNUFILT(unittest.TestCase):
 
     def test_what_a_run_leaves_behind(self):
         algorithm = NUFILTMerging(**SMALL, shuffle_order=False)
-        taskpool = SimpleNamespace(
-            evaluate=lambda model: {"type": type(model).__name__}
-        )
+        evaluate = lambda model: {"type": type(model).__name__}
+        taskpool = SimpleNamespace(evaluate=evaluate)
         algorithm._program = SimpleNamespace(taskpool=taskpool)
         base = clip()
         with tempfile.TemporaryDirectory() as folder:

@@ -43,10 +43,7 @@ def fuse_layer(
         ValueError: the layer has no singular vectors; names it.
     """
     is_first_task = torch.equal(theta, theta_0)
-    # a stack of one layer
-    theta_0 = theta_0[None]
-    theta = theta[None]
-    theta_t = theta_t[None]
+    theta_0, theta, theta_t = theta_0[None], theta[None], theta_t[None]  # a stack
     tau = difference(theta_t, theta_0, torch.promote_types(theta.dtype, torch.float32))
     if is_first_task and config.first_task == "paper":
         weight = theta_t
