@@ -19,7 +19,7 @@ from fusion_bench_nufilt.methods.task_vector import (
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import Source
-from fusion_bench_nufilt.nufilt.subspace import expected_rounding
+from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
 from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
 from fusion_bench_nufilt.utils.tensors import spacing_of, to_compute_dtype
 
@@ -94,7 +94,7 @@ def _spectrum_of(
     if layer.param in task.keys:
         stored = task.source.tensors[task.keys[layer.param]]
         spacing = max(spacing_of(new), stored.spacing)
-        # It may be no matrix, such as a convolution's.
-        rounding = expected_rounding(new.flatten(start_dim=1), spacing)[0].item()
+        energy = to_compute_dtype(new).square().sum().item()
+        rounding = ROUNDING_VARIANCE * spacing**2 * energy
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
     return spectrum(layer.view.matrix(tau), rounding)

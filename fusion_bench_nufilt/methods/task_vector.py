@@ -281,7 +281,7 @@ class TaskOfLayer(TaskVector):
         if isinstance(self._given, LowRank):
             return super().rounding  # factors are exact
         # That of the task and of the pretrained model.
-        return 2 * expected_rounding(self._theta_0, self._spacing)
+        return expected_rounding(self._theta_0, self.matrix, 2 * self._spacing**2)
 
     @property
     def is_zero(self) -> bool:

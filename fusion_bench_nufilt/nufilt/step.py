@@ -88,22 +88,13 @@ def fuse_stack(
     measures["task_norm"] = tau_norm2.sqrt()
     gram = loop_gram(tau)
     ranks = config.ranks(tau.shape[-1])
+    parts = [s * c for s, c in zip(spacings, coefficients, strict=True)]
+    digits = torch.finfo(torch.float32).eps
     rounding_t = rounding_p = None
-    if max(spacings) > torch.finfo(torch.float32).eps:
-        parts = [s * c for s, c in zip(spacings, coefficients, strict=True)]
-        rounding = expected_rounding(theta_0, 1.0)
-        rounding_t = 2 * parts[-1] ** 2 * rounding  # of the task and the base
-        # The base's is in each earlier task; perhaps their models were rounded, too.
-        of_models = (len(parts) - 2) * torch.finfo(theta_0.dtype).eps ** 2
-        squares = sum(part**2 for part in parts[:-1]) + sum(map(abs, parts[:-1])) ** 2
-        rounding_p = (squares + of_models) * rounding
+    if spacings[-1] > digits:  # of the task and the base
+        rounding_t = expected_rounding(theta_0, tau, 2 * parts[-1] ** 2)
     V_t = top_right_singular_vectors(
-        tau,
-        ranks.task,
-        gram,
-        float64=float64,
-        height=height,
-        rounding=rounding_t,
+        tau, ranks.task, gram, float64=float64, height=height, rounding=rounding_t
     )
     # The cumulative update is not held while its singular vectors are found.
     if is_first_task:
@@ -112,6 +103,13 @@ def fuse_stack(
         )
         A = None
     else:
+        if max(spacings[:-1], default=0.0) > digits:
+            # The base's is in all tasks alike. Perhaps merged models were rounded, too.
+            spacing2 = sum(x**2 for x in parts[:-1]) + sum(map(abs, parts[:-1])) ** 2
+            spacing2 += (len(parts) - 2) * torch.finfo(theta_0.dtype).eps ** 2
+            tau_merged = difference(theta, theta_0, tau.dtype)
+            rounding_p = expected_rounding(theta_0, tau_merged, spacing2)
+            del tau_merged
         V_p = top_right_singular_vectors(
             difference(theta, theta_0, tau.dtype),
             ranks.null,

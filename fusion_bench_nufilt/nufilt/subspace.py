@@ -17,7 +17,6 @@ from torch import Tensor
 # those of fine-tuned models.
 _LARGEST_CHANGES = 2e-3, 2e-4
 
-
 # A direction is stronger than rounding's if it is by this much: the edge of a finite
 # matrix and the estimate of its energy are a few per cent off.
 _MARGIN = 1.1
@@ -253,26 +252,64 @@ def row_blocks(X: Tensor) -> list[slice]:
     return [slice(first, first + step) for first in range(0, X.shape[-2], step)]
 
 
-def expected_rounding(weight: Tensor, spacing: float) -> Tensor:
-    r"""Return what is expected of the rounding errors of stored weights ``(...)``, the
-    energy and that of the strongest direction: ``(2, ...)``, in float64.
+#: The mean squared error of a stored value over its square, with a spacing of 1
+#: relative to the power of two below: an error is spread evenly over one spacing, and
+#: with magnitudes m 2^e whose logarithms are, too, the mean of m^-2 is 3 / (8 ln 2).
+ROUNDING_VARIANCE = 3 / (8 * math.log(2)) / 12
 
-    ``spacing`` is that of stored values, relative to the power of two below each, so
-    that the error of a value is spread evenly over one spacing. With magnitudes
-    :math:`m\,2^e` whose logarithms are, too, the mean of :math:`m^{-2}` is
-    :math:`3 / (8 \ln 2)`. The norm of random matrices is about that of the strongest
-    row and of the strongest column together (Bandeira and van Handel, 2016).
+
+def expected_rounding(theta_0: Tensor, tau: Tensor, spacing2: float) -> Tensor:
+    r"""Return what is expected of the rounding errors in the difference ``tau`` of
+    stored weights and ``theta_0``, ``(..., d_o, d_i)``: their energy and that of their
+    strongest direction, ``(2, ...)``, in float64.
+
+    ``spacing2`` is the square of the spacing of stored values, relative to the power of
+    two below each, summed over the weights that were rounded. No row or column has more
+    energy of errors than there is: those that are as they were have none.
     """
+    variance = ROUNDING_VARIANCE * spacing2
     of_rows = []
-    of_columns = torch.zeros_like(weight[..., 0, :], dtype=torch.float64)
-    for rows in row_blocks(weight):
-        squares = weight[..., rows, :].double().square()
-        of_rows.append(squares.sum(dim=-1))
-        of_columns += squares.sum(dim=-2)
-    strongest_row = torch.cat(of_rows, dim=-1).amax(dim=-1)
-    strongest = (strongest_row.sqrt() + of_columns.amax(dim=-1).sqrt()).square()
-    errors = torch.stack([of_columns.sum(dim=-1), strongest])
-    return 3 / (8 * math.log(2)) / 12 * spacing**2 * errors
+    of_columns = tau.new_zeros(2, *tau[..., 0, :].shape, dtype=torch.float64)
+    for rows in row_blocks(tau):
+        changes = tau[..., rows, :].square()
+        weights = (theta_0[..., rows, :] + tau[..., rows, :]).square_()
+        of_columns += torch.stack([weights.sum(dim=-2), changes.sum(dim=-2)])
+        sums = weights.sum(dim=-1), changes.sum(dim=-1), weights.amax(dim=-1)
+        of_rows.append(torch.stack(sums).double())
+    weights, changes, largest = torch.cat(of_rows, dim=-1)
+    r = torch.minimum(variance * weights, changes)
+    c = torch.minimum(variance * of_columns[0], of_columns[1])
+    energy = torch.minimum(r.sum(dim=-1), c.sum(dim=-1))
+    # A value that is much larger than all others is less even than its row and column.
+    lone = torch.minimum(4 * variance * largest, changes).amax(dim=-1)
+    return torch.stack([energy, lone.maximum(energy * share_of_norm(r, c))])
+
+
+def share_of_norm(r: Tensor, c: Tensor) -> Tensor:
+    r"""Return the squared norm of large random matrices over their energy, ``(...)``,
+    given the expected energies of their rows and columns.
+
+    With independent entries, whose energy is :math:`r_i c_j` where those of all rows
+    and columns are 1, it is the least :math:`t\,h(r)\,h(c)` of all t, where
+    :math:`\sum_i r_i / (h(r) - r_i) = t` (Lehner, 1999; Bandeira, Boedihardjo and van
+    Handel, 2023): Marchenko and Pastur's edge if they are even.
+    """
+    # Powers of two, of which the best is within 3 % of the least.
+    count = max(r.shape[-1], c.shape[-1]).bit_length() + 1
+    t = torch.arange(count, dtype=r.dtype, device=r.device).exp2()
+    return (t * _heights(r, t) * _heights(c, t)).amin(dim=-1)
+
+
+def _heights(r: Tensor, t: Tensor) -> Tensor:
+    """Return h(r) of :func:`share_of_norm` for each t, ``(..., k)``."""
+    r = (r / r.sum(dim=-1, keepdim=True).clamp_min(1e-300))[..., None, :]
+    # That of the largest entry alone, from where Newton's method for 1 / t rises to h.
+    h = (r.amax(dim=-1) * (1 + 1 / t)).clamp_min(1e-300)
+    for _ in range(12):
+        parts = r / (h[..., None] - r)
+        s, squares = parts.sum(dim=-1), parts.square().sum(dim=-1)
+        h = h * (1 + (s / t - 1) * s / (s + squares).clamp_min(1e-300))
+    return h
 
 
 def above_rounding(

@@ -108,6 +108,82 @@ def test_adapters_merged_into_bfloat16_are_merged_as_in_float32(method, pretrain
     assert (update_of_rounded - update).norm() < 0.1 * update.norm()
 
 
+def uneven(sides, *, seed):
+    """A weight whose rows, or rows and columns, differ as much as a language model's."""
+    theta = drawn(384, 384, seed=seed, scale=0.04)
+    if sides != "none":
+        theta = theta * drawn(384, 1, seed=seed + 1, scale=0.7).exp()
+    if sides == "both":
+        theta = theta * drawn(1, 384, seed=seed + 2, scale=0.7).exp()
+    return theta
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pretrained", ["exact", "rounded"])
+@pytest.mark.parametrize(("sides", "most"), [("none", 1.1), ("rows", 1.2), ("both", 1.4)])
+def test_the_strongest_direction_of_rounding_is_expected_as_strong_as_it_is(
+    sides, most, pretrained, dtype
+):
+    """It was expected up to 70 % stronger, and hid as strong directions of tasks."""
+    theta_0 = uneven(sides, seed=0)
+    if pretrained == "exact":
+        theta_0 = theta_0.to(dtype).float()
+    update = 0.1 * uneven(sides, seed=5)
+    base = theta_0.to(dtype)
+    tau = (theta_0 + update).to(dtype).float() - base.float()
+    errors = tau - update
+    weights = 1 if pretrained == "exact" else 2
+    energy, strongest = expected_rounding(base, tau, weights * torch.finfo(dtype).eps ** 2)
+    assert energy.item() == pytest.approx(errors.square().sum().item(), rel=0.1)
+    ratio = (strongest.sqrt() / torch.linalg.matrix_norm(errors, 2)).item()
+    assert 0.95 < ratio < most
+
+
+def test_a_value_much_larger_than_all_others_has_its_own_rounding():
+    """One such weight in a layer is no news in language models."""
+    theta_0 = drawn(384, 384, seed=0, scale=0.04)
+    strongest = []
+    for number in range(20):
+        theta_0[3, 5] = 3 + drawn(1, seed=number, scale=0.3).item()
+        tau = theta_0.bfloat16().float() - theta_0
+        errors = expected_rounding(theta_0, tau, torch.finfo(torch.bfloat16).eps ** 2)
+        strongest.append(torch.linalg.matrix_norm(tau, 2).item() / errors[1].sqrt().item())
+    assert max(strongest) < 1.1
+
+
+def test_rows_that_a_task_left_as_they_were_have_no_rounding():
+    """Such as the embeddings of tokens that it has never seen; they hid directions in others."""
+    theta_0 = drawn(384, 192, seed=0, scale=0.04)
+    theta_0[32:] *= 20
+    theta_0 = theta_0.bfloat16().float()
+    update = drawn(384, 4, seed=1, scale=0.02) @ drawn(4, 192, seed=2, scale=0.02)
+    update[32:] = 0
+    task = (theta_0 + update).bfloat16()
+    spacing = torch.finfo(torch.bfloat16).eps
+    directions = TaskOfLayer(task, theta_0, spacing=spacing).directions(64)
+    assert int(directions.values.count_nonzero()) == 4
+
+
+@pytest.mark.parametrize("method", ["nufilt", *ORDER_FREE])
+def test_a_pretrained_layer_of_zeros_has_tasks_that_are_rounded(method):
+    """Nothing was expected of their rounding, since there is none of zeros."""
+    theta_0 = torch.zeros(WIDTH, WIDTH)
+    tasks = [2 * adapter(seed).product() for seed in (1, 2, 3, 4)]
+    update = merged_by(method, theta_0, tasks)
+    update_of_rounded = merged_by(method, theta_0, [task.bfloat16().float() for task in tasks])
+    assert (update_of_rounded - update).norm() < 0.1 * update.norm()
+
+
+def test_the_subspace_of_a_task_has_no_rounding_of_the_pretrained_model_either():
+    """Both tasks are one adapter, so that all of the second one's directions are protected."""
+    theta_0 = THETA_0.float() * (1 + drawn(WIDTH, WIDTH, seed=8, scale=0.1))
+    config = FusionConfig(null_rank=64, lora_rank=8, task_rank=64)
+    tasks = [theta_0 + factor * adapter(1).product() for factor in (1.0, 1.5)]
+    layers = [{"layer": weight.bfloat16()} for weight in (theta_0, *tasks)]
+    _, reports = fuse_layers(*layers, config, step=2)
+    assert reports["layer"].overlap > 0.95
+
+
 def test_rounding_is_told_from_directions_that_are_much_stronger():
     """What is left beside them is less than what a norm in float32 is wrong by."""
     theta_0 = drawn(384, 384, seed=0, scale=0.04).bfloat16()
@@ -116,8 +192,8 @@ def test_rounding_is_told_from_directions_that_are_much_stronger():
     spacing = torch.finfo(torch.bfloat16).eps
     directions = TaskOfLayer(task, theta_0, spacing=spacing).directions(64)
     assert int(directions.values.count_nonzero()) == 8
-    rounding = 2 * expected_rounding(theta_0, spacing)
     tau = task.float() - theta_0.float()
+    rounding = expected_rounding(theta_0, tau, 2 * spacing**2)
     V = top_right_singular_vectors(tau, 64, rounding=rounding, float64=True)
     assert int(V.any(dim=0).sum()) == 8
 
@@ -186,7 +262,7 @@ def test_weak_factors_are_as_much_in_the_way_of_a_base_in_bfloat16_as_of_one_in_
 def test_in_float32_no_direction_is_taken_for_rounding():
     tau = merged_in(torch.float32, 1) - THETA_0.float()
     V = top_right_singular_vectors(tau, 16)
-    rounding = expected_rounding(THETA_0, torch.finfo(torch.float32).eps)
+    rounding = expected_rounding(THETA_0, tau, torch.finfo(torch.float32).eps ** 2)
     assert torch.equal(top_right_singular_vectors(tau, 16, rounding=rounding)[:, :8], V[:, :8])
 
 

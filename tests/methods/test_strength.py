@@ -16,7 +16,7 @@ from fusion_bench_nufilt.methods.task_vector import (
     task_strength,
 )
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.nufilt.subspace import expected_rounding
+from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
 from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
@@ -91,7 +91,8 @@ def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
         if isinstance(tau, LowRank):
             tau = tau.product()
         theta = (theta_0 + tau).to(dtype)
-        rounding = expected_rounding(theta, torch.finfo(dtype).eps)[0].item()
+        energy = theta.float().square().sum().item()
+        rounding = ROUNDING_VARIANCE * torch.finfo(dtype).eps ** 2 * energy
         return spectrum(theta.float() - theta_0, rounding)
 
     return task_strength(range(len(shapes)), shapes, measure)
@@ -166,8 +167,9 @@ def test_the_expected_rounding_is_what_rounding_adds():
     for dtype in (torch.bfloat16, torch.float16):
         stored = theta.to(dtype)
         added = (stored.float() - theta).square().sum().item()
-        energy = expected_rounding(stored, torch.finfo(dtype).eps)[0].item()
-        assert energy == pytest.approx(added, rel=0.03)
+        energy = stored.float().square().sum().item()
+        expected = ROUNDING_VARIANCE * torch.finfo(dtype).eps ** 2 * energy
+        assert expected == pytest.approx(added, rel=0.03)
 
 
 def test_a_tail_is_what_lies_outside_the_leading_directions_of_all_layers():
