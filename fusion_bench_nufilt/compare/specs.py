@@ -132,6 +132,7 @@ class _MethodConfigs:
         self._searchpath = [
             override for override in overrides if override.startswith("hydra.searchpath")
         ]
+        self._names_by_group: dict[tuple[str, ObjectType], list[str]] = {}
 
     def resolve(self, name: str) -> list[str]:
         """Return the overrides that choose a continual method, or that run one of FusionBench's own
@@ -199,8 +200,11 @@ class _MethodConfigs:
 
     def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         group = f"method/{folder}".rstrip("/")
-        with config_loader() as loader:
-            return list(loader.get_group_options(group, kind, PROGRAM, self._searchpath))
+        if (group, kind) not in self._names_by_group:
+            with config_loader() as loader:
+                names = loader.get_group_options(group, kind, PROGRAM, self._searchpath)
+            self._names_by_group[group, kind] = list(names)
+        return self._names_by_group[group, kind]
 
     def _tree(self, folder: str = "") -> Iterator[str]:
         prefix = f"{folder}/" if folder else ""
