@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from importlib.util import resolve_name
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fusion_bench_nufilt"
 NAME = PACKAGE.name
 FILES = sorted(PACKAGE.rglob("*.py"))
-DISTRIBUTIONS = packages_distributions()
 
 #: What each package may import from the others.
 READS = {
@@ -37,14 +37,19 @@ def module_of(file):
 MODULES = {module_of(file): file for file in FILES}
 
 
-def imports(file, *, inside_functions):
-    """Yield the modules of the package that a file imports."""
-    folder = ".".join(file.relative_to(PACKAGE.parent).parent.parts)
+@cache
+def import_nodes(file, inside_functions):
     tree = ast.parse(file.read_text())
     nodes = tree.body
     if inside_functions:
         nodes = ast.walk(tree)
-    for node in nodes:
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imports(file, *, inside_functions):
+    """Yield the modules of the package that a file imports."""
+    folder = ".".join(file.relative_to(PACKAGE.parent).parent.parts)
+    for node in import_nodes(file, inside_functions):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom):
@@ -65,10 +70,10 @@ def package_of(module):
 def libraries_of(file):
     """Return the top-level names that a file imports from outside its package."""
     libraries = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in import_nodes(file, inside_functions=True):
         if isinstance(node, ast.Import):
             libraries |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+        elif not node.level:
             libraries.add(node.module.partition(".")[0])
     return libraries
 
@@ -143,9 +148,10 @@ def test_every_package_that_is_imported_is_declared():
     declared = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
     # The last two come with the models and the harness that need them.
     declared |= {"fusion-bench-nufilt", "timm", "pycocoevalcap"}
+    distributions_of = packages_distributions()
     for file in FILES:
         for name in libraries_of(file) - sys.stdlib_module_names:
-            distributions = DISTRIBUTIONS.get(name, [name])
+            distributions = distributions_of.get(name, [name])
             packages = {package.lower().replace("_", "-") for package in distributions}
             assert packages & declared, (
                 f"{file} imports {name}, which pyproject.toml does not declare"
