@@ -13,6 +13,7 @@ import hydra
 import pytest
 import torch
 from hypothesis import settings
+from peft import PeftModel
 
 from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
@@ -34,6 +35,22 @@ GPU = (
 )
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 SHARED = Path(os.environ.get("NUFILT_SHARED", REPO.parent / "shared"))
+
+
+@cache
+def composed(program, *overrides):
+    return hydra.compose(program, list(overrides))
+
+
+def compose_once(program, overrides):
+    """Compose, which takes Hydra a quarter of a second, and the same words are composed hundreds of
+    times.
+    """
+    return deepcopy(composed(program, *overrides))
+
+
+def pytest_sessionstart():
+    configs.compose = compose_once  # also for files that compose as they are imported
 
 
 def pytest_collection_finish():
@@ -72,20 +89,16 @@ def no_waiting_for_the_disk():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compose_once():
-    """Composing takes Hydra a quarter of a second, and the same words are composed hundreds of
-    times.
+def adapters_without_cards():
+    """peft compiles the template of a README for every adapter that it saves, which takes as long
+    as all else.
     """
 
-    @cache
-    def composed(program, *overrides):
-        return hydra.compose(program, list(overrides))
-
-    def compose(program, overrides):
-        return deepcopy(composed(program, *overrides))
+    def leave_out(self, output_dir):
+        pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configs, "compose", compose)
+        patch.setattr(PeftModel, "create_or_update_model_card", leave_out)
         yield
 
 
