@@ -17,6 +17,7 @@ IMPORTED = (
     "fusion_bench_nufilt.compare.summary",
     "fusion_bench_nufilt.demo",
     "fusion_bench_nufilt.merge.folders",
+    "tests.few_steps",
 )
 
 
