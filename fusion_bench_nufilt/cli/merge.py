@@ -7,6 +7,7 @@ import typer
 
 from fusion_bench_nufilt.methods.options import METHOD_TABLE, Settings, TargetConfig
 from fusion_bench_nufilt.utils.garbage import garbage_left
+from fusion_bench_nufilt.utils.heap import keep_freed_memory
 
 from .terminal import AsJson, Quiet, options_from, terminal, typed_values
 
@@ -60,6 +61,8 @@ def merge(
     **typed: Any,
 ) -> None:
     """Merge fine-tuned models into one, layer by layer, without loading a model."""
+    # Before torch, which starts threads.
+    keep_freed_memory()
     with terminal(quiet) as console:
         # Torch takes two seconds, for which help does not wait.
         with garbage_left():

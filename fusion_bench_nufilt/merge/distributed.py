@@ -15,7 +15,8 @@ from torch import Tensor
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
-from fusion_bench_nufilt.utils.devices import exact_products, give_back_freed_memory
+from fusion_bench_nufilt.utils.devices import exact_products
+from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 
 from .engine import LayerMerger, MergedLayer
 from .output import Record

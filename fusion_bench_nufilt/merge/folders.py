@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.utils.devices import give_back_freed_memory, map_layers
+from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import (
     CARD,
     disk_full_errors,
@@ -20,6 +20,7 @@ from fusion_bench_nufilt.utils.files import (
     is_writable,
     size_text,
 )
+from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     in_one_line,

@@ -2,10 +2,8 @@
 memory, and what fails there.
 """
 
-import ctypes
 import functools
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -219,27 +217,6 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)
-
-
-# The numbers by which glibc's malloc.h knows these parameters.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-
-
-def give_back_freed_memory() -> None:
-    """Have glibc give blocks above 4 MB back to the system when they are freed, and every thread
-    keep 16 MB for smaller ones.
-
-    By default, a thread keeps freed blocks of up to 32 MB, and a process of many threads takes
-    twice what it uses; of smaller ones, it keeps next to nothing, and the system clears their
-    memory again and again.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
-        mallopt(_M_TRIM_THRESHOLD, 16 * 2**20)
 
 
 class DeviceOutOfMemoryError(ValueError):

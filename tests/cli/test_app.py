@@ -75,3 +75,13 @@ def test_a_command_ends_without_a_search_for_garbage_among_what_it_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "True"
+
+
+def test_a_merge_says_what_becomes_of_freed_memory_before_torch_starts_threads():
+    code = (
+        "import sys; from fusion_bench_nufilt.cli import app, merge\n"
+        "merge.keep_freed_memory = lambda: print('torch' in sys.modules)\n"
+        "app.app(['merge'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == "False"
