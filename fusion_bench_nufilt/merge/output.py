@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.files import LOCK, lock_folder, put_in_place, write_text
 from fusion_bench_nufilt.utils.manifest import in_one_line, merge_differences
-from fusion_bench_nufilt.utils.tensors import file_digest, write_at
+from fusion_bench_nufilt.utils.tensors import file_checksum, write_at
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ class Record(TypedDict, total=False):
     """A journal's entry for a tensor that is written."""
 
     param: Required[str]
-    #: For each range of bytes: its file, the offsets of its start and end, and its digest.
-    written: Required[Annotated[list[tuple[str, NonNegativeInt, int, str]], Field(min_length=1)]]
+    #: For each range of bytes: its file, the offsets of its start and end, and its CRC-32, which a
+    #: loss of power can't leave as it was. What tells an edit is the digest of the finished file.
+    written: Required[Annotated[list[tuple[str, NonNegativeInt, int, int]], Field(min_length=1)]]
     #: What it was made from: digests by the model's role in the merge, and strengths of tasks.
     read: Required[dict[str, str]]
     reports: Required[list[dict[str, Any]]]
@@ -58,7 +59,7 @@ class Output:
 
     The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's
     place from the start, so any thread may write tensors in any order. A journal lists which are
-    done, with digests of their bytes.
+    done, with checksums of their bytes.
 
     Args:
         out: the folder to make.
@@ -196,10 +197,10 @@ class Output:
 
     def _holds(self, record: Record) -> bool:
         """Tell whether the files have what a record says was written."""
-        for file, start, stop, sha in record["written"]:
+        for file, start, stop, checksum in record["written"]:
             if stop > self._sizes.get(file, -1):
                 return False
-            if file_digest(self.model / file, start, stop) != sha:
+            if file_checksum(self.model / file, start, stop) != checksum:
                 return False
         return True
 

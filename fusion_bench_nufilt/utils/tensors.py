@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -267,13 +268,13 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
-def file_digest(path: Path, start: int, stop: int) -> str:
-    sha = hashlib.sha256()
+def file_checksum(path: Path, start: int, stop: int) -> int:
+    checksum = 0
     with path.open("rb") as file:
         file.seek(start)
         for offset in range(start, stop, CHUNK_BYTES):
-            sha.update(file.read(min(CHUNK_BYTES, stop - offset)))
-    return sha.hexdigest()
+            checksum = zlib.crc32(file.read(min(CHUNK_BYTES, stop - offset)), checksum)
+    return checksum
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:
