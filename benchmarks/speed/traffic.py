@@ -2,6 +2,7 @@
 
     OMP_WAIT_POLICY=passive python benchmarks/speed/traffic.py --size 135M
     python benchmarks/speed/traffic.py --size 1.1B --methods sum,nufilt,best --repeats 1
+    python benchmarks/speed/traffic.py --size 1.1B --methods "mergekit,sum,sum --no-state"
 
 Makes a base and two tasks in bfloat16, merges both tasks at once by each method in a process of its
 own, the methods in turn, and prints a table of the median of each figure. "Fresh" are the bytes
@@ -10,6 +11,9 @@ of a page, without those of the same merge of a model of two tiny blocks, which 
 own. Where the kernel hands out huge pages, a fault is one of 2 MB, and fresh is a lower bound.
 "Cores" are the CPU seconds over those on the clock. A line for each merge, the last of several,
 shows from its first second to its last how busy the cores were: eight steps, and a dot for none.
+
+`sum` writes the state from which a merge goes on beside the model, of twice its bytes; mergekit
+writes none, nor does `sum --no-state`.
 """
 
 import argparse
@@ -69,7 +73,7 @@ def command_of(method, folder):
         recipe.write_text(MERGEKIT.format(base=base, tasks=tasks))
         program = Path(sys.executable).with_name("mergekit-yaml")
         return [str(program), str(recipe), str(out)]
-    words = ["merge", "--base", str(base), "--out", str(out), "--method", method]
+    words = ["merge", "--base", str(base), "--out", str(out), "--method", *method.split()]
     for task in tasks:
         words += ["--task", str(task)]
     return [sys.executable, "-m", "fusion_bench_nufilt.cli.app", *words]
@@ -153,7 +157,11 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 135M")
-    parser.add_argument("--methods", default="mergekit,sum,isotropic,nufilt,best")
+    parser.add_argument(
+        "--methods",
+        default="mergekit,sum,sum --no-state,isotropic,nufilt,best",
+        help="with commas between them, each with its options, if any",
+    )
     parser.add_argument("--blocks", type=int, help="of the model, instead of all of them")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("outputs/traffic"))
@@ -180,7 +188,7 @@ def main():
                 cells = [f"{row[column]:.1f}" for column in COLUMNS[:5]]
                 cells += [f"{row['faults']:,.0f}".replace(",", " "), f"{fresh:.1f}"]
                 print(f"| {size} | {method} | {' | '.join(cells)} |", flush=True)
-                lines.append(f"{size} {method:9} {utilisation(samples[method], os.cpu_count())}")
+                lines.append(f"{size} {method:14} {utilisation(samples[method], os.cpu_count())}")
         print("\n".join(["", *lines]))
     finally:
         if not arguments.keep:
