@@ -38,7 +38,7 @@ from fusion_bench_nufilt.utils.files import (
     size_text,
     validate,
 )
-from fusion_bench_nufilt.utils.manifest import read_manifest
+from fusion_bench_nufilt.utils.manifest import is_same_model, read_manifest
 from fusion_bench_nufilt.utils.options import (
     split_options,
     unknown,
@@ -411,8 +411,8 @@ def _base(merged: str, folder: Path, manifest: Manifest) -> str:
 
 def find_model(model: Input, beside: Path) -> str:
     """Return the name of a model that a manifest names: on the hub at the same revision, or a
-    folder here, beside the result or one folder away from that; its content tells whether it is
-    the one.
+    folder here, beside the result or one folder away from that. Of several, it is the one that has
+    the content.
 
     A ValueError refuses the path of a folder elsewhere, which none of our manifests has.
     """
@@ -430,7 +430,24 @@ def find_model(model: Input, beside: Path) -> str:
     folders = [Path(), beside, beside.absolute().parent]
     if "/" not in name:
         folders += sorted(path for path in beside.glob("*/") if (path / name).is_dir())
+    places: dict[Path, Path] = {}
     for folder in folders:
         if (folder / name).is_dir():
-            return str(folder / name)
-    return name
+            places.setdefault((folder / name).resolve(), folder / name)
+    if not places:
+        return name
+    return str(_with_content_of(model, list(places.values())))
+
+
+def _with_content_of(model: Input, folders: Sequence[Path]) -> Path:
+    """Return the first folder with the content of a model, or else the first."""
+    if len(folders) == 1:
+        return folders[0]
+    for folder in folders:
+        try:
+            identity = Checkpoint.open(str(folder)).identity()
+        except (ValueError, OSError):  # which holds no model
+            continue
+        if is_same_model(identity, model):
+            return folder
+    return folders[0]

@@ -59,6 +59,24 @@ def test_a_base_one_folder_away_from_the_result_is_found(tmp_path, folder):
     assert same(tensors(results / "new"), tensors(expected))
 
 
+def test_of_several_bases_of_one_name_that_with_the_content_is_found(tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    save_stream(results, llama(), tasks=2)
+    merge(results, ["task1"], "one")
+    expected = merge(results, ["task2"], "two", merged="one")
+    llama(seed=3).save_pretrained(tmp_path / "base")
+    (results / "empty" / "base").mkdir(parents=True)
+    (results / "models").mkdir()
+    (results / "base").rename(results / "models" / "base")
+    monkeypatch.chdir(tmp_path)
+    code, text = go_on(results)
+    assert code == 0, text
+    assert same(tensors(results / "new"), tensors(expected))
+    code, text = nufilt("merge", results / "one" / "nufilt.json", "--out", results / "again")
+    assert code == 0, text
+    assert same(tensors(results / "again"), tensors(results / "one"))
+
+
 def test_what_the_user_says_wins_with_a_warning_that_names_both_values(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
     merge(tmp_path, ["task1"], "one")
