@@ -161,11 +161,11 @@ class LayerReader(ABC):
         """
         return 0.0
 
-    def spacing_of_earlier(self, merged: MergedLayer) -> float:
-        """Return the spacing of the values of tasks in earlier merges, which is not known: that of
-        what is left of them.
+    def earlier_spacings(self, merged: MergedLayer) -> list[float]:
+        """Return the spacings of the values of tasks in earlier merges, times their coefficients;
+        where they are not known, those of what is left of them.
         """
-        return torch.finfo(merged.theta_0.dtype).eps
+        return [torch.finfo(merged.theta_0.dtype).eps] * (self.first_step - 1)
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank
@@ -279,7 +279,18 @@ class LayerMerger:
         for key, value in batch.state.items():
             for layer, layer_value in zip(batch.merged, value, strict=True):
                 layer.state[key] = layer_value
+        coefficients = self._coefficients(len(self._strengths))
+        for layer in batch.merged:
+            pairs = zip(layer.spacings, coefficients, strict=True)
+            layer.record["spacings"] = [spacing * abs(factor) for spacing, factor in pairs]
         return batch.merged
+
+    def _coefficients(self, count: int) -> list[float]:
+        """Return the coefficients of all tasks so far, the first ``count`` of this merge among
+        them; those of earlier ones are in what they left.
+        """
+        earlier_merges = [1.0] * (self.reader.first_step - 1)
+        return [*earlier_merges, *self.reader.coefficients[:count]]
 
     def _read(self, layers: Sequence[Layer], device: torch.device) -> _Batch:
         """Read layers of the base, and their states before the first task, as one batch."""
@@ -287,8 +298,7 @@ class LayerMerger:
         for layer in layers:
             with oom_as_error(_label(layer), device):
                 merged_layer = self.reader.read(layer, device)
-            earlier = self.reader.spacing_of_earlier(merged_layer)
-            merged_layer.spacings = [earlier] * (self.reader.first_step - 1)
+            merged_layer.spacings = self.reader.earlier_spacings(merged_layer)
             merged.append(merged_layer)
         base = _stack([layer.theta_0 for layer in merged])
         state = {key: _stack([layer.state[key] for layer in merged]) for key in merged[0].state}
@@ -368,7 +378,6 @@ class LayerMerger:
         float64: bool,
     ) -> tuple[State, Measures]:
         """Return what the method returns for a task, computed on a device."""
-        earlier_merges = [1.0] * (self.reader.first_step - 1)
         # The method alone holds a stack of weights, and can free it.
         return self.reader.method.update(
             [layer.name for layer in batch.layers],
@@ -378,7 +387,7 @@ class LayerMerger:
             step=self.reader.first_step + number,
             strength=self._strengths[number],
             spacings=task.spacings,
-            coefficients=[*earlier_merges, *self.reader.coefficients[: number + 1]],
+            coefficients=self._coefficients(number + 1),
             float64=float64,
         )
 

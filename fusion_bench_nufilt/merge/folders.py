@@ -291,10 +291,15 @@ def _manifest(
     about_adapter = {}
     if plan.is_adapter:
         about_adapter = {"base_model": plan.base.label, "energy_kept": _energy_kept(plan, done)}
+    about_rounding = {}
+    if plan.method.is_stateless:  # the others keep what is expected of it in their states
+        spacings = {layer.name: done[layer.param]["spacings"] for layer in plan.layers}
+        about_rounding = {"spacings": spacings}
     return {
         "method": plan.method.label,
         **description,
         **about_adapter,
+        **about_rounding,
         "task_inputs": [*tasks_of(plan.merged_manifest), *own_tasks],
         "without_effect": plan.without_effect,
         "coverage": plan.coverage.as_dict(),

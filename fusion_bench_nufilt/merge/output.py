@@ -38,6 +38,8 @@ class Record(TypedDict, total=False):
     #: What it was made from: digests by the model's role in the merge, and strengths of tasks.
     read: Required[dict[str, str]]
     reports: Required[list[dict[str, Any]]]
+    #: Of the tasks so far in a layer, times their coefficients.
+    spacings: list[float]
     not_finite: str
     #: Of an update in an adapter: the energies of what is kept and of the whole.
     energy: tuple[float, float]

@@ -256,18 +256,21 @@ class PlannedLayers(LayerReader):
             return torch.finfo(merged.theta_0.dtype).eps
         return 0.0
 
-    def spacing_of_earlier(self, merged: MergedLayer) -> float:
+    def earlier_spacings(self, merged: MergedLayer) -> list[float]:
         plan = self.plan
-        spacing = super().spacing_of_earlier(merged)
-        if isinstance(merged, LayerInBasis):
-            return spacing  # that of factors
         layer = merged.layer
+        spacings = super().earlier_spacings(merged)
+        saved = plan.merged_manifest.get("spacings", {}).get(layer.name, [])
+        if len(saved) == len(spacings):
+            return list(saved)
+        if isinstance(merged, LayerInBasis):
+            return spacings  # those of factors
         stored = [plan.base.tensors[layer.keys[0]]]
         if plan.merged is not None and layer.param in plan.merged.keys:
             stored.append(plan.merged.source.tensors[plan.merged.keys[layer.param]])
         # As they are read: a quantised model is merged as the same model dequantised.
-        of_stored = [torch.finfo(FLOATS[tensor.dtype]).eps for tensor in stored]
-        return max(spacing, *of_stored)
+        of_stored = max(torch.finfo(FLOATS[tensor.dtype]).eps for tensor in stored)
+        return [max(spacing, of_stored) for spacing in spacings]
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank

@@ -24,7 +24,14 @@ from typing import Annotated, Any, BinaryIO, TypeVar, cast
 import psutil
 import yaml
 from filelock import BaseFileLock, FileLock, Timeout
-from pydantic import AfterValidator, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+)
 from rich.markup import escape
 from safetensors import SafetensorError
 from typing_extensions import TypedDict
@@ -509,6 +516,8 @@ class Manifest(TypedDict, total=False):
     without_effect: dict[str, Any]
     #: Models in the mean of a tensor, where that is not `step`.
     mean_counts: dict[str, NonNegativeInt]
+    #: Of the values of each of `tasks` in a layer, times its coefficient; in what has no state.
+    spacings: dict[str, list[NonNegativeFloat]]
     #: All files of the folder but the manifest, by their relative paths.
     files: dict[str, Fingerprint]
     vocabulary: VocabularyEntry

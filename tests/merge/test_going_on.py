@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import Settings
@@ -19,6 +20,7 @@ from tests.merge.helpers import (
     merge,
     plan,
     same,
+    save_merged_adapters,
     save_stream,
     tensors,
 )
@@ -154,3 +156,40 @@ def test_a_merge_at_once_rounds_to_bfloat16_once_with_and_without_a_state(tmp_pa
 def test_a_state_that_is_neither_on_nor_off_is_refused():
     with pytest.raises(ValueError, match="state must be true or false, got 'float32'"):
         Settings(state="float32")
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_tasks_in_16_bits_are_merged_one_by_one_into_a_base_in_float32_as_all_at_once(
+    tmp_path, scale
+):
+    """The base and the merged model do not tell in how many digits a task was stored: the filter
+    protected the rounding of earlier ones.
+    """
+    save_merged_adapters(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    options = {"target_modules": "all-linear", "null_rank": 48}
+    both = {"weights": [scale, scale]}
+    at_once = merge(tmp_path, ["task1", "task2"], "at once", settings=both, **options)
+    alone = {"weights": [scale]}
+    merge(tmp_path, ["task1"], "one", settings=alone, **options)
+    one_by_one = merge(tmp_path, ["task2"], "one by one", "one", settings=alone, **options)
+    (report,) = manifest(one_by_one)["layers"][LAYER]
+    assert report["protected_rank"] == 2
+    for name, weight in tensors(at_once).items():
+        assert torch.allclose(tensors(one_by_one)[name], weight, rtol=1e-5, atol=1e-7), name
+
+
+def test_a_run_in_float32_knows_the_digits_of_its_earlier_tasks_also_where_it_goes_on(tmp_path):
+    save_merged_adapters(tmp_path)
+    names = {"_pretrained_": "base", "task1": "task1", "task2": "task2"}
+    models = {}
+    for name, folder in names.items():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        models[name] = model
+    models["_pretrained_"].save_pretrained(tmp_path / "base")
+    options = {"target_modules": "all-linear", "null_rank": 48}
+    in_memory = algorithm(models, **options).state_dict()
+    from_folders = tensors(merge(tmp_path, ["task1", "task2"], **options))
+    for name, weight in from_folders.items():
+        assert torch.equal(in_memory[name], weight), name
