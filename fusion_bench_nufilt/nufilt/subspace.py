@@ -330,6 +330,7 @@ def above_rounding(
         ``(..., k)``, of which the first is true wherever there is any energy.
     """
     squares, energy = squares.double(), energy.double()
+    unknown = 16 * torch.finfo(torch.float32).eps * energy  # what sums may miss
     expected, strongest = rounding.double()
     noise = torch.minimum(expected, energy)
     count = torch.zeros_like(noise)
@@ -343,7 +344,7 @@ def above_rounding(
         rest = energy - (squares * stronger).sum(dim=-1)
         # The stronger directions also have their part of the errors.
         share = ((1 - count / d_o) * (1 - count / d_i)).clamp_min(1 / (d_o * d_i))
-        noise = torch.minimum(noise, rest.clamp_min(0) / share)
+        noise = torch.minimum(noise, rest.maximum(unknown) / share)
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:
