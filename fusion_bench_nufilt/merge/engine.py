@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter, methodcaller
 from threading import Condition, Lock
 from typing import Any, TypeVar
@@ -138,6 +138,21 @@ class LayerReader(ABC):
     @abstractmethod
     def solving_memory(self, layer: Layer) -> int:
         """Return the bytes held on the device where a layer is merged."""
+
+    def working_memory(self, shape: tuple[int, int], itemsize: int) -> int:
+        """Return the bytes that a layer takes while it is merged, beside its weights and state."""
+        working = self.method.working_bytes(shape, itemsize)
+        # A GPU subtracts all rows at once.
+        if self.widens_tasks or self.devices[0].type != "cpu":
+            working = max(working, 3 * itemsize * math.prod(shape))
+        return working
+
+    @cached_property
+    def widens_tasks(self) -> bool:
+        """Whether some task's weights are wide as a whole, with the base's and what becomes of
+        them.
+        """
+        return any(coefficient != 1 for coefficient in self.coefficients)
 
     @abstractmethod
     def read(self, layer: Layer, device: torch.device) -> MergedLayer:

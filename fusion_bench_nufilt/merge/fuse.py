@@ -81,7 +81,7 @@ class MatrixLayers(LayerReader):
         weight = self.pretrained[layer.name]
         itemsize = max(compute_dtype(weight).itemsize, self.method.itemsize)
         # The base, the merged weight so far and the task.
-        return 3 * weight.nbytes + self.method.working_bytes(tuple(weight.shape), itemsize)
+        return 3 * weight.nbytes + self.working_memory(layer.view.shape, itemsize)
 
     def read(self, layer: Layer, device: torch.device) -> MergedLayer:
         theta_0 = self.pretrained[layer.name].detach().to(device)

@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from threading import Lock
 
 import torch
@@ -103,8 +104,15 @@ class PlannedLayers(LayerReader):
 
     def solving_memory(self, layer: Layer) -> int:
         itemsize = max(self.method.itemsize, self.plan.dtype(layer.keys[0]).itemsize)
-        working = self.method.working_bytes(self._shape_merged(layer), itemsize)
-        return self._stored_memory(layer) + working
+        return self._stored_memory(layer) + self.working_memory(self._shape_merged(layer), itemsize)
+
+    @cached_property
+    def widens_tasks(self) -> bool:
+        # What is quantised is decoded by scales in float32.
+        for model in self.plan.models.values():
+            if any(info.is_quantised for info in model.source.tensors.values()):
+                return True
+        return super().widens_tasks
 
     def _shape_merged(self, layer: Layer) -> tuple[int, int]:
         """Return the shape ``(d_o, d_i)`` in which a layer is merged."""

@@ -251,9 +251,8 @@ class Sum(OrderFree):
         return rows_of_update
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        # A task whose strength is set, which is wide between the base and the task, or the update
-        # with the merged weight and what is written of it.
-        return itemsize * 3 * math.prod(shape)
+        # The merged weight; differences and updates are of some rows at a time.
+        return itemsize * math.prod(shape)
 
 
 class Isotropic(Sum):

@@ -35,15 +35,16 @@ from fusion_bench_nufilt.merge.planned import PlannedLayers, peak_memory
 from fusion_bench_nufilt.utils.devices import process_memory
 
 torch.set_num_threads(2)
-folder, tasks, method, bounded = sys.argv[1], int(sys.argv[2]), sys.argv[3], len(sys.argv) > 4
+folder, tasks, method, words = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 names = [f"{folder}/task{i}" for i in range(1, tasks + 1)]
 options = FusionConfig(null_rank=16, lora_rank=8, max_steps=1) if method == "nufilt" else None
-plan = plan_merge(f"{folder}/base", names, None, options, method=method)
-if bounded:  # there is room for one of the largest layers, not for two
+settings = Settings(weights=[0.5] * tasks if "weighted" in words else None)
+plan = plan_merge(f"{folder}/base", names, None, options, settings=settings, method=method)
+if "bounded" in words:  # there is room for one of the largest layers, not for two
     bound = process_memory(2) + 2 * PlannedLayers(plan).memory_limit // 3
     plan = replace(plan, settings=replace(plan.settings, max_memory=bound))
-alone, predicted = process_memory(2), peak_memory(plan)
-merge_folders(plan, Path(folder) / f"out{tasks}{method}{bounded}")
+alone, predicted = process_memory(workers=0), peak_memory(plan)
+merge_folders(plan, Path(folder) / f"out{tasks}{method}{len(words)}")
 # Unlike getrusage, this does not begin with the memory of the process that started this one.
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 peak = int(status["VmHWM"].split()[0]) * 1024
@@ -117,14 +118,18 @@ def test_predicted_memory_is_held_and_does_not_depend_on_the_number_of_tasks(fol
     for run in (two, three):
         # How much of the prediction is used depends on which layers happen to be merged at the same
         # time.
-        assert run["alone"] + 0.1 * layers < run["peak"] <= run["predicted"]
+        assert run["alone"] + 0.25 * layers < run["peak"] <= run["predicted"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "share"), [("spectral", 0.1), ("sum", -0.5)])
-def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders, method, share):
-    """A sum takes so little that it may lie within what is counted for workers alone."""
-    run = measure(folders, 3, method)
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [(["spectral"], 0.3), (["sum"], 0.15), (["sum", "weighted"], 0.2)],
+    ids=str,
+)
+def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders, words, share):
+    """A sum takes little, of which much is counted for products of matrices by its workers."""
+    run = measure(folders, 3, *words)
     layers = run["predicted"] - run["alone"]
     assert run["alone"] + share * layers < run["peak"] <= run["predicted"]
 

@@ -39,6 +39,15 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     assert weights_memory == 3 * 4 * math.prod(shape) + weights_working
 
 
+def test_a_sum_counts_wide_tasks_where_they_have_weights(stream):
+    plain = plan(stream, method="sum")
+    weighted = plan(stream, method="sum", settings={"weights": [0.5] * len(plain.tasks)})
+    layer = plain.layers[0]
+    more = PlannedLayers(weighted).memory(layer) - PlannedLayers(plain).memory(layer)
+    # The base, the task, and what its weight makes of it, where a merged weight needs room for one.
+    assert more == 2 * 4 * math.prod(layer.view.shape)
+
+
 def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeypatch):
     # As if there was an accelerator.
     monkeypatch.setattr("fusion_bench_nufilt.utils.devices.check_devices", torch.device)
