@@ -50,6 +50,7 @@ def main() -> None:
         "--seed", type=int, default=0, help="of the examples drawn and of A; take another OUT"
     )
     parser.add_argument("--tasks", default=",".join(TASKS), help="those to train now")
+    parser.add_argument("--device", default="cpu", help="where to train")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     if not (out / "base/model.safetensors").exists():
@@ -71,7 +72,8 @@ def main() -> None:
         write_kind(kind, out)
         for name in arguments.tasks.split(","):
             if not (out / kind / name).exists():
-                finetune(kind, name, trains[name], tokenizer, out, arguments.seed)
+                device = torch.device(arguments.device)
+                finetune(kind, name, trains[name], tokenizer, out, arguments.seed, device)
 
 
 def finetune(
@@ -81,6 +83,7 @@ def finetune(
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
     seed: int,
+    device: torch.device,
 ) -> None:
     """Train on one task, and save the full model, and an adapter as such, too."""
     begin = time.time()
@@ -91,12 +94,13 @@ def finetune(
     model = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
     if kind.startswith("lora"):
         model = get_peft_model(model, ADAPTER)
+    model.to(device)
     # Like lm-eval, without special tokens in the prompt, and with a space before the answer.
     tokens = {
         answer: tokenizer.encode(f" {answer}", add_special_tokens=False)
         for answer in TASKS[name].answers.values()
     }
-    choices = torch.tensor(list(tokens.values())).squeeze(1)
+    choices = torch.tensor(list(tokens.values()), device=device).squeeze(1)
     optimizer = torch.optim.AdamW(
         model.parameters(), RATES[kind], betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -111,8 +115,10 @@ def finetune(
     for batch in batches:
         texts = [text for text, _ in batch]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        targets = torch.tensor([tokens[answer] for _, answer in batch]).squeeze(1)
-        with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
+        inputs = inputs.to(device)
+        targets = torch.tensor([tokens[answer] for _, answer in batch], device=device).squeeze(1)
+        in_bfloat16 = BFLOAT16 and device.type == "cpu"
+        with torch.autocast(device.type, torch.bfloat16, enabled=in_bfloat16):
             logits = model(**inputs, logits_to_keep=1).logits[:, -1].float()
         predicted = choices[logits[:, choices].argmax(1)]
         accuracies.append((predicted == targets).float().mean().item())
