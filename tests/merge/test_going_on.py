@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import Settings
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import (
+    RANKS,
     STATE,
     algorithm,
     change,
@@ -190,6 +193,13 @@ def test_a_run_in_float32_knows_the_digits_of_its_earlier_tasks_also_where_it_go
     models["_pretrained_"].save_pretrained(tmp_path / "base")
     options = {"target_modules": "all-linear", "null_rank": 48}
     in_memory = algorithm(models, **options).state_dict()
+    settings = {**RANKS, "shuffle_order": False, **options}
+    begun = logging_to(tmp_path / "run", NufiltContinualMergingAlgorithm(**settings))
+    with pytest.raises(InterruptedRunError):
+        begun.run(models, on_step=interrupt_after(1))
+    resumed = NufiltContinualMergingAlgorithm(**settings, resume=True)
+    gone_on = logging_to(tmp_path / "run", resumed).run(models).state_dict()
     from_folders = tensors(merge(tmp_path, ["task1", "task2"], **options))
     for name, weight in from_folders.items():
         assert torch.equal(in_memory[name], weight), name
+        assert torch.equal(gone_on[name], weight), name
