@@ -23,9 +23,8 @@ from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
 from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
 from fusion_bench_nufilt.utils.tensors import spacing_of, to_compute_dtype
 
+from .engine import CPU
 from .plan import Plan
-
-CPU = torch.device("cpu")
 
 Reserve = Callable[[Layer], AbstractContextManager[object]]
 """Waits for the memory that it takes to measure a layer, which is less than to merge it."""
