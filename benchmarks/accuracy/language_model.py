@@ -68,11 +68,11 @@ def main() -> None:
         name: write_task(name, task, arguments.clones, out / "tasks", arguments.seed)
         for name, task in TASKS.items()
     }
+    device = torch.device(arguments.device)
     for kind in arguments.kinds:
         write_kind(kind, out)
         for name in arguments.tasks.split(","):
             if not (out / kind / name).exists():
-                device = torch.device(arguments.device)
                 finetune(kind, name, trains[name], tokenizer, out, arguments.seed, device)
 
 
