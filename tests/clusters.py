@@ -23,6 +23,8 @@ def alone_with_ray() -> Iterator[None]:
     with lock, pytest.MonkeyPatch.context() as patch:
         # Else other processes starve the workers of a busy machine.
         patch.setenv("RAY_worker_niceness", "0")
+        # Else Ray spills nothing to a disk that is 95 % full, however much is free there.
+        patch.setenv("RAY_local_fs_capacity_threshold", "1")
         yield
         ray.shutdown()
 

@@ -258,7 +258,7 @@ def run_on_cluster(
                 try:
                     name, result = pool.get_next_unordered()
                 except ray.exceptions.RayTaskError as error:
-                    raise error.cause from error
+                    raise _cause_of(ray, error) from error
                 except ray.exceptions.RayError as error:
                     # A worker died, or a node that held a result.
                     actor_id = str(getattr(error, "actor_id", ""))
@@ -312,6 +312,20 @@ def _start(
             ready[actor_id] = (actor, node)
     log.info("%d workers on the cluster", len(ready))
     return ready
+
+
+def _cause_of(ray: Any, error: Any) -> Exception:
+    """Return what stopped a piece of work; a result that found no room says what helps."""
+    no_room = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
+    if isinstance(error.cause, no_room):
+        return ValueError(
+            "a result is larger than what is free in a node's store for objects, and "
+            "the disk to which Ray spills them is nearly full: make room there, or start the node "
+            "with another `--temp-dir` or a larger `--object-store-memory`; the same command goes "
+            "on where this run stopped"
+        )
+    cause: Exception = error.cause
+    return cause
 
 
 def _warn(node: Node, reason: object) -> None:

@@ -177,6 +177,14 @@ def test_what_the_work_refuses_is_one_line_with_the_name_of_the_node_and_a_mista
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("error", ["OutOfDiskError", "ObjectStoreFullError"])
+def test_a_result_that_finds_no_room_in_the_store_for_objects_says_what_helps(ray, error):
+    work = {"a layer": (getattr(ray.exceptions, error)("full"),)}
+    with pytest.raises(ValueError, match=r"^a result is larger .* `--temp-dir`"):
+        list(run(ray, work, make=lambda: refuse))
+
+
+@pytest.mark.slow
 def test_a_node_with_other_versions_is_refused(ray, monkeypatch):
     monkeypatch.setattr(cluster, "package_versions", lambda: {"torch": "0.1"})
     with pytest.raises(
