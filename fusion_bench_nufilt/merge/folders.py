@@ -172,9 +172,10 @@ def refuse_inside(plan: Plan, out: Path) -> None:
         paths = [file.path.resolve() for file in checkpoint.opened.values()]  # may be links
         for path in [checkpoint.folder.resolve(), *paths]:
             if path == resolved_out or path in resolved_out.parents:
+                place = "is" if path == resolved_out else "is inside"
                 raise ValueError(
-                    f"'{out}' is inside '{checkpoint.name}', which is not written to: name another "
-                    "folder"
+                    f"'{out}' {place} model '{checkpoint.name}', which is not written to: name "
+                    "another folder"
                 )
             if work == path or work in path.parents:
                 raise ValueError(

@@ -107,13 +107,14 @@ def test_what_is_analysed_is_not_written_to(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     (tmp_path / "base" / "analysis.json").write_text("{}")
     models = ("--base", tmp_path / "base", "--task", tmp_path / "task1")
-    for out in ("base", "base/new", "task1/new/one"):
+    places = {"base": "is", "base/new": "is inside", "task1/new/one": "is inside"}
+    for out, place in places.items():
         model = tmp_path / out.partition("/")[0]
         before = sorted(model.rglob("*"))
         code, text = nufilt("analyze", *models, "--out", tmp_path / out)
         assert code == 1, text
-        assert f"{out}' is inside" in text
-        assert "which is not written to" in text
+        assert f"{out}' {place} model '" in text
+        assert f"{model.name}', which is not written to" in text
         assert sorted(model.rglob("*")) == before
 
 
