@@ -1,5 +1,6 @@
 """`nufilt merge`: its options, of which help is made; what it does is in :mod:`.merging`."""
 
+import gc
 from itertools import chain
 from typing import Annotated, Any
 
@@ -68,5 +69,7 @@ def merge(
         with garbage_left():
             from .merging import run
 
+            # Else the search that comes next goes through all that was imported.
+            gc.freeze()
         typed |= {"base": base, "tasks": tasks, "merged": merged, "out": out, "method": method}
         run(console, words or (), typed_values(context, typed), dry_run=dry_run, as_json=as_json)

@@ -499,10 +499,13 @@ def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
 
         name = config["architectures"][0]
         try:
-            # A model's own code is never run; its layers are told by names instead.
-            settings = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
+            # Both import what there is of the class, all of transformers' way to load models.
             with garbage_left():
-                model_class = getattr(transformers, name)  # which is imported here
+                # A model's own code is never run; its layers are told by names instead.
+                settings = transformers.AutoConfig.from_pretrained(
+                    base.folder, trust_remote_code=False
+                )
+                model_class = getattr(transformers, name)
             with torch.device("meta"):
                 model = model_class._from_config(settings)
                 if config.get("tie_word_embeddings") is False:

@@ -85,3 +85,15 @@ def test_a_merge_says_what_becomes_of_freed_memory_before_torch_starts_threads()
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[0] == "False"
+
+
+def test_a_merge_searches_for_no_garbage_among_what_it_imported():
+    code = (
+        "import gc\n"
+        "from fusion_bench_nufilt.cli import app, merge\n"
+        "def typed_values(context, typed): print(gc.get_freeze_count() > 0)\n"
+        "merge.typed_values = typed_values\n"
+        "app.app(['merge'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == "True"

@@ -3,8 +3,12 @@
 import gc
 
 import pytest
+import transformers
 
+from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.garbage import garbage_left
+from tests.tiny_models import llama
 
 
 @pytest.fixture
@@ -31,3 +35,20 @@ def test_no_garbage_is_searched_for_during_imports_and_then_as_before(collector,
     with pytest.raises(ImportError):
         import_that_fails()
     assert gc.isenabled() == before
+
+
+def test_no_garbage_is_searched_for_while_a_configuration_imports_its_class(
+    collector, tmp_path, monkeypatch
+):
+    llama().save_pretrained(tmp_path)
+    gc.enable()
+    from_pretrained = transformers.AutoConfig.from_pretrained
+    searching = []
+
+    def noted(*args, **options):
+        searching.append(gc.isenabled())
+        return from_pretrained(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", noted)
+    Architecture.of_checkpoint(Checkpoint.open(str(tmp_path)))
+    assert searching == [False]
