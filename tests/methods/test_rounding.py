@@ -177,6 +177,20 @@ def test_a_pretrained_layer_of_zeros_has_tasks_that_are_rounded(dtype, method):
     assert (update_of_rounded - update).norm() < 0.1 * update.norm()
 
 
+@pytest.mark.parametrize("method", ["nufilt", *ORDER_FREE])
+@pytest.mark.parametrize("tiny", ["weights", "updates on zeros"])
+def test_values_that_float16_has_but_few_of_are_merged_as_in_float32(method, tiny):
+    """Those below its smallest normal one have one spacing, of which so little was expected as if
+    it were in proportion to them.
+    """
+    theta_0 = 1e-4 * THETA_0.float() if tiny == "weights" else torch.zeros(WIDTH, WIDTH)
+    tasks = [theta_0 + 5e-4 * adapter(seed).product() for seed in (1, 2, 3, 4)]
+    update = merged_by(method, theta_0, tasks) - theta_0
+    base = theta_0.half().float()
+    update_of_rounded = merged_by(method, base, [task.half().float() for task in tasks]) - base
+    assert (update_of_rounded - update).norm() < 0.1 * update.norm()
+
+
 def test_the_subspace_of_a_task_has_no_rounding_of_the_pretrained_model_either():
     """Both tasks are one adapter, so that all of the second one's directions are protected."""
     theta_0 = THETA_0.float() * (1 + drawn(WIDTH, WIDTH, seed=8, scale=0.1))
