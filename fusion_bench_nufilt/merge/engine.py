@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from threading import Condition, Lock
 from typing import Any, TypeVar
 
@@ -163,6 +163,12 @@ class LayerReader(ABC):
         """Read a task's weight of a layer as it is stored, or the factors of its update, to the
         device of ``merged``; None if it has the layer as it is in the base.
         """
+
+    def place(self, layer: Layer) -> int:
+        """Return the place of a layer among all tensors of the result, in the order in which they
+        are best made; 0 where that does not matter.
+        """
+        return 0
 
     @property
     def coefficients(self) -> Sequence[float]:
@@ -516,9 +522,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Work:
-    """What one thread does in a merge, and how many elements the tensors have that it makes."""
+    """What one thread does in a merge, how many elements the tensors have that it makes, and the
+    place of the first one, see :meth:`LayerReader.place`.
+    """
 
     numel: int
+    place: int
     do: Callable[[], int]
     """Returns the number of layers that it merged."""
 
@@ -540,10 +549,24 @@ def merge_layers(
         merger = LayerMerger(reader)
         for batch in reader.batches(layers):
             numel = sum(math.prod(layer.view.shape) for layer in batch)
-            work.append(Work(numel, partial(merger.merge, batch, on_layer)))
-    # The largest first, so that no thread is left with one of them while the others have none.
-    work.sort(key=attrgetter("numel"), reverse=True)
-    yield from map_layers(methodcaller("do"), work, reader.devices[0], reader.workers)
+            place = reader.place(batch[0])
+            work.append(Work(numel, place, partial(merger.merge, batch, on_layer)))
+    in_order = work_in_order(work, reader.workers)
+    yield from map_layers(methodcaller("do"), in_order, reader.devices[0], reader.workers)
+
+
+def work_in_order(work: Sequence[Work], workers: int) -> list[Work]:
+    """Return the work in the order in which the threads do it: the largest first, so that none is
+    left with one of them while the others have none, then all others by their places.
+    """
+    share = sum(piece.numel for piece in work) / workers
+
+    def rank(piece: Work) -> tuple[bool, int, int]:
+        # A quarter of a thread's share of all.
+        is_large = piece.numel > share / 4
+        return not is_large, 0 if is_large else piece.place, -piece.numel
+
+    return sorted(work, key=rank)
 
 
 def batch_size(

@@ -255,7 +255,8 @@ def _merge(
         for param in other_params:
             keys = plan.other_keys[param]
             numel = sum(math.prod(plan.base.tensors[key].shape) for key in keys)
-            other_work.append(Work(numel, partial(write_param, param)))
+            place = reader.places[param]
+            other_work.append(Work(numel, place, partial(write_param, param)))
         stages = [merge_layers(reader, layers, write_layer, other_work)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

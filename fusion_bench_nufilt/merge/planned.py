@@ -253,6 +253,20 @@ class PlannedLayers(LayerReader):
             return weight
         return layer.view.matrix(weight)
 
+    def place(self, layer: Layer) -> int:
+        return self.places[layer.param]
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each param in the order of the base's files, and so of the result's, which
+        are digested from their beginnings on.
+        """
+        numbers = {key: number for number, key in enumerate(self.plan.base.tensors)}
+        places = {layer.param: numbers[layer.keys[0]] for layer in self.plan.layers}
+        for param, keys in self.plan.other_keys.items():
+            places[param] = numbers[keys[0]]
+        return places
+
     @property
     def coefficients(self) -> Sequence[float]:
         return [task.coefficient for task in self.plan.tasks]
