@@ -123,7 +123,7 @@ def _finish(
         card = model_card(plan, manifest["warnings"])
     write_files(output.model, {**files, CARD: card.encode()})
     # The last of the files, since it has the digests of all others.
-    write_manifest(output.model, manifest)
+    write_manifest(output.model, manifest, fingerprints=output.fingerprints())
     output.finish()
 
 

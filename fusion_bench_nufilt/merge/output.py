@@ -18,9 +18,17 @@ from typing import Annotated, Any, Required, TypeVar
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.files import LOCK, lock_folder, put_in_place, write_text
+from fusion_bench_nufilt.utils.files import (
+    LOCK,
+    Fingerprint,
+    lock_folder,
+    put_in_place,
+    write_text,
+)
 from fusion_bench_nufilt.utils.manifest import in_one_line, merge_differences
 from fusion_bench_nufilt.utils.tensors import file_checksum, write_at
+
+from .digests import GrowingFiles
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +97,7 @@ class Output:
         self._sizes = {file: size for file, (_, size) in headers.items()}
         self._writing = threading.Lock()
         self._is_closed = False
+        self._growing = GrowingFiles(self.model, headers)
         self._claim()
         self._lock = lock_folder(self.work)
         try:
@@ -97,6 +106,10 @@ class Output:
                 clear_work_folder(out)
                 raise ValueError(f"'{out}' was made by another process meanwhile")
             self.done = self._resume(run, headers, unchanged)
+            for file, (header, _) in headers.items():
+                self._growing.add(file, 0, len(header))
+            for record in self.done.values():
+                self._note_finished(record)
         # Ctrl-C, too, must not leave the lock with a process that lives on.
         except BaseException:
             self.close()
@@ -227,6 +240,16 @@ class Output:
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
             journal.write(f"{_line(json.dumps(record))}\n")
             self.done[record["param"]] = record
+            self._note_finished(record)
+
+    def _note_finished(self, record: Record) -> None:
+        """Have the ranges digested that a record says are written."""
+        for file, start, stop, _ in record["written"]:
+            self._growing.add(file, start, stop)
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Return the fingerprints of the files of weights, once all tensors are written."""
+        return self._growing.fingerprints()
 
     def finish(self) -> None:
         """Give the folder its name, once everything is on the disk."""
@@ -237,6 +260,7 @@ class Output:
     def close(self) -> None:
         """Release the lock; what is written stays for the next run, and nothing is added to it."""
         self._is_closed = True
+        self._growing.close()
         self._lock.release()
 
 

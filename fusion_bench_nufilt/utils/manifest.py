@@ -127,11 +127,19 @@ def described_folder(
         write_manifest(draft, about, name)
 
 
-def write_manifest(folder: Path, about: Mapping[str, Any], name: str = MANIFEST) -> None:
-    """Write a folder's manifest, with digests of all other files."""
+def write_manifest(
+    folder: Path,
+    about: Mapping[str, Any],
+    name: str = MANIFEST,
+    fingerprints: Mapping[str, Fingerprint] | None = None,
+) -> None:
+    """Write a folder's manifest, with the fingerprints of all other files, as far as they are not
+    given.
+    """
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    files = _fingerprints(folder, sorted(names))
-    write_json(folder / name, {**about, "files": files})
+    files = dict(fingerprints or {})
+    files |= _fingerprints(folder, sorted(set(names) - files.keys()))
+    write_json(folder / name, {**about, "files": dict(sorted(files.items()))})
 
 
 def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:

@@ -1,0 +1,101 @@
+"""The digests of files that grow: what is finished of a file, from its beginning on, is digested
+and brought to the disk while the rest is made, so that the end waits for neither.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from threading import Lock
+
+from fusion_bench_nufilt.utils.files import Fingerprint
+
+# So much of a file is brought to the disk together.
+_SYNCED_BYTES = 2**28
+_CHUNK_BYTES = 2**18  # which a core's cache holds
+
+
+class GrowingFiles:
+    """Files of which each part is written once, in any order, and digested as soon as all parts
+    before it are.
+
+    Whoever writes says what is finished; nothing here does.
+    """
+
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        self._files = {name: _GrowingFile(folder / name) for name in names}
+        self._pool = ThreadPoolExecutor(8)
+        self._jobs: list[Future[None]] = []
+
+    def add(self, name: str, start: int, stop: int) -> None:
+        """Note that the bytes between two offsets of a file are written."""
+        file = self._files[name]
+        if file.add(start, stop):
+            self._jobs.append(self._pool.submit(file.go_on))
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Return the fingerprint of each file, once all of it is written."""
+        for job in self._jobs:
+            # The system tells of a disk that failed but once, and it may have told a job.
+            job.result()
+        fingerprints = self._pool.map(_GrowingFile.fingerprint, self._files.values())
+        return dict(zip(self._files, fingerprints, strict=True))
+
+    def close(self) -> None:
+        """End without what is not digested yet."""
+        for file in self._files.values():
+            file.is_closed = True
+        self._pool.shutdown(cancel_futures=True)
+
+
+class _GrowingFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sha = hashlib.sha256()
+        self._digested = 0  # bytes
+        self._synced = 0
+        self._finished: dict[int, int] = {}  # where parts behind these bytes stop, by their starts
+        self._turn = Lock()
+        self.is_closed = False
+
+    def add(self, start: int, stop: int) -> bool:
+        """Note a part that is written; return whether it may be the next to be digested."""
+        if start == stop:  # of a tensor without elements
+            return False
+        self._finished[start] = stop
+        return self._digested in self._finished
+
+    def go_on(self) -> None:
+        """Digest the parts that follow."""
+        # Whoever has the turn goes on with what is added meanwhile. What comes as it ends is left
+        # to the next part, or to the end.
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            with self._path.open("rb", buffering=0) as stream:
+                while self._digested in self._finished and not self.is_closed:
+                    self._digest(stream, self._finished.pop(self._digested))
+                    if self._digested - self._synced >= _SYNCED_BYTES:
+                        os.fsync(stream.fileno())
+                        self._synced = self._digested
+        finally:
+            self._turn.release()
+
+    def _digest(self, stream: FileIO, stop: int) -> None:
+        """Digest what is between the bytes that are digested and an offset."""
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        stream.seek(self._digested)
+        while self._digested < stop:
+            count = stream.readinto(buffer[: stop - self._digested])
+            if not count:
+                raise ValueError(f"'{self._path}' was cut short while it was written")
+            self._sha.update(buffer[:count])
+            self._digested += count
+
+    def fingerprint(self) -> Fingerprint:
+        with self._turn, self._path.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            self._digest(stream, size)
+            return Fingerprint(size=size, sha256=self._sha.hexdigest())
