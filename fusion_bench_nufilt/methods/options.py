@@ -25,7 +25,8 @@ from fusion_bench_nufilt.utils.options import (
 if TYPE_CHECKING:
     import torch
 
-RTOL = 1e-6  # a direction weaker than this share of the strongest is rounding error
+# Directions below this share of the strongest are rounding errors: 8 eps of float32.
+RTOL = 1e-6
 
 # By the heading above them in help and in the documentation.
 _order_free_option = partial(option, panel="Order-free methods")
