@@ -203,7 +203,7 @@ def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
     draft = _base(base_folder, targets).draft
     task = _task(base_folder, targets, folder)
-    return strength_of(draft.base, draft.selection.layers, task)
+    return strength_of(draft.pretrained, draft.selection.layers, task)
 
 
 @cache

@@ -2,6 +2,10 @@
 
 It follows from the base and the task alone, so that it is the same in memory, from folders, in
 mergekit, on a cluster, in a run that goes on, and for tasks that are merged one at a time.
+
+So models that were rounded as they were loaded are measured as their files have them. In memory, a
+weight has the errors of both models, which no value tells from those of one, as where the base was
+published in 16 bits; and an estimate of their energy is off by more than the tail of a task.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +22,6 @@ from fusion_bench_nufilt.methods.task_vector import (
 )
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.source import Source
 from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
 from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
 from fusion_bench_nufilt.utils.tensors import spacing_of, to_compute_dtype
@@ -42,12 +45,12 @@ def measure_strengths(
     """
     strengths = []
     for task in plan.tasks:
-        strengths.append(strength_of(plan.base, plan.layers, task, devices, workers, reserve))
+        strengths.append(strength_of(plan.pretrained, plan.layers, task, devices, workers, reserve))
     return strengths
 
 
 def strength_of(
-    base: Source,
+    base: ModelWeights,
     layers: Sequence[Layer],
     task: ModelWeights,
     devices: Sequence[torch.device] = (CPU,),
@@ -77,7 +80,7 @@ def strength_of(
 
 @torch.no_grad()
 def _spectrum_of(
-    base: Source, task: ModelWeights, layer: Layer, device: torch.device
+    base: ModelWeights, task: ModelWeights, layer: Layer, device: torch.device
 ) -> Spectrum | None:
     """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
     if layer.param not in task.params:
@@ -86,13 +89,20 @@ def _spectrum_of(
         factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
         # Factors have not been rounded to the digits of a whole weight.
         return spectrum(factors, rounding=0.0)
-    theta_0, _ = base.read(layer.keys[0], device)
+    theta_0, _ = base.source.read(layer.keys[0], device)
     new, _ = task.weight(layer.param, theta_0)
     assert isinstance(new, Tensor)
+    base_in_files = base.before_rounding(layer.param, theta_0)
+    new_in_files = task.before_rounding(layer.param, new)
+    # One alone is not theirs: an adapter that the loader merged began with the base as it is here.
+    if base_in_files is not None and new_in_files is not None:
+        theta_0, new = base_in_files, new_in_files
     rounding = 0.0
     if layer.param in task.keys:
+        spacing = spacing_of(new)
         stored = task.source.tensors[task.keys[layer.param]]
-        spacing = max(spacing_of(new), stored.spacing)
+        if stored.is_quantised:
+            spacing = max(spacing, stored.spacing)
         energy = to_compute_dtype(new).square().sum().item()
         rounding = ROUNDING_VARIANCE * spacing**2 * energy
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
