@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.planned import disk_bytes
+from fusion_bench_nufilt.merge.strength import measure_strengths
 from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,
@@ -24,7 +25,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.models.test_adapters import save_adapter
+from tests.models.test_adapters import save_adapter, save_all
 from tests.tiny_models import llama
 
 FP8 = torch.float8_e4m3fn
@@ -268,3 +269,11 @@ def test_other_quantisations_are_refused_by_name(tmp_path, name, config, tensor)
             rf"{model}' is quantised by {name}, and only FP8 and MXFP4 can be merged: "
             "name the model",
         )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_adapter_that_was_merged_and_stored_in_fp8_is_still_an_adapter(tmp_path, scheme):
+    """What FP8 has rounded is none of its directions, though it is read in float32."""
+    save_all(tmp_path, llama())
+    quantise(tmp_path / "task9", scheme)
+    assert measure_strengths(plan(tmp_path, ["task9"], method="best")) == [0.5]
