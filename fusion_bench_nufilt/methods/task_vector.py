@@ -285,9 +285,12 @@ class TaskOfLayer(TaskVector):
 
     @property
     def is_zero(self) -> bool:
-        if isinstance(self._given, Tensor) and self._given.dtype == self._theta_0.dtype:
+        if isinstance(self._given, LowRank):
+            return super().is_zero
+        if self._given.dtype == self._theta_0.dtype:
             return torch.equal(self._given, self._theta_0)
-        return super().is_zero
+        # As a rule, the first rows tell.
+        return not any(bool(self._difference(rows).any()) for rows in row_blocks(self._given))
 
     def add_to(self, total: Tensor) -> None:
         """Add the matrix to another in place, some rows after the others, of which none are kept;
