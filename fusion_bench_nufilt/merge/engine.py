@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State
+from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State, block_bytes
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import scaled_update
@@ -142,9 +142,13 @@ class LayerReader(ABC):
     def working_memory(self, shape: tuple[int, int], itemsize: int) -> int:
         """Return the bytes that a layer takes while it is merged, beside its weights and state."""
         working = self.method.working_bytes(shape, itemsize)
-        # A GPU subtracts all rows at once.
-        if self.widens_tasks or self.devices[0].type != "cpu":
-            working = max(working, 3 * itemsize * math.prod(shape))
+        wide = itemsize * math.prod(shape)
+        if self.devices[0].type != "cpu":
+            # A GPU subtracts all rows at once.
+            return working + 3 * wide
+        if self.widens_tasks:
+            # The base's weights, the task's and what becomes of them, and then the last of these.
+            return max(working, 2 * wide + block_bytes(shape, itemsize)) + wide
         return working
 
     @cached_property

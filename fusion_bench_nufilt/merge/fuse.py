@@ -79,7 +79,7 @@ class MatrixLayers(LayerReader):
 
     def solving_memory(self, layer: Layer) -> int:
         weight = self.pretrained[layer.name]
-        itemsize = max(compute_dtype(weight).itemsize, self.method.itemsize)
+        itemsize = compute_dtype(weight).itemsize
         # The base, the merged weight so far and the task.
         return 3 * weight.nbytes + self.working_memory(layer.view.shape, itemsize)
 

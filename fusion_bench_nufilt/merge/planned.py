@@ -103,7 +103,7 @@ class PlannedLayers(LayerReader):
         return self._stored_memory(layer)
 
     def solving_memory(self, layer: Layer) -> int:
-        itemsize = max(self.method.itemsize, self.plan.dtype(layer.keys[0]).itemsize)
+        itemsize = max(4, self.plan.dtype(layer.keys[0]).itemsize)
         return self._stored_memory(layer) + self.working_memory(self._shape_merged(layer), itemsize)
 
     @cached_property
@@ -135,8 +135,13 @@ class PlannedLayers(LayerReader):
                 # Decomposed in float64, with all that this takes.
                 last_product = 5 * 8 * in_basis[0] * sum(layer.view.shape)
             if not plan.keeps_state:
-                state_bytes = 0
-            return factors + last_product + state_bytes
+                return factors + last_product
+            if plan.is_adapter:
+                return factors + last_product + state_bytes
+            # The state with the layer's own sides, and once more as it is written, beside the
+            # weight.
+            writing = (base_itemsize + wide_itemsize) * numel + 2 * state_bytes
+            return factors + max(last_product + state_bytes, writing)
         # One task's weight is held at a time. The factors of a LoRA are too thin to count.
         task_itemsize = 0
         for task in plan.tasks:

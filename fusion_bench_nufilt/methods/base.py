@@ -161,10 +161,20 @@ class LayerMethod(ABC):
         return None
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Return the most bytes that a layer takes while it is merged, beside its weights and its
-        state.
+        """Return the most bytes that a layer takes on a CPU while it is merged, beside its weights
+        and its state.
+
+        ``itemsize`` is that of the weights' values as they are computed with: 4 or 8.
         """
-        return itemsize * (5 * math.prod(shape) + 10 * min(shape) ** 2)
+        widest = max(itemsize, self.itemsize)
+        return widest * (5 * math.prod(shape) + 10 * min(shape) ** 2)
+
+
+def block_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Return the bytes of what is computed of some rows of a layer at a time: the values of a task
+    and of the base, widened, and what becomes of them (:func:`.row_blocks`).
+    """
+    return 3 * itemsize * min(math.prod(shape), 2**17)
 
 
 def variant(method: type[LayerMethod], name: str, **defaults: Any) -> type[LayerMethod]:

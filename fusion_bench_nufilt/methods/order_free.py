@@ -18,7 +18,7 @@ from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, row_blocks
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
-from .base import LayerMethod, Measures, State, block_of
+from .base import LayerMethod, Measures, State, block_bytes, block_of
 from .options import (
     METHOD_TABLE,
     ORDER_FREE_DEFAULTS,
@@ -185,14 +185,14 @@ class OrderFree(LayerMethod):
         return layer_scales(self.layers, self.scale, self.options.ramp, self.last_blocks)
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        d_o, d_i = shape
-        # Held at once: the sums in float64, their eigenvectors, what is solved with them, and the
-        # solver's workspace.
-        sums = 0
-        for name, tensor_shape in self.state_shapes(d_o, d_i).items():
-            if name not in self.direction_names:
-                sums += math.prod(tensor_shape)
-        return itemsize * (4 * sums + 4 * d_o * d_i + 8 * min(d_o, d_i) ** 2)
+        numel = math.prod(shape)
+        gram = min(shape) ** 2
+        # Solvers of a single layer, and those of its task vector, of which these are the most:
+        # the task vector; its directions in float64 with those of what is solved and of its
+        # rest; and the Gram matrix, its eigenvectors and the solver's workspace. A solver that
+        # fails, and is followed by float64, takes more.
+        wide_sums = itemsize * numel + 8 * (6 * numel + 5 * gram)
+        return wide_sums + block_bytes(shape, itemsize)
 
 
 def direction_dtype(wide: torch.dtype) -> torch.dtype:
@@ -253,7 +253,7 @@ class Sum(OrderFree):
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         # The merged weight; differences and updates are of some rows at a time.
-        return itemsize * math.prod(shape)
+        return itemsize * math.prod(shape) + block_bytes(shape, itemsize)
 
 
 class Isotropic(Sum):
@@ -273,13 +273,19 @@ class Isotropic(Sum):
     Options = METHOD_TABLE[name].Options
     itemsize = 8
     rows_of_update = OrderFree.rows_of_update
-    working_bytes = OrderFree.working_bytes
 
     state_axes: ClassVar[Mapping[str, str]] = {**Sum.state_axes, "rounding": "r"}
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         rounding = state["rounding"] + task.rounding
         return {**super().accumulate(state, task), "rounding": rounding}
+
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        numel = math.prod(shape)
+        # The update, and in float64 the sum, its products with the eigenvectors of its Gram matrix
+        # and what is made of them; this matrix, its eigenvectors and the solver's workspace.
+        wide_sums = itemsize * numel + 8 * (5 * numel + 3 * min(shape) ** 2)
+        return wide_sums + block_bytes(shape, itemsize)
 
     def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         S = state["sum"].double()
@@ -323,6 +329,16 @@ class WudiSums(OrderFree):
         gram = tau.mT @ (tau / tau.square().sum())
         targets = state["targets"] + tau @ gram
         return {**state, "moments": gram.add_(state["moments"]), "targets": targets}
+
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        numel = math.prod(shape)
+        moments = shape[1] ** 2
+        # In float64. While a task is added: the task vector, over its energy, its product with its
+        # moments, the targets, and the task vector as it was; the moments. While it is solved:
+        # targets, solution and update; the moments, their triangle and its copy.
+        adding = 5 * numel + moments
+        solving = 3 * numel + 3 * moments
+        return 8 * max(adding, solving) + block_bytes(shape, itemsize)
 
     def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         # In place, since of a wide layer these are by far the largest matrices.

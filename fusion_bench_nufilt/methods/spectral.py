@@ -3,6 +3,7 @@ mean, `best`.
 """
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,7 +15,7 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix, row_blocks
 
-from .base import State
+from .base import State, block_bytes
 from .options import (
     METHOD_TABLE,
     ScaleConfig,
@@ -243,6 +244,14 @@ class TsvStream(OrderFree):
             new_state[name] = pad(value, (0, k - value.shape[-1]))
         return new_state
 
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        numel = math.prod(shape)
+        # The task vector, in its dtype twice; in float64 that, its product with the eigenvectors
+        # of its Gram matrix and what QR makes of it; this matrix, its eigenvectors and the
+        # solver's workspace. Lists of directions are of half of the digits.
+        directions = 2 * itemsize * numel + 8 * (3 * numel + 4 * min(shape) ** 2)
+        return directions + block_bytes(shape, itemsize)
+
     def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
         s = state["values"]
         is_used = s > 0
@@ -342,6 +351,14 @@ class Best(FirstWhole):
         **TsvStream.state_axes,
         **Spectral.state_axes,
     }
+
+    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        # In the dtype of the task vector, since no direction that counts is faint: the task
+        # vector, the update of TSV-M, the sum of the votes, its products and what is made of them;
+        # Gram matrices, eigenvectors and the solver's workspace, some in float64.
+        numel = math.prod(shape)
+        matrices = itemsize * (7 * numel + 5 * min(shape) ** 2)
+        return matrices + block_bytes(shape, itemsize)
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         # Here, since accumulate_next gets the first task late, and without its strength.

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.engine import Budget
+from fusion_bench_nufilt.merge.planned import PlannedLayers
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES
 from tests.conftest import REPO
@@ -132,6 +133,74 @@ def test_the_memory_of_a_method_that_keeps_sums_is_predicted_too(folders, words,
     run = measure(folders, 3, *words)
     layers = run["predicted"] - run["alone"]
     assert run["alone"] + share * layers < run["peak"] <= run["predicted"]
+
+
+KEY = "model.layers.0.mlp.up_proj.weight"
+
+
+def save_layer(folder, shape, dtype, adapters):
+    """A base and two tasks of one layer, or adapters of it."""
+    generator = torch.Generator().manual_seed(0)
+    base = 0.02 * torch.randn(shape, generator=generator)
+    names = "base", "task1", "task2"
+    for name in names:
+        (folder / name).mkdir()
+        if name != "base" and adapters:
+            module = KEY.removesuffix(".weight")
+            config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["up_proj"]}
+            (folder / name / "adapter_config.json").write_text(json.dumps(config))
+            factors = {
+                f"base_model.model.{module}.lora_A.weight": torch.randn(8, shape[1]),
+                f"base_model.model.{module}.lora_B.weight": 1e-3 * torch.randn(shape[0], 8),
+            }
+            save_file(factors, folder / name / "adapter_model.safetensors", {"format": "pt"})
+            continue
+        update = torch.zeros(shape)
+        if name != "base":
+            update = 1e-3 * torch.randn(shape, generator=generator)
+        save_file({KEY: (base + update).to(dtype)}, folder / name / "model.safetensors")
+        (folder / name / "config.json").write_text("{}")
+
+
+def live_peak(merge):
+    """The most bytes that tensors have at a time in a merge by this thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            merge()
+    finally:
+        torch.set_num_threads(threads)
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    live = 0
+    peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [("bfloat16", 1.5), ("float64", 2.4), ("to float32", 1.5), ("weighted", 1.7), ("adapters", 2)],
+)
+@pytest.mark.parametrize("shape", [(128, 512), pytest.param((128, 128), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["best", "spectral", "tsv_stream", "wudi_sums", "sum"])
+def test_what_a_layer_takes_is_forecast_and_little_more(tmp_path, method, shape, kind, bound):
+    dtype = torch.float64 if kind == "float64" else torch.bfloat16
+    save_layer(tmp_path, shape, dtype, kind == "adapters")
+    settings = {}
+    if kind == "to float32":
+        settings = {"dtype": "float32"}
+    elif kind == "weighted":
+        settings = {"weights": [0.5, 0.5]}
+    tasks = [f"{tmp_path}/task1", f"{tmp_path}/task2"]
+    plan = plan_merge(f"{tmp_path}/base", tasks, settings=Settings(**settings), method=method)
+    peak = live_peak(lambda: merge_folders(plan, tmp_path / "out"))
+    forecast = PlannedLayers(plan).memory(plan.layers[0])
+    assert peak < forecast <= bound * peak, forecast / peak
 
 
 @pytest.mark.parametrize(

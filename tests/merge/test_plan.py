@@ -28,7 +28,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     weights = plan(stream, target_modules="all-linear")
     layer = sums.layers[0]
     shape = layer.view.shape
-    sums_working = sums.method.working_bytes(shape, 8)
+    sums_working = sums.method.working_bytes(shape, 4)
     weights_working = weights.method.working_bytes(shape, 4)
     numbers = 32  # four of them stand beside the votes
     weights_memory = PlannedLayers(weights).memory(layer)
