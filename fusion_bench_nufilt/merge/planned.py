@@ -289,15 +289,27 @@ class PlannedLayers(LayerReader):
         spacings = super().earlier_spacings(merged)
         saved = plan.merged_manifest.get("spacings", {}).get(layer.name, [])
         if len(saved) == len(spacings):
-            return list(saved)
+            spacings = list(saved)
+            if spacings and "state" not in merged.record["read"]:
+                # With the model that was left, its first task was rounded, also if it was factors.
+                spacings[0] = max(spacings[0], self._spacing_of_merged(layer))
+            return spacings
         if isinstance(merged, LayerInBasis):
             return spacings  # those of factors
-        stored = [plan.base.tensors[layer.keys[0]]]
-        if plan.merged is not None and layer.param in plan.merged.keys:
-            stored.append(plan.merged.source.tensors[plan.merged.keys[layer.param]])
         # As they are read: a quantised model is merged as the same model dequantised.
-        of_stored = max(torch.finfo(FLOATS[tensor.dtype]).eps for tensor in stored)
+        of_base = torch.finfo(FLOATS[plan.base.tensors[layer.keys[0]].dtype]).eps
+        of_stored = max(of_base, self._spacing_of_merged(layer))
         return [max(spacing, of_stored) for spacing in spacings]
+
+    def _spacing_of_merged(self, layer: Layer) -> float:
+        """Return the spacing of the values of a layer as the model so far has them stored, or 0
+        where it has none.
+        """
+        merged = self.plan.merged
+        if merged is None or layer.param not in merged.keys:
+            return 0.0
+        info = merged.source.tensors[merged.keys[layer.param]]
+        return torch.finfo(FLOATS[info.dtype]).eps
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank

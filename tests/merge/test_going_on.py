@@ -27,6 +27,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
+from tests.models.test_adapters import random_adapter
 from tests.tiny_models import llama
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -181,6 +182,31 @@ def test_tasks_in_16_bits_are_merged_one_by_one_into_a_base_in_float32_as_all_at
     assert report["protected_rank"] == 2
     for name, weight in tensors(at_once).items():
         assert torch.allclose(tensors(one_by_one)[name], weight, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("kind", ["adapter", "wide"])
+def test_a_model_that_was_rounded_to_bfloat16_has_rounding_though_its_tasks_have_none(
+    tmp_path, kind
+):
+    """The filter protected what the model's rounding had left of an adapter, or of a model in
+    float32: a third of the next update was another.
+    """
+    save_merged_adapters(tmp_path)
+    for seed in (1, 2):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        lora = {"r": 2, "target_modules": "all-linear"}
+        random_adapter(tmp_path / f"adapter{seed}", tmp_path / f"merged{seed}", base, seed, **lora)
+    first, second = f"{kind}1", f"{kind}2"
+    options = {"target_modules": "all-linear", "null_rank": 48}
+    at_once = merge(tmp_path, [first, second], "at once", **options)
+    merge(tmp_path, [first], "one", **options)
+    one_by_one = merge(tmp_path, [second], "one by one", "one", **options)
+    (report,) = manifest(one_by_one)["layers"][LAYER]
+    assert report["protected_rank"] == 2
+    base, expected = tensors(tmp_path / "base"), tensors(at_once)
+    for name, weight in tensors(one_by_one).items():
+        error = (weight.float() - expected[name].float()).norm()
+        assert error <= 0.05 * (expected[name].float() - base[name].float()).norm(), name
 
 
 def test_a_run_in_float32_knows_the_digits_of_its_earlier_tasks_also_where_it_goes_on(tmp_path):
