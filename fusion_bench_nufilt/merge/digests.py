@@ -15,6 +15,7 @@ from fusion_bench_nufilt.utils.files import Fingerprint
 # So much of a file is brought to the disk together.
 _SYNCED_BYTES = 2**28
 _CHUNK_BYTES = 2**18  # which a core's cache holds
+_THREADS = 8  # each digests a file at a time, or waits for the disk
 
 
 class GrowingFiles:
@@ -26,7 +27,7 @@ class GrowingFiles:
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self._files = {name: _GrowingFile(folder / name) for name in names}
-        self._pool = ThreadPoolExecutor(8)
+        self._pool = ThreadPoolExecutor(_THREADS)
         self._jobs: list[Future[None]] = []
 
     def add(self, name: str, start: int, stop: int) -> None:
