@@ -555,22 +555,16 @@ def merge_layers(
             numel = sum(math.prod(layer.view.shape) for layer in batch)
             place = reader.place(batch[0])
             work.append(Work(numel, place, partial(merger.merge, batch, on_layer)))
-    in_order = work_in_order(work, reader.workers)
+    in_order = work_in_order(work)
     yield from map_layers(methodcaller("do"), in_order, reader.devices[0], reader.workers)
 
 
-def work_in_order(work: Sequence[Work], workers: int) -> list[Work]:
+def work_in_order(work: Sequence[Work]) -> list[Work]:
     """Return the work in the order in which the threads do it: the largest first, so that none is
-    left with one of them while the others have none, then all others by their places.
+    left with one of them while the others have none, and what is freed holds what comes next; those
+    of one size by their places.
     """
-    share = sum(piece.numel for piece in work) / workers
-
-    def rank(piece: Work) -> tuple[bool, int, int]:
-        # A quarter of a thread's share of all.
-        is_large = piece.numel > share / 4
-        return not is_large, 0 if is_large else piece.place, -piece.numel
-
-    return sorted(work, key=rank)
+    return sorted(work, key=lambda piece: (-piece.numel, piece.place))
 
 
 def batch_size(
