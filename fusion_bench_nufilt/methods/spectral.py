@@ -248,8 +248,9 @@ class TsvStream(OrderFree):
         numel = math.prod(shape)
         # The task vector, in its dtype twice; in float64 that, its product with the eigenvectors
         # of its Gram matrix and what QR makes of it; this matrix, its eigenvectors and the
-        # solver's workspace. Lists of directions are of half of the digits.
-        directions = 2 * itemsize * numel + 8 * (3 * numel + 4 * min(shape) ** 2)
+        # solver's workspace; and, as measured, a seventh for what lies unused between the blocks
+        # of one heap. Lists of directions are of half of the digits.
+        directions = 2 * itemsize * numel + 8 * (4 * numel + 5 * min(shape) ** 2)
         return directions + block_bytes(shape, itemsize)
 
     def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:

@@ -200,6 +200,8 @@ def test_what_a_layer_takes_is_forecast_and_little_more(tmp_path, method, shape,
     plan = plan_merge(f"{tmp_path}/base", tasks, settings=Settings(**settings), method=method)
     peak = live_peak(lambda: merge_folders(plan, tmp_path / "out"))
     forecast = PlannedLayers(plan).memory(plan.layers[0])
+    if method in ("spectral", "tsv_stream"):
+        bound *= 1.3  # for what lies unused in their heaps
     assert peak < forecast <= bound * peak, forecast / peak
 
 
