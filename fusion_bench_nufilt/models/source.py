@@ -5,7 +5,6 @@ A :class:`Source` maps keys to tensors that are read one by one. The files of a 
 its reader, where rows are in another order; :class:`ReadDigests` notes what was read.
 """
 
-import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.utils.tensors import (
@@ -331,13 +331,13 @@ class ReadDigests:
     """
 
     def __init__(self) -> None:
-        self._shas: defaultdict[str, Any] = defaultdict(hashlib.sha256)
+        self._hashes: defaultdict[str, blake3] = defaultdict(blake3)
 
     def add(self, role: str, value: Tensor) -> None:
-        self._shas[role].update(raw_bytes(value))
+        self._hashes[role].update(raw_bytes(value))
 
     def by_role(self) -> dict[str, str]:
-        return {role: sha.hexdigest() for role, sha in self._shas.items()}
+        return {role: content.hexdigest() for role, content in self._hashes.items()}
 
 
 def check_belongs(kept: Tensor, stored: Tensor, name: str, state: Source) -> None:

@@ -4,7 +4,6 @@
 Here, it checks the file, and plain reads at the offsets in the header fetch the bytes.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -265,7 +265,8 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
+    # As safe as SHA-256, and faster: a merge digests three bytes for each that it writes, or more.
+    return blake3(raw_bytes(tensor)).hexdigest()
 
 
 def file_checksum(path: Path, start: int, stop: int) -> int:
