@@ -25,6 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import folders
@@ -146,7 +148,10 @@ def made(size, folder, blocks=None):
         shutil.rmtree(folder, ignore_errors=True)
         config = copy.copy(SIZES[size])
         config.num_hidden_layers = blocks or config.num_hidden_layers
-        parameters, _ = folders.make_checkpoints(config, folder)
+        # The peak of a child begins at what its parent takes, and so much stays with whoever made
+        # the models.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            parameters, _ = pool.submit(folders.make_checkpoints, config, folder).result()
         count.write_text(str(parameters))
     return int(count.read_text())
 
