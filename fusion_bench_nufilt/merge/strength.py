@@ -15,11 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.methods.task_vector import (
-    Spectrum,
-    spectrum,
-    task_strength,
-)
+from fusion_bench_nufilt.methods.task_vector import Measure, Spectrum, task_strength
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
@@ -63,15 +59,15 @@ def strength_of(
     shapes = [layer.view.shape for layer in layers]
     pool = DevicePool(devices)
 
-    def measure(layer: Layer) -> Spectrum | None:
+    def measure(layer: Layer, by: Measure) -> Spectrum | None:
         with reserve(layer), pool.free() as device:
             try:
-                return _spectrum_of(base, task, layer, device)
+                return _spectrum_of(base, task, layer, device, by)
             except RuntimeError as error:
                 if device == CPU or classify_error(error) is None:
                     raise
             # Out of the clause, whose error holds the matrices.
-            return _spectrum_of(base, task, layer, CPU)
+            return _spectrum_of(base, task, layer, CPU, by)
 
     # Each on one thread, as layers are solved: an eigenvalue solver has other bits on several.
     measure_all = partial(map_layers, device=devices[0], workers=workers)
@@ -80,7 +76,7 @@ def strength_of(
 
 @torch.no_grad()
 def _spectrum_of(
-    base: ModelWeights, task: ModelWeights, layer: Layer, device: torch.device
+    base: ModelWeights, task: ModelWeights, layer: Layer, device: torch.device, measure: Measure
 ) -> Spectrum | None:
     """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
     if layer.param not in task.params:
@@ -88,7 +84,7 @@ def _spectrum_of(
     if task.rank_of(layer.param) is not None:
         factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
         # Factors have not been rounded to the digits of a whole weight.
-        return spectrum(factors, rounding=0.0)
+        return measure(factors, 0.0)
     theta_0, _ = base.source.read(layer.keys[0], device)
     new, _ = task.weight(layer.param, theta_0)
     assert isinstance(new, Tensor)
@@ -106,4 +102,4 @@ def _spectrum_of(
         energy = to_compute_dtype(new).square().sum().item()
         rounding = ROUNDING_VARIANCE * spacing**2 * energy
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
-    return spectrum(layer.view.matrix(tau), rounding)
+    return measure(layer.view.matrix(tau), rounding)

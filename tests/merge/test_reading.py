@@ -44,14 +44,17 @@ def test_a_merge_reads_every_tensor_of_every_model_once(stream, bytes_read, meth
 
 
 def test_best_reads_the_layers_again_from_which_it_finds_the_strength_of_a_task(stream, bytes_read):
+    """Once for bounds, and once more those of which it takes exact spectra."""
     planned = plan(stream, method="best", other_params="mean")
     bytes_read.clear()
     merge_folders(planned, stream / "out")
     layers = sum(planned.base.tensors[layer.keys[0]].nbytes for layer in planned.layers)
     assert len(planned.layers) == 14  # fewer than are looked at
-    sizes_read = sizes(stream, "base", "task1", "task2", "task3")
-    once_more = {name: size + layers for name, size in sizes_read.items()}
-    assert bytes_read == {**once_more, "base": sizes_read["base"] + 3 * layers}
+    for name, size in sizes(stream, "base", "task1", "task2", "task3").items():
+        times = (bytes_read[name] - size) / layers
+        if name == "base":
+            times /= 3
+        assert 1 < times < 2
 
 
 def test_a_plan_reads_a_sample_of_the_base_once_for_all_tasks(stream, bytes_read):

@@ -10,7 +10,11 @@ from fusion_bench_nufilt.methods import spectral
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
 from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream
 from fusion_bench_nufilt.methods.task_vector import (
+    FULL_TAIL,
+    MOST_ROUNDING,
+    NO_TAIL,
     SAMPLED_LAYERS,
+    bounded_spectrum,
     spectrum,
     tail,
     task_strength,
@@ -81,10 +85,10 @@ def update_of(shape, kind, seed):
 def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
     """The strength of a task that is stored in a dtype, or as factors."""
 
-    def measure(layer):
+    def measure(layer, by):
         tau = update_of(shapes[layer], kind, seed=layer)
         if dtype is None:
-            return spectrum(tau, 0.0)
+            return by(tau, 0.0)
         generator = torch.Generator().manual_seed(100 + layer)
         theta_0 = torch.randn(shapes[layer], generator=generator) / 12
         theta_0 = theta_0.to(base_dtype).float()
@@ -93,7 +97,7 @@ def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
         theta = (theta_0 + tau).to(dtype)
         energy = theta.float().square().sum().item()
         rounding = ROUNDING_VARIANCE * torch.finfo(dtype).eps ** 2 * energy
-        return spectrum(theta.float() - theta_0, rounding)
+        return by(theta.float() - theta_0, rounding)
 
     return task_strength(range(len(shapes)), shapes, measure)
 
@@ -123,7 +127,7 @@ def test_the_strength_grows_evenly_with_what_full_fine_tuning_adds_to_an_adapter
     strengths = []
     for share in torch.linspace(0, 0.2, 41).tolist():
         found = spectrum(low + share * noise, 0.0)
-        strengths.append(task_strength([0], [WIDE], lambda _, found=found: found))
+        strengths.append(task_strength([0], [WIDE], lambda _, by, found=found: found))
     assert strengths[0] == 0.5
     assert strengths[-1] == 1.0
     assert max(later - earlier for earlier, later in pairwise(strengths)) < 0.1
@@ -133,7 +137,7 @@ def test_the_strength_grows_evenly_with_what_full_fine_tuning_adds_to_an_adapter
 def test_a_task_that_rounding_hides_has_all_of_the_strength():
     noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
     found = spectrum(noise, rounding=noise.square().sum().item() / 4)
-    assert task_strength([0, 1], [WIDE, WIDE], lambda layer: [found, None][layer]) == 1.0
+    assert task_strength([0, 1], [WIDE, WIDE], lambda layer, by: [found, None][layer]) == 1.0
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
@@ -144,8 +148,8 @@ def test_the_tail_is_counted_without_the_energy_of_rounding(share):
     noise *= share**0.5 * low.norm() / noise.norm()
     with_rounding = spectrum(low + noise, rounding=noise.square().sum().item())
     assert tail([with_rounding], 16) < 0.002
-    assert task_strength([0], [WIDE], lambda _: with_rounding) == 0.5
-    assert task_strength([0], [WIDE], lambda _: spectrum(low + noise, 0.0)) > 0.9
+    assert task_strength([0], [WIDE], lambda _, by: with_rounding) == 0.5
+    assert task_strength([0], [WIDE], lambda _, by: by(low + noise, 0.0)) > 0.9
 
 
 @pytest.mark.parametrize("power", [0.7, 1.2])
@@ -153,12 +157,12 @@ def test_the_strength_makes_no_jump_as_rounding_grows(power):
     """Up to where rounding has two thirds of the energy."""
     values = torch.arange(1, 129, dtype=torch.float64) ** -power
     tau = matrix_with_spectrum(128, 128, values, seed=0)
-    expected = task_strength([0], [(128, 128)], lambda _: spectrum(tau, 0.0))
+    expected = task_strength([0], [(128, 128)], lambda _, by: by(tau, 0.0))
     noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for share in (0.03, 0.1, 0.12, 0.13, 0.2, 0.5, 2.0):
         errors = share**0.5 * tau.norm() / noise.norm() * noise
         stored = spectrum(tau + errors, rounding=errors.square().sum().item())
-        strength = task_strength([0], [(128, 128)], lambda _, stored=stored: stored)
+        strength = task_strength([0], [(128, 128)], lambda _, by, stored=stored: stored)
         assert strength == pytest.approx(expected, abs=0.25), share
 
 
@@ -180,18 +184,163 @@ def test_a_tail_is_what_lies_outside_the_leading_directions_of_all_layers():
 
 
 def test_layers_from_all_over_the_model_are_measured_until_enough_were_changed():
-    seen = []
+    seen = set()
 
-    def measure(layer):
-        seen.append(layer)
+    def measure(layer, by):
+        seen.add(layer)
         if layer % 7 in (0, 2):
-            return spectrum(update_of(WIDE, "adapter", 0), 0.0)
+            return by(update_of(WIDE, "adapter", 0), 0.0)
         return None
 
     assert task_strength(range(700), [WIDE] * 700, measure) == 0.5
     assert sum(layer % 7 in (0, 2) for layer in seen) == SAMPLED_LAYERS
     assert min(seen) < 70
     assert max(seen) > 630
+
+
+# --- exact spectra only where bounds do not decide ---
+
+
+def drawn_task(number, dtype):
+    """The change of each layer of a task and its rounding, or None for some layers."""
+    generator = torch.Generator().manual_seed(number)
+
+    def gaussian(*shape):
+        return torch.randn(shape, generator=generator)
+
+    def drawn(*choices):
+        return choices[torch.randint(len(choices), (), generator=generator)]
+
+    kind = drawn("adapter", "full", "between", "between", "mixed")
+    amount = drawn(0.05, 0.1, 0.12, 0.14, 0.16, 0.18)
+    size = drawn(1e-1, 1e-2, 1e-3, 1e-4)  # the last is hidden by rounding to 16 bits
+    is_part = drawn(True, False)
+    changes = []
+    for _ in range(drawn(1, 5, 16)):
+        if is_part and drawn(True, False):
+            changes.append(None)
+            continue
+        shape = drawn((64, 64), (160, 64), (64, 96), (16, 64))
+        low = gaussian(shape[0], 4) @ gaussian(4, shape[1]) / 2
+        values = torch.arange(1, min(shape) + 1) ** -0.6
+        full = matrix_with_spectrum(*shape, values, drawn(0, 1, 2)).float()
+        full *= low.norm() / full.norm()
+        updates = {"adapter": low, "full": full, "between": low + amount * full, "none": 0 * low}
+        update = updates[kind if kind in updates else drawn(*updates)]
+        theta_0 = (gaussian(*shape) / 12).to(dtype)
+        theta = (theta_0.float() + size * update).to(dtype)
+        energy = theta.float().square().sum().item()
+        rounding = ROUNDING_VARIANCE * torch.finfo(dtype).eps ** 2 * energy
+        changes.append((theta.float() - theta_0.float(), rounding))
+    return changes
+
+
+def strength_by(changes, shapes, measured):
+    """The strength of a task; the function that measured a layer is noted."""
+
+    def measure(layer, by):
+        measured.append(by)
+        if changes[layer] is None:
+            return None
+        return by(*changes[layer])
+
+    return task_strength(range(len(changes)), shapes, measure)
+
+
+def exact_strength(changes, num_leading):
+    """The strength by the exact spectra of all of up to 16 layers."""
+    sure, less_sure = [], []
+    for layer in sorted(range(len(changes)), key=lambda number: number * 0.618034 % 1):
+        if changes[layer] is None:
+            continue
+        measured = spectrum(*changes[layer])
+        if measured.rounding < MOST_ROUNDING * measured.energy:
+            sure.append(measured)
+        elif measured.rounding < measured.energy:
+            less_sure.append(measured)
+    if not sure and not less_sure:
+        return 1.0
+    growth = (tail(sure or less_sure, num_leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
+    return 0.5 + 0.5 * min(1.0, max(0.0, growth))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_strength_is_bit_for_bit_that_of_exact_spectra_of_all_layers(dtype):
+    strengths = []
+    for number in range(60):
+        changes = drawn_task(number, dtype)
+        strength = strength_by(changes, [(64, 64)] * len(changes), [])
+        assert strength == exact_strength(changes, num_leading=8), number
+        strengths.append(strength)
+    assert strengths.count(0.5) > 5
+    assert strengths.count(1.0) > 5
+    assert len(set(strengths)) > 8
+
+
+def test_few_exact_spectra_decide_on_a_full_task_and_none_on_one_of_low_rank():
+    generator = torch.Generator().manual_seed(1)
+    noise = 1e-4 * torch.randn(WIDE, generator=generator)
+    low = update_of(WIDE, "adapter", 0).product() + noise
+    rounding = noise.square().sum().item()
+    measured = []
+    assert strength_by([(low, rounding)] * 16, [WIDE] * 16, measured) == 0.5
+    assert [by.keywords["count"] for by in measured] == [16] * 16
+    full = update_of(WIDE, "full", 0)
+    measured = []
+    assert strength_by([(full, 0.0)] * 16, [WIDE] * 16, measured) == 1.0
+    # The first layer tells that the task is not of low rank.
+    assert [by.keywords["count"] for by in measured[:16]] == [16] + [0] * 15
+    assert measured[16:] in ([spectrum], [spectrum] * 2, [spectrum] * 3)
+
+
+def test_layers_with_less_rounding_than_expected_count_before_a_task_has_all_of_the_strength():
+    """Without the energy that is expected, less than none of theirs is outside."""
+    low = update_of(WIDE, "adapter", 0).product()
+    energy = low.square().sum().item()
+    noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
+    noise *= 0.25 * low.norm() / noise.norm()
+    changes = [(low + noise, 0.0), (low, 0.1 * energy)]
+    assert strength_by(changes[:1], [WIDE], []) == 1.0
+    assert strength_by(changes, [WIDE, WIDE], []) == exact_strength(changes, 16) == 0.5
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (300, 64), (64, 300)], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("fall", [0.0, -0.5, -2.0, -12.0])
+def test_bounds_of_leading_squares_are_below_them(shape, size, fall):
+    values = torch.arange(1, min(shape) + 1, dtype=torch.float64) ** fall
+    tau = size * matrix_with_spectrum(*shape, values, seed=0).float()
+    exact = spectrum(tau, 0.0)
+    bounded = bounded_spectrum(tau, 0.0, count=16)
+    assert bounded.energy == pytest.approx(exact.energy, rel=1e-12)
+    assert len(bounded.squares) == 16
+    assert (bounded.squares <= exact.squares[:16]).all()
+    for share in (0.0, 0.01, 0.1):
+        rounding = share * exact.energy
+        most = bounded._replace(rounding=rounding).outside(16)
+        assert most >= exact._replace(rounding=rounding).outside(16) >= -rounding
+
+
+def test_bounds_of_a_task_of_low_rank_have_nearly_all_of_its_energy():
+    tau = update_of(WIDE, "adapter", 0).product()
+    bounded = bounded_spectrum(tau, 0.0, count=16)
+    assert bounded.outside(16) < 0.03 * NO_TAIL * bounded.energy
+
+
+@pytest.mark.parametrize("limit", [MOST_ROUNDING, 1.0])
+def test_where_the_energy_does_not_tell_how_sure_a_layer_is_its_spectrum_is_exact(limit):
+    tau = update_of(WIDE, "full", 0)
+    exact = spectrum(tau, 0.0)
+    for share, is_exact in ((1 - 1e-3, False), (1 - 1e-9, True), (1 + 1e-9, True)):
+        bounded = bounded_spectrum(tau, share * limit * exact.energy, count=0)
+        assert torch.equal(bounded.squares, exact.squares) == is_exact
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_task_that_is_not_finite_has_no_strength(value):
+    tau = torch.full(WIDE, value)
+    with pytest.raises(torch.linalg.LinAlgError):
+        strength_by([(tau, 0.0)], [WIDE], [])
 
 
 # --- updates that are short, and tasks that cancel ---
