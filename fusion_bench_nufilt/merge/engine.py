@@ -9,7 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -559,28 +559,11 @@ def merge_layers(
     yield from map_layers(methodcaller("do"), in_order, reader.devices[0], reader.workers)
 
 
-#: The share of the elements that is made before the rest, by place.
-EARLY_SHARE = 2 / 3
-
-
 def work_in_order(work: Sequence[Work]) -> list[Work]:
-    """Return the work in the order in which the threads do it: what stands first in the files, then
-    the rest, and of both the largest first.
-
-    So no thread is left with a large one while the others have none, and what is freed holds what
-    comes next. Files are digested from their beginnings on: if the smallest of all were made last,
-    nearly everything would wait for them.
+    """Return the work in the order in which the threads do it: the largest first, so that none is
+    left with one of them while the others have none, and what is freed holds what comes next; those
+    of one size by their places.
     """
-    waiting = deque(sorted(work, key=lambda piece: piece.place))
-    early_numel = EARLY_SHARE * sum(piece.numel for piece in work)
-    early = []
-    while early_numel > 0:
-        early.append(waiting.popleft())
-        early_numel -= early[-1].numel
-    return [*_largest_first(early), *_largest_first(waiting)]
-
-
-def _largest_first(work: Iterable[Work]) -> list[Work]:
     return sorted(work, key=lambda piece: (-piece.numel, piece.place))
 
 

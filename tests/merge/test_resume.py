@@ -114,7 +114,7 @@ def test_a_disk_too_full_for_the_journal_loses_nothing(stream, monkeypatch):
     assert len(set(computed)) == left
 
 
-def test_what_stands_first_in_the_files_is_made_first_and_of_that_and_the_rest_the_largest(
+def test_the_largest_tensors_are_made_first_and_those_of_one_size_in_the_order_of_their_files(
     stream, monkeypatch
 ):
     order = []
@@ -134,14 +134,8 @@ def test_what_stands_first_in_the_files_is_made_first_and_of_that_and_the_rest_t
     in_files = []
     for file in sorted(out.glob("*.safetensors")):
         in_files += sorted(TensorFile(file).tensors.items(), key=lambda item: item[1].start)
-    total = sum(info.nbytes for _, info in in_files)
-    early = []
-    while sum(info.nbytes for _, info in early) < 2 / 3 * total:
-        early.append(in_files.pop(0))
-    expected = []
-    for part in (early, in_files):
-        expected += sorted(part, key=lambda item: item[1].nbytes, reverse=True)
-    assert order == [key for key, _ in expected]
+    largest_first = sorted(in_files, key=lambda item: item[1].nbytes, reverse=True)
+    assert order == [key for key, _ in largest_first]
 
 
 def test_an_adapter_scaled_otherwise_starts_anew(stream):
