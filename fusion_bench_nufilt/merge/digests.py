@@ -1,5 +1,5 @@
-"""The digests of files that grow: what is finished of a file, from its beginning on, is digested
-and brought to the disk while the rest is made, so that the end waits for neither.
+"""The digests of files that grow: what is finished of a file is brought to the disk, and from its
+beginning on digested, while the rest is made, so that the end waits for little of either.
 """
 
 import hashlib
@@ -35,6 +35,9 @@ class GrowingFiles:
         file = self._files[name]
         if file.add(start, stop):
             self._jobs.append(self._pool.submit(file.go_on))
+        if file.unsynced >= _SYNCED_BYTES:
+            file.unsynced = 0
+            self._jobs.append(self._pool.submit(file.sync))
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of each file, once all of it is written."""
@@ -56,7 +59,7 @@ class _GrowingFile:
         self._path = path
         self._sha = hashlib.sha256()
         self._digested = 0  # bytes
-        self._synced = 0
+        self.unsynced = 0  # bytes
         self._finished: dict[int, int] = {}  # where parts behind these bytes stop, by their starts
         self._turn = Lock()
         self.is_closed = False
@@ -65,6 +68,7 @@ class _GrowingFile:
         """Note a part that is written; return whether it may be the next to be digested."""
         if start == stop:  # of a tensor without elements
             return False
+        self.unsynced += stop - start
         self._finished[start] = stop
         return self._digested in self._finished
 
@@ -78,11 +82,13 @@ class _GrowingFile:
             with self._path.open("rb", buffering=0) as stream:
                 while self._digested in self._finished and not self.is_closed:
                     self._digest(stream, self._finished.pop(self._digested))
-                    if self._digested - self._synced >= _SYNCED_BYTES:
-                        os.fsync(stream.fileno())
-                        self._synced = self._digested
         finally:
             self._turn.release()
+
+    def sync(self) -> None:
+        """Bring to the disk what is written, wherever it stands."""
+        with self._path.open("rb", buffering=0) as stream:
+            os.fsync(stream.fileno())
 
     def _digest(self, stream: FileIO, stop: int) -> None:
         """Digest what is between the bytes that are digested and an offset."""

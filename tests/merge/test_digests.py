@@ -68,6 +68,21 @@ def test_a_file_that_ends_too_early_is_refused(tmp_path, growing):
         growing.fingerprints()
 
 
+def test_what_is_written_is_brought_to_the_disk_wherever_it_stands(
+    tmp_path, growing, content, monkeypatch
+):
+    """The largest tensors are made first, and what stands first may be small."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    monkeypatch.setattr(digests, "_SYNCED_BYTES", 1000)
+    growing.add("file", 600_000, 600_900)
+    assert digested_so_far(growing) == 0
+    assert not synced
+    growing.add("file", 800_000, 800_100)
+    assert digested_so_far(growing) == 0
+    assert len(synced) == 1
+
+
 def test_a_disk_that_fails_ahead_of_the_end_is_said_at_the_end(
     tmp_path, growing, content, monkeypatch
 ):
