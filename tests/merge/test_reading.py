@@ -2,11 +2,13 @@
 
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from fusion_bench_nufilt.merge import merge_folders, other_params
+from fusion_bench_nufilt.merge import merge_folders, other_params, strength
+from fusion_bench_nufilt.methods.task_vector import spectrum
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
 from tests.merge.helpers import plan, save_stream, tensors
@@ -43,18 +45,33 @@ def test_a_merge_reads_every_tensor_of_every_model_once(stream, bytes_read, meth
     assert bytes_read == sizes(stream, "base", "task1", "task2", "task3")
 
 
-def test_best_reads_the_layers_again_from_which_it_finds_the_strength_of_a_task(stream, bytes_read):
+def test_best_reads_the_layers_again_from_which_it_finds_the_strength_of_a_task(
+    stream, bytes_read, monkeypatch
+):
     """Once for bounds, and once more those of which it takes exact spectra."""
+    spectrum_of = strength._spectrum_of
+    measured = []
+
+    def noted(base, task, layer, device, measure):
+        measured.append((Path(task.source.name).name, layer, measure is spectrum))
+        return spectrum_of(base, task, layer, device, measure)
+
+    monkeypatch.setattr(strength, "_spectrum_of", noted)
     planned = plan(stream, method="best", other_params="mean")
     bytes_read.clear()
     merge_folders(planned, stream / "out")
-    layers = sum(planned.base.tensors[layer.keys[0]].nbytes for layer in planned.layers)
     assert len(planned.layers) == 14  # fewer than are looked at
-    for name, size in sizes(stream, "base", "task1", "task2", "task3").items():
-        times = (bytes_read[name] - size) / layers
-        if name == "base":
-            times /= 3
-        assert 1 < times <= 2
+    expected = sizes(stream, "base", "task1", "task2", "task3")
+    for name, layer, _ in measured:
+        nbytes = planned.base.tensors[layer.keys[0]].nbytes
+        expected[name] += nbytes
+        expected["base"] += nbytes
+    assert bytes_read == expected
+    tasks_and_layers = {(name, layer.name) for name, layer, _ in measured}
+    assert len(tasks_and_layers) == 3 * 14
+    for is_exact in (False, True):
+        names = [(name, layer.name) for name, layer, exact in measured if exact == is_exact]
+        assert len(names) == len(set(names))
 
 
 def test_a_plan_reads_a_sample_of_the_base_once_for_all_tasks(stream, bytes_read):
