@@ -370,6 +370,7 @@ class Spectrum(NamedTuple):
     energy: float  # the squared norm of the task vector
     squares: Tensor  # its squared singular values, or less than the leading ones, largest first
     rounding: float  # the energy that rounding to the task's stored dtype is expected to have
+    is_exact: bool
 
     @property
     def whole(self) -> float:
@@ -388,6 +389,12 @@ class Spectrum(NamedTuple):
         leading = self.squares[:num_leading]
         leading = leading[leading > edge]
         return self.whole - without_noise(leading, self.rounding, d_o, d_i).sum().item()
+
+    def least_outside(self, num_leading: int) -> float:
+        """Return what of the exact spectrum is outside at least."""
+        if self.is_exact:
+            return self.outside(num_leading)
+        return -self.rounding
 
 
 Measure = Callable[[Tensor | LowRank, float], Spectrum]
@@ -466,19 +473,21 @@ def task_strength(
     if most_outside < (NO_TAIL - SLACK) * whole:
         return 0.5
 
-    least_outside = -sum(bound.rounding for _, bound in sampled)
-    spectra: list[Spectrum] = []
+    spectra = [bound for _, bound in sampled]
+    bounded = [number for number, bound in enumerate(spectra) if not bound.is_exact]
+    bounded_layers = [sampled[number][0] for number in bounded]
 
     def measure_exactly(layer: _L) -> Spectrum | None:
         return measure(layer, spectrum)
 
-    with closing(apply(measure_exactly, [layer for layer, _ in sampled])) as exact_spectra:
-        for exact in exact_spectra:
-            assert exact is not None
-            spectra.append(exact)
-            least_outside += exact.rounding + exact.outside(num_leading)
+    with closing(apply(measure_exactly, bounded_layers)) as exact_spectra:
+        for number in bounded:
+            least_outside = sum(bound.least_outside(num_leading) for bound in spectra)
             if least_outside > (FULL_TAIL + SLACK) * whole:
                 return 1.0
+            exact = next(exact_spectra)
+            assert exact is not None
+            spectra[number] = exact
     growth = (tail(spectra, num_leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
     return 0.5 + 0.5 * min(1.0, max(0.0, growth))
 
@@ -514,7 +523,7 @@ def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
     """Return the spectrum of a task vector ``(d_o, d_i)``."""
     d_o, d_i = tau.shape
     squares = TaskVector(tau).squares().cpu()
-    return Spectrum((d_o, d_i), squares.sum().item(), squares, rounding)
+    return Spectrum((d_o, d_i), squares.sum().item(), squares, rounding, is_exact=True)
 
 
 def bounded_spectrum(tau: Tensor | LowRank, rounding: float, count: int) -> Spectrum:
@@ -536,4 +545,4 @@ def bounded_spectrum(tau: Tensor | LowRank, rounding: float, count: int) -> Spec
     squares = torch.zeros(0, dtype=torch.float64, device="cpu")
     if count and norm:
         squares = task.bounds_of_squares(count, norm).cpu()
-    return Spectrum((d_o, d_i), energy, squares, rounding)
+    return Spectrum((d_o, d_i), energy, squares, rounding, is_exact=False)

@@ -293,6 +293,18 @@ def test_few_exact_spectra_decide_on_a_full_task_and_none_on_one_of_low_rank():
     assert measured[16:] in ([spectrum], [spectrum] * 2, [spectrum] * 3)
 
 
+def test_no_layer_is_measured_again_whose_spectrum_is_exact():
+    """Thin factors, and layers of which the leading directions are more than a fourth."""
+    narrow = update_of((40, 64), "full", 0)
+    generator = torch.Generator().manual_seed(0)
+    factors = LowRank(torch.randn(96, 24, generator=generator), torch.eye(24, 96))
+    for tau in (narrow, factors):
+        measured = []
+        strength = strength_by([(tau, 0.0)], [WIDE], measured)
+        assert strength == exact_strength([(tau, 0.0)], 16) > 0.5
+        assert spectrum not in measured
+
+
 def test_layers_with_less_rounding_than_expected_count_before_a_task_has_all_of_the_strength():
     """Without the energy that is expected, less than none of theirs is outside."""
     low = update_of(WIDE, "adapter", 0).product()
