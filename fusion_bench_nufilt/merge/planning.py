@@ -24,6 +24,7 @@ from fusion_bench_nufilt.models.vocabulary import (
 )
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
+from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.manifest import read_merged_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
@@ -69,6 +70,8 @@ def plan_merge(
         ValueError: there is no such method, or a model does not fit; the message names it and says
             what to do.
     """
+    # The checks read samples of all models, of which nothing is to stay.
+    give_back_freed_memory()
     method_class = find_method(method)
     settings = settings or Settings()
     defaults, _ = split_options((method_class.Options, TargetConfig), method_class.defaults)
