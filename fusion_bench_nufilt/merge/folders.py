@@ -255,7 +255,7 @@ def _merge(
         for param in other_params:
             keys = plan.other_keys[param]
             numel = sum(math.prod(plan.base.tensors[key].shape) for key in keys)
-            place = reader.places[param]
+            place = reader.place_of(keys[0])
             other_work.append(Work(numel, place, partial(write_param, param)))
         stages = [merge_layers(reader, layers, write_layer, other_work)]
     for stage in stages:

@@ -7,7 +7,7 @@ it, and changes nothing.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -190,7 +190,12 @@ class Plan(Selection):
     @cached_property
     def headers(self) -> dict[str, bytes]:
         """The header of each file of the result, once the base is on this disk."""
-        return make_headers(self.pretrained.checkpoint, self.files)
+        changed = self.mean_counts
+        kept: set[str] = set()
+        for param, keys in self.other_keys.items():
+            if param not in changed:
+                kept.update(keys)
+        return make_headers(self.pretrained.checkpoint, self.files, kept)
 
     @cached_property
     def places(self) -> dict[str, TensorInfo]:
@@ -458,13 +463,16 @@ def _json_file(content: Any) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def make_headers(base: Checkpoint, files: Files) -> dict[str, bytes]:
-    """Return the header of each file, which is the base's own where that has the same tensors."""
+def make_headers(base: Checkpoint, files: Files, kept: Set[str]) -> dict[str, bytes]:
+    """Return the header of each file, which is the base's own where all its tensors are; ``kept``
+    has those of the base that stay as they are.
+    """
     headers = {}
     for file, tensors in files.items():
         of_base = base.opened.get(file)
-        if of_base and _shapes(of_base.tensors) == _shapes(tensors):
-            # Byte for byte, so that a file without a changed tensor is the base's own.
+        stays = tensors.keys() <= kept
+        if of_base and stays and _shapes(of_base.tensors) == _shapes(tensors):
+            # Byte for byte, so that the whole file is the base's.
             headers[file] = of_base.header
         else:
             headers[file] = make_header(tensors)

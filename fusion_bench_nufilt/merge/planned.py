@@ -259,18 +259,20 @@ class PlannedLayers(LayerReader):
         return layer.view.matrix(weight)
 
     def place(self, layer: Layer) -> int:
-        return self.places[layer.param]
+        return self.place_of(layer.keys[0])
+
+    def place_of(self, key: str) -> int:
+        """Return the place of a tensor of the base in the order of the result's files, which are
+        digested from their beginnings on; 0 where they don't have it: models in memory have no
+        files, and an adapter has other keys.
+        """
+        return self._places.get(key, 0)
 
     @cached_property
-    def places(self) -> dict[str, int]:
-        """The place of each param in the order of the base's files, and so of the result's, which
-        are digested from their beginnings on.
-        """
-        numbers = {key: number for number, key in enumerate(self.plan.base.tensors)}
-        places = {layer.param: numbers[layer.keys[0]] for layer in self.plan.layers}
-        for param, keys in self.plan.other_keys.items():
-            places[param] = numbers[keys[0]]
-        return places
+    def _places(self) -> dict[str, int]:
+        if not self.plan.files:
+            return {}
+        return {key: number for number, key in enumerate(self.plan.places)}
 
     @property
     def coefficients(self) -> Sequence[float]:

@@ -217,17 +217,22 @@ def describe(tensor: Tensor) -> TensorInfo:
 
 
 def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Return the header of a file with these tensors, the widest dtypes first, so that all are
-    aligned.
+    """Return the header of a file with these tensors, the largest first, in which order a merge
+    makes them; those of one size stay in their order.
+
+    All are aligned: what is no multiple of 8 bytes comes last, the widest dtypes of it first.
     """
 
-    def itemsize(key: str) -> int:
+    def order(key: str) -> tuple[bool, int]:
         info = tensors[key]
-        return -(-info.nbytes // max(1, math.prod(info.shape)))  # rounded up
+        if info.nbytes % 8 == 0:
+            return False, -info.nbytes
+        itemsize = -(-info.nbytes // max(1, math.prod(info.shape)))  # rounded up
+        return True, -itemsize
 
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for key in sorted(tensors, key=itemsize, reverse=True):
+    for key in sorted(tensors, key=order):
         info = tensors[key]
         stop = start + info.nbytes
         content[key] = {

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.folders import merge_folders
 from fusion_bench_nufilt.merge.planned import disk_bytes
+from fusion_bench_nufilt.utils.tensors import describe, make_header, read_header
 from tests.cli.helpers import nufilt
 from tests.merge.helpers import (
     RANKS,
@@ -120,6 +121,36 @@ def test_shards_hold_the_bytes_that_are_asked_for_and_the_bits_of_the_merge(stre
             assert index["weight_map"] == weight_map
             assert index["metadata"]["total_size"] == disk_bytes(plan(stream))
         assert same(AutoModelForCausalLM.from_pretrained(out).state_dict() | whole, loaded(stream))
+
+
+def test_a_file_without_a_changed_tensor_is_the_bases_own_in_every_step(stream):
+    """Also its order of tensors; whoever has the base needs no other copy."""
+    options = {"target_modules": ["q_proj"], "other_params": "pretrained"}
+    one = merge(stream, ["task1"], "one", **options)
+    two = merge(stream, ["task2"], "two", merged="one", **options)
+    for out in (one, two):
+        kept = 0
+        for file in sorted(out.glob("*.safetensors")):
+            of_base = stream / "base" / file.name
+            is_base = file.read_bytes() == of_base.read_bytes()
+            assert is_base != any("q_proj" in key for key in load_file(file))
+            kept += is_base
+        assert kept == 4  # of six
+
+
+def test_tensors_of_a_file_are_aligned_whatever_their_sizes(tmp_path):
+    state = {
+        "bytes": torch.ones(1001, dtype=torch.uint8),
+        "halves": torch.ones(77, dtype=torch.float16),
+        "singles": torch.ones(33),
+        "doubles": torch.ones(5, dtype=torch.float64),
+        "matrix": torch.ones(8, 8, dtype=torch.bfloat16),
+    }
+    header = make_header({key: describe(value) for key, value in state.items()})
+    places = read_header("", header)
+    assert list(places) == ["matrix", "doubles", "singles", "halves", "bytes"]
+    for key, info in places.items():
+        assert info.start % state[key].itemsize == 0
 
 
 def words(folder):
