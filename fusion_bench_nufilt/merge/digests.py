@@ -4,7 +4,7 @@ beginning on digested, while the rest is made, so that the end waits for little 
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -28,24 +28,38 @@ class GrowingFiles:
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self._files = {name: _GrowingFile(folder / name) for name in names}
         self._pool = ThreadPoolExecutor(_THREADS)
-        self._jobs: list[Future[None]] = []
+        self._failures: list[BaseException] = []
 
     def add(self, name: str, start: int, stop: int) -> None:
         """Note that the bytes between two offsets of a file are written."""
         file = self._files[name]
         if file.add(start, stop):
-            self._jobs.append(self._pool.submit(file.go_on))
+            self._start(file.go_on)
         if file.unsynced >= _SYNCED_BYTES:
             file.unsynced = 0
-            self._jobs.append(self._pool.submit(file.sync))
+            self._start(file.sync)
+
+    def _start(self, job: Callable[[], None]) -> None:
+        """Have a thread do a job, of which nothing is kept but its failure: what is kept lies in
+        the room of a layer, which the next one then lacks.
+        """
+        self._pool.submit(job).add_done_callback(self._note_failure)
+
+    def _note_failure(self, job: Future[None]) -> None:
+        if not job.cancelled():
+            failure = job.exception()
+            if failure is not None:
+                self._failures.append(failure)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of each file, once all of it is written."""
-        for job in self._jobs:
-            # The system tells of a disk that failed but once, and it may have told a job.
-            job.result()
-        fingerprints = self._pool.map(_GrowingFile.fingerprint, self._files.values())
-        return dict(zip(self._files, fingerprints, strict=True))
+        self._pool.shutdown()
+        # The system tells of a disk that failed but once, and it may have told a job.
+        if self._failures:
+            raise self._failures[0]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            fingerprints = pool.map(_GrowingFile.fingerprint, self._files.values())
+            return dict(zip(self._files, fingerprints, strict=True))
 
     def close(self) -> None:
         """End without what is not digested yet."""
