@@ -28,7 +28,14 @@ from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Head, Input, Manifest
 from fusion_bench_nufilt.utils.manifest import combined_digest, package_versions
 from fusion_bench_nufilt.utils.options import options_in_effect, with_scope
-from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo, make_header, read_header
+from fusion_bench_nufilt.utils.tensors import (
+    FLOATS,
+    OF_TORCH,
+    TensorInfo,
+    make_header,
+    read_header,
+    read_metadata,
+)
 
 Files = dict[str, dict[str, TensorInfo]]
 """The tensors in each file, by key; their places in it are in the file's header alone."""
@@ -470,12 +477,13 @@ def make_headers(base: Checkpoint, files: Files, kept: Set[str]) -> dict[str, by
     headers = {}
     for file, tensors in files.items():
         of_base = base.opened.get(file)
-        stays = tensors.keys() <= kept
-        if of_base and stays and _shapes(of_base.tensors) == _shapes(tensors):
+        if of_base is None:
+            headers[file] = make_header(tensors)
+        elif tensors.keys() <= kept and _shapes(of_base.tensors) == _shapes(tensors):
             # Byte for byte, so that the whole file is the base's.
             headers[file] = of_base.header
         else:
-            headers[file] = make_header(tensors)
+            headers[file] = make_header(tensors, read_metadata(of_base.header) or OF_TORCH)
     return headers
 
 

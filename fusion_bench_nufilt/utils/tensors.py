@@ -216,7 +216,17 @@ def describe(tensor: Tensor) -> TensorInfo:
     return TensorInfo("", dtype_name, tuple(tensor.shape), 0, tensor.nbytes)
 
 
-def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
+# Without it, transformers 4 loads no file.
+OF_TORCH = {"format": "pt"}
+
+
+def read_metadata(header: bytes) -> dict[str, str]:
+    """Return what a file's header says besides its tensors."""
+    metadata: dict[str, str] = json.loads(header[8:]).get("__metadata__") or {}
+    return metadata
+
+
+def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] = OF_TORCH) -> bytes:
     """Return the header of a file with these tensors, the largest first, in which order a merge
     makes them; those of one size stay in their order.
 
@@ -230,7 +240,7 @@ def make_header(tensors: Mapping[str, TensorInfo]) -> bytes:
         itemsize = -(-info.nbytes // max(1, math.prod(info.shape)))  # rounded up
         return True, -itemsize
 
-    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    content: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for key in sorted(tensors, key=order):
         info = tensors[key]

@@ -5,7 +5,8 @@ import shlex
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.folders import merge_folders
@@ -136,6 +137,17 @@ def test_a_file_without_a_changed_tensor_is_the_bases_own_in_every_step(stream):
             assert is_base != any("q_proj" in key for key in load_file(file))
             kept += is_base
         assert kept == 4  # of six
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("metadata", [{"format": "pt", "made_by": "hand"}, None])
+def test_a_file_says_of_itself_what_the_bases_does(stream, metadata, dtype):
+    for file in (stream / "base").glob("*.safetensors"):
+        save_file(load_file(file), file, metadata)
+    out = merge(stream, settings={"dtype": dtype})
+    for file in out.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == (metadata or {"format": "pt"})
 
 
 def test_tensors_of_a_file_are_aligned_whatever_their_sizes(tmp_path):
