@@ -46,10 +46,11 @@ class GrowingFiles:
         self._pool.submit(job).add_done_callback(self._note_failure)
 
     def _note_failure(self, job: Future[None]) -> None:
-        if not job.cancelled():
-            failure = job.exception()
-            if failure is not None:
-                self._failures.append(failure)
+        if job.cancelled():
+            return
+        failure = job.exception()
+        if failure is not None:
+            self._failures.append(failure)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of each file, once all of it is written."""

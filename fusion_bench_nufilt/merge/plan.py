@@ -30,7 +30,6 @@ from fusion_bench_nufilt.utils.manifest import combined_digest, package_versions
 from fusion_bench_nufilt.utils.options import options_in_effect, with_scope
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
-    OF_TORCH,
     TensorInfo,
     make_header,
     read_header,
@@ -483,7 +482,7 @@ def make_headers(base: Checkpoint, files: Files, kept: Set[str]) -> dict[str, by
             # Byte for byte, so that the whole file is the base's.
             headers[file] = of_base.header
         else:
-            headers[file] = make_header(tensors, read_metadata(of_base.header) or OF_TORCH)
+            headers[file] = make_header(tensors, read_metadata(of_base.header))
     return headers
 
 

@@ -216,17 +216,15 @@ def describe(tensor: Tensor) -> TensorInfo:
     return TensorInfo("", dtype_name, tuple(tensor.shape), 0, tensor.nbytes)
 
 
-# Without it, transformers 4 loads no file.
-OF_TORCH = {"format": "pt"}
-
-
 def read_metadata(header: bytes) -> dict[str, str]:
     """Return what a file's header says besides its tensors."""
     metadata: dict[str, str] = json.loads(header[8:]).get("__metadata__") or {}
     return metadata
 
 
-def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] = OF_TORCH) -> bytes:
+def make_header(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return the header of a file with these tensors, the largest first, in which order a merge
     makes them; those of one size stay in their order.
 
@@ -240,7 +238,8 @@ def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] =
         itemsize = -(-info.nbytes // max(1, math.prod(info.shape)))  # rounded up
         return True, -itemsize
 
-    content: dict[str, Any] = {"__metadata__": dict(metadata)}
+    # Without a format, transformers 4 loads no file.
+    content: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     start = 0
     for key in sorted(tensors, key=order):
         info = tensors[key]

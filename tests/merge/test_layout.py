@@ -150,7 +150,7 @@ def test_a_file_says_of_itself_what_the_bases_does(stream, metadata, dtype):
             assert opened.metadata() == (metadata or {"format": "pt"})
 
 
-def test_tensors_of_a_file_are_aligned_whatever_their_sizes(tmp_path):
+def test_tensors_of_a_file_are_aligned_whatever_their_sizes():
     state = {
         "bytes": torch.ones(1001, dtype=torch.uint8),
         "halves": torch.ones(77, dtype=torch.float16),
