@@ -73,7 +73,6 @@ def _page(results: Comparison, charts: Mapping[str, ChartType]) -> str:
         "comparison.html",
         results=results,
         charts=charts,
-        most_curves=MOST_CURVES,
         main=main_table(results),
         tables=[task_table(results), *overhead_tables(results)],
         overrides=overrides,
@@ -101,7 +100,12 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     # With other settings, the mean over the tasks seen so far is known at most for the ends.
     every_step = results.settings.get("evaluate", "").startswith("every_step")
     if every_step and len(results.tasks) > 1:
-        charts["accuracy_per_step"] = _accuracy_per_step(results, best[:MOST_CURVES])
+        chart = _accuracy_per_step(results, best[:MOST_CURVES])
+        if len(best) > MOST_CURVES:
+            # In the picture itself, since it is shown by itself as well.
+            title = f"the {MOST_CURVES} of {len(best)} methods with the highest ACC"
+            chart = chart.properties(title=title)
+        charts["accuracy_per_step"] = chart
     if results.preset == "ablation":
         rows = _metric_rows(results, list(results.methods), ["ACC", "BWT"])
         charts["ablation"] = dots(rows)

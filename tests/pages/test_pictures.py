@@ -13,7 +13,7 @@ from fusion_bench_nufilt.pages.charts import score_cells, score_maps
 from fusion_bench_nufilt.pages.layers import layer_charts
 from fusion_bench_nufilt.pages.results import layer_rows, long_table, rows_with, score_rows
 from fusion_bench_nufilt.pages.theme import chart_definition
-from tests.pages.charts import rows_of
+from tests.pages.charts import rows_of, spec_of
 from tests.pages.sizes import analysis_of, comparison_of, layers_of, sensitivity_of
 
 SIZES = [(3, 2), (12, 20)]  # methods and tasks
@@ -128,6 +128,8 @@ def test_every_number_lies_within_its_scale(name, methods, tasks):
                 assert max(values) <= domain[1]
 
 
-def test_a_chart_of_curves_has_no_more_methods_than_there_are_colours():
+def test_a_chart_of_curves_has_as_many_methods_as_there_are_colours_and_says_of_how_many():
     chart = pictures(12, 20)["accuracy_per_step"]
     assert len({row["name"] for row in rows_of(chart) if "name" in row}) == 7
+    assert spec_of(chart)["title"] == "the 7 of 12 methods with the highest ACC"
+    assert "title" not in spec_of(pictures(7, 20)["accuracy_per_step"])
