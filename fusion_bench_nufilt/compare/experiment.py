@@ -45,7 +45,7 @@ from fusion_bench_nufilt.continual.models import (
 from fusion_bench_nufilt.models.layers import select_layers
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import or_none
-from fusion_bench_nufilt.utils.manifest import package_versions
+from fusion_bench_nufilt.utils.manifest import differences, in_one_line, package_versions
 from fusion_bench_nufilt.utils.tensors import digest as tensor_digest
 
 from .configs import as_json, compose_run, make, plain, quiet, taskpool_config
@@ -280,6 +280,24 @@ class Experiment:
             self._digests[name] = digest_of_stored(model, missing_keys)
         return model, missing_keys
 
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """What every run depends on besides its method: :attr:`settings`, and the content of the
+        models, which are all loaded.
+        """
+        return {**self.settings, "weights": self.digests}
+
+    def refuse_other(self, description: dict[str, Any]) -> None:
+        """Raise a ValueError if the pools have other content than where a description was made: in
+        another process, or on another machine, a name may stand for something else.
+        """
+        differing = differences(description, self.description)
+        if differing:
+            raise ValueError(
+                "the process of a run has other models or data under the same names than the one "
+                f"that compares: {in_one_line(differing)}"
+            )
+
     def score_single_models(self, on_step: OnStep) -> References:
         """Score the pretrained model on all T tasks and each fine-tuned one on its own, T + 1 steps
         in all.
@@ -348,13 +366,18 @@ class Experiment:
 
 
 def run_alone(
-    overrides: tuple[str, ...], validation: bool | None, config: dict[str, Any]
+    overrides: tuple[str, ...],
+    validation: bool | None,
+    description: dict[str, Any],
+    config: dict[str, Any],
 ) -> SeedRun:
     """Run a method in a process of its own, which keeps the pools, with data and heads, for the
-    next run.
+    next run; pools of another description are refused.
     """
     with quiet():
-        return _experiment(overrides, validation).run(config)
+        experiment = _experiment(overrides, validation)
+        experiment.refuse_other(description)
+        return experiment.run(config)
 
 
 @cache

@@ -85,8 +85,8 @@ def compare(
         bars: makes the progress bars; their stream must be given, since ``sys.stderr`` is silenced.
 
     Raises:
-        ValueError: a method cannot be built, ``out`` holds other settings or models, or nothing can
-            be scored.
+        ValueError: a method cannot be built, ``out`` holds other settings or models, nothing can be
+            scored, or a run's process has other models or data than this one.
     """
     _check(specs, overrides, evaluate, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
@@ -115,7 +115,8 @@ def compare(
             if engine == "local" and jobs == 1:
                 results = _run_here(work, experiment, bars)
             else:
-                results = _run_apart(work, (pools, validation), jobs, engine, address)
+                data = (pools, validation, experiment.description)
+                results = _run_apart(work, data, jobs, engine, address)
             # Closing ends the processes of runs that are not finished, also after Ctrl-C.
             with closing(results):
                 _keep(results, missing, runs, store, bars)

@@ -265,6 +265,24 @@ def test_results_on_other_test_data_are_refused(tmp_path, monkeypatch, started):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other_pictures, r"under the same names.*: test_data\.digits\.sha256 is not the same"),
+        (other_weights, r"under the same names.*: weights\.digits is not the same"),
+    ],
+)
+def test_a_process_with_other_data_or_models_under_their_names_runs_nothing(
+    tmp_path, monkeypatch, change, says
+):
+    """As on a node of a cluster, where a folder may hold something else."""
+    change(monkeypatch, "digits")  # in this process alone
+    with pytest.raises(ValueError, match=says):
+        run(tmp_path, "nufilt", jobs=2, **CHEAP)
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+@pytest.mark.slow
 def test_what_changes_no_result_is_gone_on_with(tmp_path, demo, started):
     run(tmp_path / "out", "nufilt", **CHEAP)
     shutil.copytree(demo / "digits", tmp_path / "renamed")
