@@ -117,6 +117,7 @@ def test_one_order_names_the_models_below_the_curve_and_the_best_method_comes_fi
     )["accuracy_per_step"]
     assert [row["x"] for row in rows_of(chart, name="worse")] == finished(42).matrix.steps
     assert legend(chart) == ["better", "worse"]
+    assert "title" not in chart.to_dict()  # all methods are shown
 
 
 def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_first():

@@ -132,4 +132,3 @@ def test_a_chart_of_curves_has_as_many_methods_as_there_are_colours_and_says_of_
     chart = pictures(12, 20)["accuracy_per_step"]
     assert len({row["name"] for row in rows_of(chart) if "name" in row}) == 7
     assert spec_of(chart)["title"] == "the 7 of 12 methods with the highest ACC"
-    assert "title" not in spec_of(pictures(7, 20)["accuracy_per_step"])
