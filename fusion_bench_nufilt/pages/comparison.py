@@ -100,12 +100,7 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     # With other settings, the mean over the tasks seen so far is known at most for the ends.
     every_step = results.settings.get("evaluate", "").startswith("every_step")
     if every_step and len(results.tasks) > 1:
-        chart = _accuracy_per_step(results, best[:MOST_CURVES])
-        if len(best) > MOST_CURVES:
-            # In the picture itself, since it is shown by itself as well.
-            title = f"the {MOST_CURVES} of {len(best)} methods with the highest ACC"
-            chart = chart.properties(title=title)
-        charts["accuracy_per_step"] = chart
+        charts["accuracy_per_step"] = _accuracy_per_step(results, best[:MOST_CURVES])
     if results.preset == "ablation":
         rows = _metric_rows(results, list(results.methods), ["ACC", "BWT"])
         charts["ablation"] = dots(rows)
@@ -142,13 +137,18 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     title = "mean score on the tasks seen so far (%)"
     if any("low" in row for row in rows):
         title += " ± one std"
-    return lines(
+    chart = lines(
         rows,
         "models merged",
         title,
         among=list(curve_names.values()),
         ranked=True,
     )
+    if len(labels) < len(results.done):
+        # In the picture itself, since it is shown by itself as well.
+        which = f"the {len(labels)} of {len(results.done)} methods with the highest ACC"
+        chart = chart.properties(title=which)
+    return chart
 
 
 def _band(mean: Mean, lowest: float) -> Json:
