@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 # Options of baselines have former names, too, which are known once they are defined.
 from fusion_bench_nufilt.continual import baselines as baselines
 from fusion_bench_nufilt.continual.errors import what_is_wrong
+from fusion_bench_nufilt.utils.files import message_in_one_line
 from fusion_bench_nufilt.utils.options import unknown
 from fusion_bench_nufilt.utils.overrides import (
     PLUGIN,
@@ -42,7 +43,7 @@ def composing() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        line = what_is_wrong(error, DictConfig({})) or " ".join(str(error).split())
+        line = what_is_wrong(error, DictConfig({})) or message_in_one_line(error)
         raise ValueError(line) from None
 
 

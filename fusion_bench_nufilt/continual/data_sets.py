@@ -15,6 +15,8 @@ from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
 from hydra.utils import get_method
 from omegaconf import OmegaConf
 
+from fusion_bench_nufilt.utils.files import message_in_one_line
+
 _LOADERS_OF_GPT2 = (
     "fusion_bench.modelpool.huggingface_gpt2_classification.load_gpt2_dataset",
     "fusion_bench.taskpool.gpt2_text_classification.load_gpt2_dataset",
@@ -137,7 +139,7 @@ def _check(task: str, data: DataSet) -> None:
             splits = builder.info.splits or builder.config.data_files or ()
             _check_split(data.split, [str(split) for split in splits])
     except Exception as error:  # whatever datasets and the client of the hub raise
-        message = " ".join(str(error).split()).rstrip(".")
+        message = message_in_one_line(error).rstrip(".")
         raise ValueError(
             f"task '{task}': its data set '{data.name}': {message}: {_remedy(data.name, error)}"
         ) from error

@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from fusion_bench_nufilt.utils.files import printable
+from fusion_bench_nufilt.utils.files import message_in_one_line, printable
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def what_is_wrong(error: Any, config: DictConfig) -> str | None:
     if isinstance(error, OmegaConfBaseException):
         error = _with_its_place(error, config)
     if isinstance(error, _OF_THE_INPUT):
-        return printable(" ".join(str(error).split()))
+        return printable(message_in_one_line(error))
     return None
 
 
@@ -116,7 +116,7 @@ def _is_of_fabric(error: Any) -> bool:
 
 def _wrong_fabric(error: Exception, config: DictConfig) -> str:
     """Return what Lightning says of the devices of a run, with a choice that works everywhere."""
-    message = " ".join(str(error).split()).rstrip(".")
+    message = message_in_one_line(error).rstrip(".")
     accelerator = OmegaConf.select(config, "fabric.accelerator", default="auto")
     # Of kinds of devices Lightning raises ValueErrors, which list those that there are.
     if accelerator in ("auto", "cpu") or isinstance(error, ValueError):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint
-from fusion_bench_nufilt.utils.files import Input, Manifest
+from fusion_bench_nufilt.utils.files import Input, Manifest, message_in_one_line
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
 from fusion_bench_nufilt.utils.manifest import model_digest, read_merged_manifest, verify_files
 
@@ -103,7 +103,7 @@ def _stored(model: nn.Module, missing_keys: Collection[str]) -> dict[str, Any]:
 
 def reason(error: Exception) -> str:
     """Return the reason of a failure in one line."""
-    text = " ".join(str(error).split())
+    text = message_in_one_line(error)
     if isinstance(error, ValueError):
         return text
     return f"{type(error).__name__}: {text}"

@@ -34,6 +34,7 @@ from fusion_bench_nufilt.utils.files import (
     Input,
     InputFile,
     is_inside,
+    message_in_one_line,
     printable,
     read_json,
 )
@@ -174,7 +175,7 @@ class Checkpoint(Source):
             ) from error
         except Exception as error:  # no network, no such repository, no access
             raise ValueError(
-                f"'{name}' is no folder, and the hub can't give it: {_in_one_line(error)}"
+                f"'{name}' is no folder, and the hub can't give it: {message_in_one_line(error)}"
             ) from error
         shards = set(_weight_map(folder).values()) or {_SINGLE}
         # What lies in the cache needs no network. Of all else, headers come first: weights are
@@ -726,11 +727,6 @@ def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     return Path(folder)
 
 
-def _in_one_line(error: Exception) -> str:
-    """Return the message of one of the hub's errors, which may be of several lines, in one."""
-    return " ".join(str(error).split())
-
-
 def _repository(name: str) -> str:
     """Return the hub's ``owner/model`` of a user's ``owner/model@revision``."""
     return name.partition("@")[0]
@@ -781,7 +777,7 @@ def _hub_headers(name: str, commit: str) -> _Files:
         ) from error
     except Exception as error:
         raise ValueError(
-            f"'{name}': the hub can't give the headers of its weights: {_in_one_line(error)}"
+            f"'{name}': the hub can't give the headers of its weights: {message_in_one_line(error)}"
         ) from error
     return {file: _from_hub(file, header) for file, header in metadata.files_metadata.items()}
 
@@ -794,7 +790,7 @@ def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
         )
     except Exception as error:
         raise ValueError(
-            f"'{name}': the hub can't give the header of {file}: {_in_one_line(error)}"
+            f"'{name}': the hub can't give the header of {file}: {message_in_one_line(error)}"
         ) from error
     return _from_hub(PurePosixPath(file).name, metadata)
 

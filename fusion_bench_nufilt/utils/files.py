@@ -269,6 +269,11 @@ def printable(name: str) -> str:
     return "".join(letters)
 
 
+def message_in_one_line(error: Exception) -> str:
+    """Return the message of an error, which may be of several lines."""
+    return " ".join(str(error).split())
+
+
 def escape_html(text: str) -> str:
     """Escape HTML and control characters in a line of Markdown, which may hold names from
     elsewhere.

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import message_in_one_line
 from .options import with_current_names
 
 # Hydra is imported where there is a word to read, which most merges do without.
@@ -87,5 +88,5 @@ def _parse(word: str) -> "Override":
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
-        reason = " ".join(str(error).split())
+        reason = message_in_one_line(error)
         raise ValueError(f"'{word}' is not of the form KEY=VALUE: {reason}") from None
