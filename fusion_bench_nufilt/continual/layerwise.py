@@ -43,6 +43,7 @@ from fusion_bench_nufilt.models.model import (
 )
 from fusion_bench_nufilt.models.source import MemorySource, module_source
 from fusion_bench_nufilt.nufilt.options import FusionConfig
+from fusion_bench_nufilt.pages.metrics import has_quantity
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads
@@ -176,7 +177,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.method = self._draft.method(self.method_class, self.options, self.seed)
         coverage = self._draft.selection.coverage
         log.info("%s", coverage)
-        shapes = [view.shape for view in self.layers.values()]
+        shapes = []
+        if self._last_step > 1:  # the first model of all meets no other
+            shapes = [view.shape for view in self.layers.values()]
         all_merged = not coverage.left_out
         for warning in (
             coverage.warning,
@@ -469,8 +472,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             return
         means = {}
         for key in self.method.logged:
-            # Rows that were read from a damaged file may lack a column.
-            values = [row[key] for row in rows if key in row]
+            values = [row[key] for row in rows if has_quantity(key, row)]
             if values:
                 means[f"layers/{key}"] = sum(values) / len(values)
         self.log_dict(means, step=int(rows[0]["step"]))

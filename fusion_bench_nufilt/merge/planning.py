@@ -11,6 +11,7 @@ from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.configurations import check_configuration
+from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
@@ -307,6 +308,17 @@ def _join_vocabularies(
     )
 
 
+def _filtered_layers(plan: Plan) -> list[Layer]:
+    """Return the layers that a task changes beyond the first one of all, which meets no other."""
+    later_tasks = plan.tasks if plan.merged is not None else plan.tasks[1:]
+    filtered = []
+    for layer in plan.layers:
+        # An adapter leaves layers as they are, of which a merge into the base has all the same.
+        if any(task.rank_of(layer.param) != 0 for task in later_tasks):
+            filtered.append(layer)
+    return filtered
+
+
 def _check(plan: Plan, architecture: Architecture) -> list[str]:
     """Refuse what does not fit, and return warnings about what is doubtful, as do all checks
     here.
@@ -319,7 +331,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
     # What adapters leave alone is not left out by the merge.
     if plan.coverage.warning and not plan.is_adapter:
         warnings.append(plan.coverage.warning)
-    shapes = [layer.view.shape for layer in plan.layers]
+    shapes = [layer.view.shape for layer in _filtered_layers(plan)]
     all_merged = not plan.coverage.left_out
     warning = plan.method.warning(shapes, "nufilt merge", all_merged=all_merged)
     if warning is not None:

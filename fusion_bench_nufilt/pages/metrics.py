@@ -1,7 +1,7 @@
 """What is measured: the accuracy matrix of a continual run, and the names of all metrics."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ class Metric(NamedTuple):
     signed: bool = False  # whether it is shown with its sign, as a difference is
     headline: bool = False  # whether tables and the line below a matrix show it; files have all
     meaning: str = ""  # for readers who do not know its name
+    #: What is above zero in the steps that have such a thing: of others, there is no number.
+    presence: str = ""
 
     @property
     def word(self) -> str:
@@ -80,12 +82,20 @@ CHANGES = {
 }
 #: What a method measures of a layer at a step, the columns of ``layers.csv`` that are drawn.
 LAYER_METRICS = {
-    "filtered_share": Metric("share of the task vector that the filter took", "share filtered"),
-    "overlap": Metric("overlap of new and old subspaces", "overlap of subspaces"),
-    "loss_before": Metric("data-free loss before the adapter", higher_is_better=False),
-    "loss_after": Metric("data-free loss after it", higher_is_better=False),
+    "filtered_share": Metric(
+        "share of the task vector that the filter took",
+        "share filtered",
+        presence="protected_rank",
+    ),
+    "overlap": Metric(
+        "overlap of new and old subspaces", "overlap of subspaces", presence="protected_rank"
+    ),
+    "loss_before": Metric(
+        "data-free loss before the adapter", higher_is_better=False, presence="merged_norm"
+    ),
+    "loss_after": Metric("data-free loss after it", higher_is_better=False, presence="merged_norm"),
     "task_norm": Metric("norm of the task vector", "norm of task vectors"),
-    "merged_norm": Metric("norm of what was merged before"),
+    "merged_norm": Metric("norm of what was merged before", presence="merged_norm"),
 }
 #: What an analysis measures of a layer, mean over the tasks or over pairs of them.
 LAYER_MEANS = {
@@ -94,6 +104,14 @@ LAYER_MEANS = {
     "matched_affinity": Metric("affinity, matched"),
     "mismatched_affinity": Metric("affinity, mismatched"),
 }
+
+
+def has_quantity(name: str, report: Mapping[str, Any]) -> bool:
+    """Tell whether a step had what a number of its report is of: the first one has no filter."""
+    if name not in report:  # as in rows that were read from a damaged file
+        return False
+    metric = LAYER_METRICS.get(name)
+    return metric is None or report.get(metric.presence, 1) > 0
 
 
 def or_none(value: float) -> float | None:

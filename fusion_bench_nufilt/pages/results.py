@@ -103,10 +103,17 @@ def printed_rows(numbers: Mapping[str, Row], tasks: Sequence[str] = ()) -> list[
 
 
 def layer_rows(measured: pd.DataFrame) -> pd.DataFrame:
-    """Return what a method measured of its layers, given the rows of ``layers.csv``."""
+    """Return what a method measured of its layers, given the rows of ``layers.csv``; a step without
+    a filter or an adapter, as the first one is, has no number of it.
+    """
     names = [name for name in LAYER_METRICS if name in measured]
     keys = [name for name in ("step", "task", "layer") if name in measured]
-    rows = measured.melt(keys, names, "metric", "value").dropna(subset="value")
+    present = measured.copy()
+    for name in names:
+        presence = LAYER_METRICS[name].presence
+        if presence in measured:
+            present[name] = measured[name].where(measured[presence] > 0)
+    rows = present.melt(keys, names, "metric", "value").dropna(subset="value")
     return rows.reindex(columns=COLUMNS)
 
 

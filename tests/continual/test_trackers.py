@@ -14,7 +14,7 @@ from lightning.fabric.loggers import Logger
 from fusion_bench_nufilt.continual import layerwise
 
 CONFIGS = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
-LOGGED = "layers/overlap"
+NORM = "layers/task_norm"
 STEPS = [1, 2, 3]
 
 
@@ -68,7 +68,9 @@ def test_a_csv_file_has_every_step(run):
     with open(logs / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == STEPS
-    assert all(float(row[LOGGED]) >= 0 for row in rows)
+    assert all(float(row[NORM]) >= 0 for row in rows)
+    # There is no filter before the second step, and so no number of it.
+    assert [int(row["step"]) for row in rows if row["layers/filtered_share"]] == STEPS[1:]
 
 
 def test_a_csv_file_of_a_resumed_run_has_every_step(run):
@@ -78,7 +80,7 @@ def test_a_csv_file_of_a_resumed_run_has_every_step(run):
     run(*words, "method.resume=true")
     with open(logs / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows if row[LOGGED]] == STEPS
+    assert [int(row["step"]) for row in rows if row[NORM]] == STEPS
 
 
 def test_tensorboard_has_every_step(run):
@@ -87,7 +89,7 @@ def test_tensorboard_has_every_step(run):
 
     events = EventAccumulator(str(run("fabric/loggers=tensorboard_logger")))
     events.Reload()
-    assert [event.step for event in events.Scalars(LOGGED)] == STEPS
+    assert [event.step for event in events.Scalars(NORM)] == STEPS
 
 
 OTHERS = {
@@ -105,7 +107,7 @@ def test_others_get_every_step_and_are_finished_once(run, stubs, logger):
     run(f"fabric/loggers={logger}", *OTHERS[logger])
     (tracker,) = stubs
     assert sorted(tracker.steps) == STEPS
-    assert all(LOGGED in metrics for metrics in tracker.steps.values())
+    assert all(NORM in metrics for metrics in tracker.steps.values())
     assert tracker.status == ["success"]
 
 

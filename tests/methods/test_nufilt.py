@@ -11,9 +11,10 @@ from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.continual import layerwise
 from fusion_bench_nufilt.merge import plan_merge
 from fusion_bench_nufilt.methods.nufilt import Nufilt, is_changed
-from fusion_bench_nufilt.methods.options import TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from tests.cli.helpers import nufilt
 from tests.merge.helpers import save_stream
+from tests.merge.test_adapters import save_adapters
 from tests.tiny_models import clip, finetuned, llama
 
 
@@ -56,26 +57,48 @@ def test_the_ranks_are_advised_as_they_are_typed_where_the_user_stands(tmp_path)
     (spec,) = parse_methods(words)
     assert list(spec.overrides[1:]) == ranks
 
-    save_stream(tmp_path, llama(), tasks=1)
+    save_stream(tmp_path, llama(), tasks=2)
     base = str(tmp_path / "base")
-    task = str(tmp_path / "task1")
-    (warning,) = [text for text in plan_merge(base, [task]).warnings if "null_rank" in text]
+    tasks = [str(tmp_path / "task1"), str(tmp_path / "task2")]
+    (warning,) = [text for text in plan_merge(base, tasks).warnings if "null_rank" in text]
     words = ["--null-rank", "0.1667", "--lora-rank", "0.0833"]
     assert warning.endswith(" ".join(words))
-    merge = ("merge", "--base", base, "--task", task, "--out", tmp_path / "out", "--dry-run")
+    merge = ["merge", "--base", base, "--out", tmp_path / "out", "--dry-run"]
+    for task in tasks:
+        merge += ["--task", task]
     code, text = nufilt(*merge, *words)
     assert code == 0, text
     assert "covers more than half" not in text
 
 
 def test_the_ranks_are_not_said_to_need_all_linear_layers_where_all_are_merged(tmp_path):
-    save_stream(tmp_path, llama(), tasks=1)
+    save_stream(tmp_path, llama(), tasks=2)
     condition = "Unless all linear layers are merged"
+    tasks = [str(tmp_path / "task1"), str(tmp_path / "task2")]
     for targets, is_said in (("all-linear", False), ([r"q_proj"], True)):
         config = TargetConfig(target_modules=targets)
-        planned = plan_merge(str(tmp_path / "base"), [str(tmp_path / "task1")], targets=config)
+        planned = plan_merge(str(tmp_path / "base"), tasks, targets=config)
         (text,) = [text for text in planned.warnings if "null_rank" in text]
         assert (condition in text) == is_said
+
+
+def test_nothing_is_said_of_the_filter_where_the_first_task_of_all_is_merged_alone(
+    tmp_path, caplog
+):
+    layerwise._warn_once.cache_clear()
+    models = save_stream(tmp_path, llama(), tasks=1)
+    planned = plan_merge(str(tmp_path / "base"), [str(tmp_path / "task1")])
+    NufiltContinualMergingAlgorithm(max_steps=1).run(models)
+    assert "null_rank" not in "".join([*planned.warnings, caplog.text])
+
+
+def test_the_layers_that_adapters_change_are_counted_into_their_base_and_into_an_adapter(tmp_path):
+    save_adapters(tmp_path, tasks=2, target_modules=["q_proj", "v_proj"])
+    tasks = [str(tmp_path / "math"), str(tmp_path / "code")]
+    for base, settings in ((None, Settings(adapter=True)), (str(tmp_path / "base"), Settings())):
+        planned = plan_merge(base, tasks, settings=settings)
+        (text,) = [text for text in planned.warnings if "null_rank" in text]
+        assert "of 4 of 4 layers" in text
 
 
 @pytest.mark.parametrize("method", ["nufilt", "nufilt/all_linear"])

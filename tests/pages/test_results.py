@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.pages.comparison import charts_of_comparison
+from fusion_bench_nufilt.pages.layers import layer_means
 from fusion_bench_nufilt.pages.results import layer_rows, long_table, means, rows_with, score_rows
 from tests.compare.helpers import SCORES, comparison, failed, finished
 from tests.pages.charts import panels, parts, rows_of
@@ -61,3 +62,22 @@ def test_a_panels_methods_are_found_by_their_options_whatever_their_labels():
     after, _ = parts(charts_of_comparison(renamed)["sensitivity"])
     assert panels(after) == panels(before)
     assert rows_of(after) == rows_of(before)
+
+
+def test_a_mean_over_steps_is_over_those_that_have_the_quantity():
+    """The first step has no filter, and says 0 of what it would have taken."""
+    steps = {"step": [1, 2, 3], "task": ["a", "b", "c"], "layer": "mlp.fc1"}
+    measured = {
+        "filtered_share": [0.0, 1.0, 1.0],
+        "overlap": [0.0, 0.5, 0.25],
+        "protected_rank": [0.0, 8.0, 8.0],
+    }
+    losses = {"loss_after": [0.0, 2.0, 4.0], "merged_norm": [0.0, 3.0, 5.0], "task_norm": 1.0}
+    rows = layer_rows(pd.DataFrame({**steps, **measured, **losses}))
+    means_by_layer = layer_means(rows, ["layer"])
+    assert means_by_layer["share filtered"].item() == 1.0
+    assert means_by_layer["overlap of subspaces"].item() == 0.375
+    assert means_by_layer["norm of task vectors"].item() == pytest.approx(3**0.5)
+    by_metric = rows.groupby("metric")["value"].mean()
+    assert by_metric["loss_after"] == 3.0
+    assert by_metric["merged_norm"] == 4.0
