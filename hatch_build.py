@@ -21,7 +21,7 @@ class ProjectAddress(MetadataHookInterface):
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         metadata["urls"] = {
             "Source": address,
-            "Documentation": f"{address}/blob/v{metadata['version']}/docs/index.md",
+            "Documentation": f"{address}/tree/v{metadata['version']}/docs",
             "Issues": f"{address}/issues",
             "Changelog": f"{address}/blob/v{metadata['version']}/CHANGELOG.md",
             **self.config["urls"],

@@ -1,5 +1,5 @@
-"""What the pages have beyond plain Markdown: tables of options, read off the code, formulas as
-MathML, and code that does not break at hyphens.
+"""What the pages have beyond plain Markdown: the README as the first page, tables of options, read
+off the code, formulas as MathML, and code that does not break at hyphens.
 
 python docs/hooks.py    # write the tables into docs/options.md
 """
@@ -31,6 +31,9 @@ KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Setti
 # A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options:
 # FusionConfig lr ridge -->` for these two options; in options.md the table is committed, too.
 PAGE = Path(__file__).parent / "options.md"
+README = Path(__file__).parent.parent / "README.md"
+# On the page that is the README.
+INCLUDE = "<!-- README.md -->"
 TABLES = {kind.__name__: kind for kind in KINDS}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
 FORMULAS = {
@@ -44,7 +47,10 @@ HYPHENATED = r"[\w.]*-[\w.-]*"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put a table of options below its mark, in place of the one that stands there."""
+    """Put the README, or a table of options, where its mark stands."""
+    if markdown.startswith(INCLUDE):
+        # Its links are those of the repository's root.
+        markdown = README.read_text(encoding="utf-8").replace("](docs/", "](")
     table = r"(<!-- options: (\w+)((?: \w+)*) -->\n)(\n(?:\|.*\n)+)?"
     return re.sub(
         table,

@@ -109,6 +109,13 @@ def test_what_examples_and_pages_import_is_on_the_page_of_the_api():
             assert f"{name}`" in page, name
 
 
+def test_the_first_page_is_the_readme_with_links_from_the_folder_of_the_pages(hooks):
+    page = hooks.on_page_markdown((REPO / "docs" / "index.md").read_text())
+    assert page.startswith("# fusion-bench-nufilt")
+    for path in re.findall(r"\]\((?!\w+:|#)([^)#]+)", page):
+        assert (REPO / "docs" / path).is_file(), path
+
+
 def test_formulas_need_no_script(hooks):
     html = hooks.on_page_content(
         r'<span class="arithmatex">\(\tau &lt; 1\)</span> :math:<code>A_1</code>'

@@ -176,46 +176,25 @@ def test_no_two_public_functions_or_classes_have_one_name():
 TESTS = PACKAGE.parent / "tests"
 
 
-@pytest.mark.parametrize("file", sorted(TESTS.rglob("test_*.py")), ids=lambda file: file.stem)
-def test_a_file_of_tests_says_in_its_first_line_what_it_tests(file):
-    assert ast.get_docstring(ast.parse(file.read_text()))
+def test_a_file_of_tests_says_in_its_first_line_what_it_tests():
+    for file in sorted(TESTS.rglob("test_*.py")):
+        assert ast.get_docstring(ast.parse(file.read_text())), file
 
 
-def names_of_tests(package):
-    """Return the names of the files of tests of a package, those of its folders as such; of
-    ``all``, those that are in no folder.
-    """
-    if package == "all":
-        return {file.stem.removeprefix("test_") for file in TESTS.glob("test_*.py")}
-    names = set()
-    for file in (TESTS / package).rglob("test_*.py"):
-        name = file.stem.removeprefix("test_")
-        names.add(file.relative_to(TESTS / package).with_name(name).as_posix())
-    return names
+def thresholds(file):
+    """Yield the line, from 0, of each constant of a module that is a fraction, or two."""
+    for statement in ast.parse(file.read_text()).body:
+        if isinstance(statement, ast.Assign):
+            numbers = [node for node in ast.walk(statement) if isinstance(node, ast.Constant)]
+            if 1 <= len([number for number in numbers if isinstance(number.value, float)]) <= 2:
+                yield statement.lineno - 1
 
 
-def rows_on_the_page():
-    """Yield the packages of a row of the table on the page on tests, and the names in it."""
-    page = (PACKAGE.parent / "docs" / "develop.md").read_text()
-    table = page.partition("## Tests")[2].partition("| --- ")[2].partition("\n\n")[0]
-    for row in table.splitlines()[1:]:
-        _, packages, *cells, _ = row.split("|")
-        yield re.findall(r"\w+", packages), set(re.findall(r"[\w/]+", " ".join(cells)))
-
-
-def test_the_page_on_tests_names_files_that_there_are():
-    for packages, listed in rows_on_the_page():
-        assert listed
-        assert listed <= set().union(*map(names_of_tests, packages))
-
-
-def test_a_file_of_tests_is_named_like_the_file_it_tests_or_is_on_the_page_on_tests():
-    on_page = {}
-    for packages, listed in rows_on_the_page():
-        on_page |= dict.fromkeys(packages, listed)
-    assert {"all", "merge", "utils"} <= on_page.keys()
-    for package in {"all", *READS, "cli", "demo"}:
-        files = {module_of(file).partition(f".{package}.")[2] for file in FILES}
-        mirrored = {name.replace(".", "/") for name in files}
-        others = names_of_tests(package) - mirrored - on_page.get(package, set())
-        assert not others, f"tests of {package} that test no file, and are not on the page"
+def test_a_threshold_says_in_a_comment_what_it_is_a_multiple_of():
+    for file in FILES:
+        lines = file.read_text().splitlines()
+        for line in thresholds(file):
+            block = line  # and the lines right above it
+            while lines[block].strip() and "#" not in lines[block]:
+                block -= 1
+            assert "#" in lines[block], f"{file}: {lines[line]}"

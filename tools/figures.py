@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 REPO = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/index.md", "docs/results/accuracy.md")
+PAGES = ("README.md", "docs/results/accuracy.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 WIDTH = 1100
 #: Rows of README: the labels of DEMO (the Makefile's), and what stands for them there.
@@ -33,7 +33,7 @@ README_ROWS = {
     "weight averaging": "weight averaging",
 }
 COMMAND = "fusion_bench method=nufilt modelpool=nufilt_demo method.null_rank=21 method.lora_rank=10"
-ORDER_FREE = ("sum", "isotropic", "wudi_sums", "tsv_stream", "spectral", "best")
+ORDER_FREE = ("sum", "tsv_stream", "spectral", "best")
 
 
 def read_table(folder: Path) -> pd.DataFrame:
@@ -92,20 +92,12 @@ def blocks(demo: Path, more: Path, sums: Path, data: Path) -> dict[str, str]:
     results = [order_free.loc[name] for name in ORDER_FREE]
     scores = [f"{per_cent(row.ACC_mean)} / {per_cent(row.BWT_mean, '+')}" for row in results]
     data_rows = with_data.drop(["pretrained", "individual"])
-    best = per_cent(rows.loc["TSV-M with spectral voting"].ACC_mean)
     return {
         "machine": wrapped(
             f"All on one machine: {machine()}, fusion-bench {version('fusion-bench')}."
         ),
         "readme": result_table(of_readme),
         "where": wrapped(f"`make demo`: eight image tasks, seed 42, {machine()}."),
-        "index": wrapped(
-            f"On its own task, each single model has {per_cent(single.ACC_mean)} % on average. All "
-            "eight merged into one have, on all tasks, "
-            f"{best} by [`best`](methods.md#order-free-methods), "
-            f"{per_cent(rows.loc['NUFILT all-linear'].ACC_mean)} by NUFILT on all linear layers, "
-            f"and {per_cent(rows.loc['OPCM'].ACC_mean)} by OPCM (`make demo`, {machine()})."
-        ),
         "demo": result_table([("individual models", single), *ranked]),
         "order_free": "\n".join(
             [
