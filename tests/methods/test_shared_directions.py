@@ -15,6 +15,7 @@ from fusion_bench_nufilt.nufilt import LowRank
 from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance
 from tests.nufilt.matrices import matrix_with_spectrum
+from tests.pairs import pairs
 
 D_O, D_I, RANK = 48, 40, 2
 THETA_0 = 0.05 * torch.randn(
@@ -29,7 +30,6 @@ FORMS = {
     "first as factors": ("factors", "merged"),
     "first merged": ("merged", "factors"),
 }
-every_form = pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 
 
 def drawn(*shape, seed):
@@ -60,9 +60,8 @@ CASES = {
     "one B": [adapter(seed, left=B) for seed in range(3)],
     "copies": [ONE, ONE, ONE],
 }
-APART = {
-    f"{gap:g} apart": [near(ONE, gap, seed) for seed in (50, 51, 52)] for gap in (1e-6, 1e-4, 1e-3)
-}
+for gap in (1e-6, 1e-4, 1e-3):
+    CASES[f"{gap:g} apart"] = [near(ONE, gap, seed) for seed in (50, 51, 52)]
 
 
 def in_form(tau, form, dtype):
@@ -89,26 +88,27 @@ def stream(taus, forms, dtype):
     return [in_form(tau, form, dtype) for tau, form in zip(taus, itertools.cycle(forms))]
 
 
-@every_method
-@every_form
-@pytest.mark.parametrize("taus", {**CASES, **APART}.values(), ids={**CASES, **APART})
-def test_float32_has_the_directions_of_float64(kind, forms, taus):
-    in_float32 = merge(kind, stream(taus, forms, torch.float32), torch.float32)
-    in_float64 = merge(kind, stream(taus, forms, torch.float64), torch.float64)
+@pytest.mark.parametrize(("method", "form", "case"), pairs(ORDER_FREE, FORMS, CASES))
+def test_float32_has_the_directions_of_float64(method, form, case):
+    kind = METHODS[method]
+    in_float32, in_float64 = [
+        merge(kind, stream(CASES[case], FORMS[form], dtype), dtype)
+        for dtype in (torch.float32, torch.float64)
+    ]
     assert distance(in_float32, in_float64) < 5e-4  # directions are in float16
 
 
-@every_method
-@every_form
-@pytest.mark.parametrize("taus", {**CASES, **APART}.values(), ids={**CASES, **APART})
-def test_the_order_does_not_matter_where_tasks_share_directions(kind, forms, taus):
-    tasks = stream(taus, forms, torch.float32)
-    first, *others = [merge(kind, order, torch.float32) for order in itertools.permutations(tasks)]
+@pytest.mark.parametrize(("method", "form", "case"), pairs(ORDER_FREE, FORMS, CASES))
+def test_the_order_does_not_matter_where_tasks_share_directions(method, form, case):
+    tasks = stream(CASES[case], FORMS[form], torch.float32)
+    first, *others = [
+        merge(METHODS[method], order, torch.float32) for order in itertools.permutations(tasks)
+    ]
     assert max(distance(other, first) for other in others) < 6e-5
 
 
 @every_method
-@pytest.mark.parametrize("taus", {**CASES, **APART}.values(), ids={**CASES, **APART})
+@pytest.mark.parametrize("taus", CASES.values(), ids=CASES)
 def test_the_form_of_the_tasks_does_not_matter_where_they_share_directions(kind, taus):
     first, *others = [
         merge(kind, stream(taus, forms, torch.float32), torch.float32) for forms in FORMS.values()

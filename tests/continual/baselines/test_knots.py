@@ -10,6 +10,7 @@ from torch import nn
 
 from fusion_bench_nufilt.continual.baselines.knots import KnotsTiesMergingAlgorithm, knots_ties
 from tests.continual.baselines.helpers import unchanged
+from tests.pairs import pairs
 from tests.tiny_models import clip, damaged_clip, finetuned
 
 SHAPES = [(7, 4), (3, 8)]
@@ -45,10 +46,10 @@ def oracle_knots(taus, threshold, merge_func):
     return U[:, used] @ np.diag(S[used]) @ merged.reshape(parts[0].shape)
 
 
-@pytest.mark.parametrize("merge_func", ["sum", "mean", "max"])
-@pytest.mark.parametrize("threshold", [20, 55, 100])
-@pytest.mark.parametrize("models", [1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "models", "threshold", "merge_func"),
+    pairs(SHAPES, [1, 2, 3], [20, 55, 100], ["sum", "mean", "max"]),
+)
 def test_it_is_the_formula(shape, models, threshold, merge_func):
     taus = [task_vector(seed, shape) for seed in range(models)]
     expected = oracle_knots([tau.numpy() for tau in taus], threshold, merge_func)
