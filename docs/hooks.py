@@ -17,16 +17,16 @@ from fusion_bench_nufilt.continual.baselines.fusionbench import RuleConfig
 from fusion_bench_nufilt.methods.options import (
     DeviceConfig,
     ProtocolConfig,
+    ScaleConfig,
     Settings,
     SpectralConfig,
     TargetConfig,
     TsvConfig,
-    WudiConfig,
 )
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.utils.options import choices
 
-METHODS = (FusionConfig, SpectralConfig, WudiConfig, TsvConfig)
+METHODS = (FusionConfig, SpectralConfig, ScaleConfig, TsvConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options:
 # FusionConfig lr ridge -->` for these two options; in options.md the table is committed, too.

@@ -37,7 +37,6 @@ from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.compare.experiment import read_peak, reset_peak
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods.options import SpectralConfig
-from fusion_bench_nufilt.methods.order_free import WudiConfig, WudiSums
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import FusionConfig
@@ -64,7 +63,7 @@ MODELS = {
 }
 SOLVERS = {"ours": "adam", "closed form": "closed_form"}
 OURS = (*SOLVERS, "spectral")
-METHODS = ("plain", *OURS, "OPCM", "WUDI", "WUDI closed form", "DOP")
+METHODS = ("plain", *OURS, "OPCM", "WUDI", "DOP")
 PARTS = ("subspaces", "solve", "fuse")
 DIFFERENCE = "‖ours - plain‖ / ‖τ‖"
 CONFIG = FusionConfig()  # the paper's setting
@@ -233,8 +232,6 @@ def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tenso
         return module, lambda theta_0, *models: dop._optimize_weight(
             theta_0, dict(enumerate(models)), "", 1
         )
-    if method == "WUDI closed form":
-        return module, wudi_closed_form
 
     def wudi(theta_0: Tensor, *models: Tensor) -> Tensor:
         # Continually, as in NUFILT's paper: on the task vectors so far and new, 50 steps.
@@ -242,13 +239,6 @@ def peer(method: str, device: str) -> tuple[Any, Callable[[Tensor, Tensor, Tenso
         return theta_0 + module.wudi_merging(task_vectors, device, 50)[""].detach()
 
     return module, wudi
-
-
-def wudi_closed_form(theta_0: Tensor, *models: Tensor) -> Tensor:
-    """The minimum of WUDI's loss on the same task vectors, as ``wudi_sums`` finds it."""
-    sums = WudiSums(WudiConfig(), ["layer"])
-    tasks = [{"layer": model} for model in models]
-    return merge_matrices(MatrixLayers(sums, {"layer": theta_0}, tasks))["layer"]
 
 
 def now() -> float:

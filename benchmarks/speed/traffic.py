@@ -164,7 +164,7 @@ def main():
     parser.add_argument("--size", action="append", choices=SIZES, help="default: 135M")
     parser.add_argument(
         "--methods",
-        default="mergekit,sum,sum --no-state,isotropic,nufilt,best",
+        default="mergekit,sum,sum --no-state,nufilt,best",
         help="with commas between them, each with its options, if any",
     )
     parser.add_argument("--blocks", type=int, help="of the model, instead of all of them")

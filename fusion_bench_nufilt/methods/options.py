@@ -76,17 +76,6 @@ class SumConfig(ScaleConfig):
 
 
 @dataclass(frozen=True)
-class WudiConfig(ScaleConfig):
-    """The settings of WUDI in closed form."""
-
-    eps: float = _order_free_option(
-        0.1,
-        "Ridge of the least-squares problem, over the mean eigenvalue of its matrix.",
-        symbol="ε",
-    )
-
-
-@dataclass(frozen=True)
 class TsvConfig(ScaleConfig):
     """The settings of TSV-M."""
 
@@ -154,8 +143,6 @@ METHOD_TABLE: dict[str, MethodEntry] = {
     "nufilt": MethodEntry("nufilt", "Nufilt", FusionConfig, {}),
     "spectral": MethodEntry("spectral", "Spectral", SpectralConfig, ORDER_FREE_DEFAULTS),
     "sum": MethodEntry("order_free", "Sum", SumConfig, ORDER_FREE_DEFAULTS),
-    "isotropic": MethodEntry("order_free", "Isotropic", ScaleConfig, ORDER_FREE_DEFAULTS),
-    "wudi_sums": MethodEntry("order_free", "WudiSums", WudiConfig, ORDER_FREE_DEFAULTS),
     "tsv_stream": MethodEntry("spectral", "TsvStream", TsvConfig, ORDER_FREE_DEFAULTS),
     "best": MethodEntry("spectral", "Best", ScaleConfig, {**ORDER_FREE_DEFAULTS, "ramp": 0.4}),
 }

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.nufilt.bases import leading_basis
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import above_rounding, gram_matrix, row_blocks
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix, row_blocks
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 from .base import LayerMethod, Measures, State, block_bytes, block_of
@@ -25,7 +25,6 @@ from .options import (
     RTOL,
     RampConfig,
     ScaleConfig,
-    WudiConfig,
 )
 from .task_vector import TaskOfLayer, TaskVector
 
@@ -255,99 +254,6 @@ class Sum(OrderFree):
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         # The merged weight; differences and updates are of some rows at a time.
         return itemsize * math.prod(shape) + block_bytes(shape, itemsize)
-
-
-class Isotropic(Sum):
-    r"""Iso-C (Marczak et al., 2025) on the running sum: every direction has the mean strength.
-
-    :math:`X = \lambda\, \bar\sigma\, U_S V_S^\top`, where :math:`S = U_S \sigma V_S^\top` is the
-    sum of the tasks. The state also has what is expected of their ``rounding`` errors in it, see
-    :func:`.expected_rounding`.
-    """
-
-    name = "isotropic"
-    label = "Iso-C (running sum)"
-    citation = (
-        "isotropic merging, Iso-C ([Marczak et al., 2025](https://arxiv.org/abs/2502.04959)), on "
-        "the running sum"
-    )
-    Options = METHOD_TABLE[name].Options
-    itemsize = 8
-    rows_of_update = OrderFree.rows_of_update
-
-    state_axes: ClassVar[Mapping[str, str]] = {**Sum.state_axes, "rounding": "r"}
-
-    def accumulate(self, state: State, task: TaskVector) -> State:
-        rounding = state["rounding"] + task.rounding
-        return {**super().accumulate(state, task), "rounding": rounding}
-
-    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        numel = math.prod(shape)
-        # The update, and in float64 the sum, its products with the eigenvectors of its Gram matrix
-        # and what is made of them; this matrix, its eigenvectors and the solver's workspace.
-        wide_sums = itemsize * numel + 8 * (5 * numel + 3 * min(shape) ** 2)
-        return wide_sums + block_bytes(shape, itemsize)
-
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
-        S = state["sum"].double()
-        # Half of a task's are its own, and independent of others', and half are the pretrained
-        # model's, which all tasks have alike.
-        rounding = state["rounding"] * (1 + state["count"]) / 2
-
-        def flat(sigma: Tensor) -> Tensor:
-            squares = sigma.square().flip(-1)
-            stronger = above_rounding(squares, S.square().sum(), rounding, *shape)
-            exist = stronger.flip(-1)
-            # The mean over all of the layer's directions, of which a basis has but some.
-            return scale * (sigma * exist).sum() / min(shape) * exist
-
-        return map_spectrum(state["sum"], flat)
-
-
-class WudiSums(OrderFree):
-    r"""The minimum of WUDI's loss :math:`\sum_t \|(X - \tau_t)\,\tau_t^\top\|_F^2 / w_t`,
-    :math:`w_t = \|\tau_t\|_F^2`.
-
-    With a ridge it is :math:`X = \lambda\, R\,(M + \varepsilon\,\bar\mu I)^{-1}`. The ``moments``
-    are :math:`M = \sum_t \tau_t^\top \tau_t / w_t` with the mean eigenvalue :math:`\bar\mu`, and
-    the ``targets`` are :math:`R = \sum_t \tau_t \tau_t^\top \tau_t / w_t`.
-    """
-
-    name = "wudi_sums"
-    label = "WUDI (running sums)"
-    citation = (
-        "the minimum of WUDI's loss ([Cheng et al., 2025](https://arxiv.org/abs/2503.08099)) from "
-        "running sums, as in SWUDI ([2606.07289](https://arxiv.org/abs/2606.07289))"
-    )
-    Options = METHOD_TABLE[name].Options
-
-    options: WudiConfig
-
-    state_axes: ClassVar[Mapping[str, str]] = {"moments": "ii", "targets": "oi"}
-
-    def accumulate(self, state: State, task: TaskVector) -> State:
-        tau = task.matrix.double()
-        gram = tau.mT @ (tau / tau.square().sum())
-        targets = state["targets"] + tau @ gram
-        return {**state, "moments": gram.add_(state["moments"]), "targets": targets}
-
-    def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        numel = math.prod(shape)
-        moments = shape[1] ** 2
-        # In float64. While a task is added: the task vector, over its energy, its product with its
-        # moments, the targets, and the task vector as it was; the moments. While it is solved:
-        # targets, solution and update; the moments, their triangle and its copy.
-        adding = 5 * numel + moments
-        solving = 3 * numel + 3 * moments
-        return 8 * max(adding, solving) + block_bytes(shape, itemsize)
-
-    def merged_update(self, state: State, scale: float, shape: tuple[int, int]) -> Tensor:
-        # In place, since of a wide layer these are by far the largest matrices.
-        M = state["moments"].to(torch.float64, copy=True)
-        R = state["targets"].double()
-        M.diagonal().add_(self.options.eps * M.trace() / shape[1])
-        # M has no negative eigenvalue, so that with any ridge Cholesky's factors exist.
-        return torch.cholesky_solve(R.mT, torch.linalg.cholesky(M)).mT.mul_(scale)
 
 
 def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTOL) -> Tensor:

@@ -78,7 +78,7 @@ OTHER_SETTINGS = {
     'other_params is "mean" there and "pretrained" here': {"other_params": "pretrained"},
     'target_modules is "auto" there and "all-linear" here': {"target_modules": "all-linear"},
     "seed is 42 there and 43 here": {"seed": 43},
-    'method is "nufilt" there and "isotropic" here': {"method": "isotropic"},
+    'method is "nufilt" there and "spectral" here': {"method": "spectral"},
 }
 
 

@@ -40,7 +40,7 @@ def save_adapters(folder, dtype=torch.float64, tasks=3, **config):
         random_adapter(folder / name, folder / f"{name}_whole", base, number, **options)
 
 
-@pytest.mark.parametrize("method", ["nufilt", "best", "wudi_sums"])
+@pytest.mark.parametrize("method", ["nufilt", "best", "sum"])
 def test_adapters_are_merged_as_the_models_that_peft_makes_of_them(tmp_path, method):
     """As factors, unrounded, they have no directions but their own."""
     save_adapters(tmp_path, tasks=2)

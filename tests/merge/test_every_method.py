@@ -245,7 +245,7 @@ def test_adapters_are_merged_as_whole_models_on_any_base(folders, tmp_path, kind
 
 @pytest.mark.parametrize("method", NAMES)
 def test_a_cut_is_the_best_approximation_of_its_rank(folders, tmp_path, method):
-    """Which is not the only one where directions are equally strong, as Iso-C's are."""
+    """Which is not the only one where directions are equally strong."""
     folder = folders("unrelated")
     whole = merge_adapters(folder, method, TASKS, tmp_path / "whole")
     cut = merge_adapters(folder, method, TASKS, tmp_path / "cut", settings={"rank": 2})

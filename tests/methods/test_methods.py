@@ -155,6 +155,6 @@ def test_an_algorithm_made_in_python_has_the_options_of_the_yaml(name):
 
 def test_a_method_that_is_not_registered_is_refused_with_those_that_are():
     with pytest.raises(
-        ValueError, match=r"no layer-wise method 'product'; there are best, .*, wudi_sums"
+        ValueError, match=r"no layer-wise method 'product'; there are best, .*, tsv_stream"
     ):
         find_method("product")

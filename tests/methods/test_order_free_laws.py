@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from fusion_bench.method.isotropic_merging.iso_utils import iso_c
 from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
     compute_and_sum_svd_mem_reduction,
 )
@@ -12,8 +11,8 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
 from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
-from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig, WudiConfig
-from fusion_bench_nufilt.methods.order_free import Isotropic, Sum, WudiSums, map_spectrum
+from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
+from fusion_bench_nufilt.methods.order_free import Sum, map_spectrum
 from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream, polar_factor
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
@@ -22,7 +21,6 @@ from tests.conftest import every_device
 from tests.methods.helpers import add, start, weight
 from tests.methods.test_spectral import distance, spectrum, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
-from tests.oracle import formulas
 
 SHAPES = [(40, 12), (12, 40), (16, 16)]
 every_method = pytest.mark.parametrize(
@@ -217,28 +215,12 @@ def test_the_state_of_best_is_twice_the_layer_and_no_more():
 
 
 @every_shape
-def test_isotropic_is_iso_c_of_fusion_bench(shape):
-    taus = task_vectors(shape)
-    batch = iso_c([{"weight": tau.clone()} for tau in taus], accelerator="cpu")["weight"]
-    assert distance(merge(Isotropic, taus, ScaleConfig(scale=1.3)), 1.3 * batch) < 1e-9
-
-
-@every_shape
 def test_tsv_stream_is_tsv_m_of_fusion_bench(shape):
     taus = task_vectors(shape)
     batch = compute_and_sum_svd_mem_reduction(
         [{"weight": tau.clone()} for tau in taus], accelerator="cpu"
     )["weight"]
     assert distance(merge(TsvStream, taus), batch) < 1e-8
-
-
-@every_shape
-def test_wudi_sums_minimise_the_loss_of_wudi(shape):
-    taus = task_vectors(shape)
-    X = merge(WudiSums, taus, WudiConfig(eps=1e-9)).requires_grad_()
-    loss = sum(((X - tau) @ tau.mT).square().sum() / tau.square().sum() for tau in taus)
-    (gradient,) = torch.autograd.grad(loss, X)
-    assert gradient.norm() < 1e-6 * torch.stack(taus).norm()
 
 
 def test_sum_is_task_arithmetic():
@@ -268,7 +250,6 @@ def test_best_is_the_mean_of_tsv_m_with_an_eighth_of_the_directions_and_of_the_v
 
 def test_a_task_that_comes_again_is_not_learned_twice():
     (tau,) = task_vectors((20, 12), count=1)
-    torch.testing.assert_close(merge(WudiSums, [tau] * 5), merge(WudiSums, [tau]))
     once = merge(TsvStream, [tau])
     twice = merge(TsvStream, [tau, tau])
     U, s, Vh = torch.linalg.svd(once, full_matrices=False)
@@ -276,7 +257,7 @@ def test_a_task_that_comes_again_is_not_learned_twice():
 
 
 SPECTRAL = [("kappa", 0), ("damp", -1), ("damp", True), ("ramp", 1), ("ramp", "x")]
-OTHERS = [(Sum, "scale", 0), (WudiSums, "eps", -1)]
+OTHERS = [(Sum, "scale", 0), (TsvStream, "keep", 2)]
 
 
 @pytest.mark.parametrize(
@@ -367,19 +348,3 @@ def test_tsv_of_steep_spectra_in_float32_is_that_in_float64():
     taus = [tau.float().double() for tau in taus]
     in_float32 = merge(TsvStream, taus, dtype=torch.float32)
     assert distance(in_float32, merge(TsvStream, taus)) < 2e-3  # whose directions are in float16
-
-
-@pytest.mark.parametrize(("d_o", "d_i"), [(9, 6), (5, 8)])
-def test_wudi_is_its_formula_with_tasks_of_any_length(d_o, d_i):
-    generator = torch.Generator().manual_seed(0)
-    theta_0 = torch.randn(d_o, d_i, generator=generator, dtype=torch.float64)
-    tasks = []
-    for length in (0.01, 1.0):
-        change = torch.randn(d_o, d_i, generator=generator, dtype=torch.float64)
-        tasks.append(theta_0 + length * change)
-    method = WudiSums(WudiConfig(scale=0.8, eps=0.3), ["layer"])
-    state = start(method, theta_0)
-    for theta_t in tasks:
-        state = add(method, state, theta_0, theta_t)
-    expected = formulas.wudi_sums(theta_0, tasks, scale=0.8, eps=0.3)
-    torch.testing.assert_close(weight(method, state, theta_0), expected)

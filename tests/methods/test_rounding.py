@@ -93,7 +93,7 @@ def test_adapters_merged_into_bfloat16_are_merged_as_in_float32(method, pretrain
     """Also where the pretrained model was rounded with them, whose rounding all tasks have alike,
     and where rows differ as much as a language model's, so that the rounding of some is stronger.
 
-    It was up to 220 % off, by `isotropic`, and 40 % by NUFILT.
+    It was up to 40 % off, by NUFILT.
     """
     theta_0 = THETA_0.float()
     if rows == "uneven":

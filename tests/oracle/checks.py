@@ -55,15 +55,13 @@ FLOAT32 = 2e-6
 #: three raise faint directions to full strength, which single precision has with fewer digits.
 TOLERANCES = {
     "sum": 1e-5,
-    "isotropic": 1e-4,
-    "wudi_sums": 1e-4,
     "nufilt": 1e-4,
     "spectral": 1e-3,
     "best": 1e-3,
     "tsv_stream": 1e-3,
 }
-ORDER_FREE = ("sum", "spectral", "isotropic", "wudi_sums", "tsv_stream", "best")
-SCALED = ("sum", "isotropic", "wudi_sums", "tsv_stream")
+ORDER_FREE = ("sum", "spectral", "tsv_stream", "best")
+SCALED = ("sum", "tsv_stream")
 #: What is refused by what the pages say.
 REFUSED = (
     "by DoRA outside the merged layers",
@@ -268,14 +266,6 @@ def check_layer(
         return  # a stack of layers, which are merged one by one
     if case.method == "nufilt" and options.get("solver", "adam") == "adam":
         check_nufilt(merges, key, value, theta_0, at_strength)
-        return
-    if case.method == "isotropic" and formulas.has_faint_directions(theta_0, at_strength):
-        return
-    if case.method in ("isotropic", "wudi_sums"):
-        formula = getattr(formulas, case.method)
-        expected = formula(theta_0, at_strength, options.get("scale", 1.0) * ramp)
-        check_update(merges, "formula", key, value, expected, theta_0)
-        COMPARED[case.method] += 1
 
 
 def check_nufilt(

@@ -9,8 +9,6 @@ from torch import Tensor
 
 #: Singular values up to this share of the largest are zero, as those of a low-rank update are.
 NUMERICAL_RANK = 1e-5
-#: The shares of the largest between which single precision may take a singular value for zero.
-FAINT = (1e-7, 1e-4)
 
 
 def right_singular_vectors(tau: Tensor, rank: int) -> Tensor:
@@ -87,35 +85,3 @@ def adapter(
         (plasticity + stability).backward()
         adam.step()
     return (B @ A).detach()
-
-
-def has_faint_directions(theta_0: Tensor, tasks: Sequence[Tensor]) -> bool:
-    """Tell whether it depends on the precision which directions the sum of the tasks has."""
-    total = sum((theta_t - theta_0 for theta_t in tasks), torch.zeros_like(theta_0))
-    s = torch.linalg.svdvals(total)
-    return bool(((s > FAINT[0] * s.max()) & (s < FAINT[1] * s.max())).any())
-
-
-def isotropic(theta_0: Tensor, tasks: Sequence[Tensor], scale: float) -> Tensor:
-    """Iso-C on the sum: every direction has the mean strength."""
-    total = sum((theta_t - theta_0 for theta_t in tasks), torch.zeros_like(theta_0))
-    U, s, Vh = torch.linalg.svd(total, full_matrices=False)
-    exist = (s > NUMERICAL_RANK * s.max()).to(s)
-    return theta_0 + scale * s.mean() * (U * exist) @ Vh
-
-
-def wudi_sums(theta_0: Tensor, tasks: Sequence[Tensor], scale: float, eps: float = 0.1) -> Tensor:
-    """The minimum of WUDI's loss, with a ridge."""
-    d_i = theta_0.shape[1]
-    targets = torch.zeros_like(theta_0)
-    moments = torch.zeros(d_i, d_i, dtype=theta_0.dtype)
-    for theta_t in tasks:
-        tau = theta_t - theta_0
-        energy = tau.square().sum()
-        if energy > 0:
-            moments += tau.mT @ tau / energy
-            targets += tau @ tau.mT @ tau / energy
-    if not moments.any():
-        return theta_0
-    ridge = eps * moments.trace() / d_i * torch.eye(d_i, dtype=theta_0.dtype)
-    return theta_0 + scale * targets @ torch.linalg.inv(moments + ridge)
