@@ -5,6 +5,7 @@ python docs/hooks.py    # write the tables into docs/options.md
 """
 
 import dataclasses
+import importlib
 import re
 from functools import partial
 from html import unescape
@@ -34,6 +35,8 @@ PAGE = Path(__file__).parent / "options.md"
 README = Path(__file__).parent.parent / "README.md"
 # On the page that is the README.
 INCLUDE = "<!-- README.md -->"
+# On the page of the API, below the table of its names.
+SIGNATURES = "<!-- signatures -->"
 TABLES = {kind.__name__: kind for kind in KINDS}
 # Formulas: $...$ and $$...$$ in pages, :math:`...` in docstrings.
 FORMULAS = {
@@ -51,12 +54,35 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     if markdown.startswith(INCLUDE):
         # Its links are those of the repository's root.
         markdown = README.read_text(encoding="utf-8").replace("](docs/", "](")
+    if SIGNATURES in markdown:
+        markdown = markdown.replace(SIGNATURES, signatures(api_names(markdown)))
     table = r"(<!-- options: (\w+)((?: \w+)*) -->\n)(\n(?:\|.*\n)+)?"
     return re.sub(
         table,
         lambda match: f"{match[1]}\n{options_table(TABLES[match[2]], match[3].split())}\n",
         markdown,
     )
+
+
+def api_names(markdown: str) -> list[str]:
+    """The names in the first column of the tables of a page."""
+    return re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`.*?) \|", markdown, re.MULTILINE)))
+
+
+def signatures(names: list[str]) -> str:
+    """What mkdocstrings makes the signatures and docstrings of names of the package from."""
+    lines = []
+    for name in names:
+        module, _, attribute = f"fusion_bench_nufilt.{name}".rpartition(".")
+        value = getattr(importlib.import_module(module), attribute)
+        # Where it is defined: from the root of the package, names are imported on their first use.
+        lines.append(f"::: {getattr(value, '__module__', module)}.{attribute}")
+        if isinstance(value, type) and attribute != "LayerMethod":
+            lines.append("    options: {members: [run], show_source: false}")
+        if attribute in TABLES:
+            lines.append(f"\n<!-- options: {attribute} -->")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def options_table(kind: type, names: list[str]) -> str:
