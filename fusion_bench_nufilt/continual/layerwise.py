@@ -39,7 +39,6 @@ from fusion_bench_nufilt.models.model import (
     carry_over,
     earlier_params,
     untie_model,
-    weights_in_files,
 )
 from fusion_bench_nufilt.models.source import MemorySource, module_source
 from fusion_bench_nufilt.nufilt.options import FusionConfig
@@ -362,10 +361,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         merged_source = merged_weights.source
         assert isinstance(merged_source, MemorySource)
         plan = self._plan([model], step, merged_weights)
-        if self.method.weighs_tasks:
-            architecture = self._draft.architecture
-            plan.pretrained.in_files = weights_in_files(pretrained, architecture)
-            model.in_files = weights_in_files(task, architecture)
         if not self.merge_seconds and not plan.keeps_state:
             self._holds_float32 = affords_state(plan, next(merged.parameters()).device)
             plan = self._plan([model], step, merged_weights)

@@ -3,9 +3,9 @@
 It follows from the base and the task alone, so that it is the same in memory, from folders, in
 mergekit, on a cluster, in a run that goes on, and for tasks that are merged one at a time.
 
-So models that were rounded as they were loaded are measured as their files have them. In memory, a
-weight has the errors of both models, which no value tells from those of one, as where the base was
-published in 16 bits; and an estimate of their energy is off by more than the tail of a task.
+Models are measured as they are given. Where a pool rounds a base in 32 bits and its tasks as it
+loads them, a weight has the errors of both, which no value tells from those of one, as where the
+base was published in 16 bits: an adapter that was merged there may count as a full model.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,11 +88,6 @@ def _spectrum_of(
     theta_0, _ = base.source.read(layer.keys[0], device)
     new, _ = task.weight(layer.param, theta_0)
     assert isinstance(new, Tensor)
-    base_in_files = base.before_rounding(layer.param, theta_0)
-    new_in_files = task.before_rounding(layer.param, new)
-    # One alone is not theirs: an adapter that the loader merged began with the base as it is here.
-    if base_in_files is not None and new_in_files is not None:
-        theta_0, new = base_in_files, new_in_files
     rounding = 0.0
     if layer.param in task.keys:
         spacing = spacing_of(new)

@@ -35,7 +35,7 @@ from .layers import (
     views,
     without_numbers,
 )
-from .names import Names, loaded_names, modern_name, names_of, submodule
+from .names import Names, modern_name, names_of, submodule
 from .source import RowRanges, Source, rows_key
 
 log = logging.getLogger(__name__)
@@ -124,14 +124,6 @@ class Architecture:
         """
         built, known_from = on_meta(base)
         return cls(built, names_of(built, base.tensors), known_from)
-
-    def of_files(self, loaded: nn.Module) -> "Architecture":
-        """Return the same for the files of which transformers made a model of this
-        architecture.
-        """
-        architecture = copy(self)
-        architecture.naming = loaded_names(loaded)
-        return architecture
 
     # What tensors are called
 

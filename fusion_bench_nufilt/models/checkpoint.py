@@ -13,7 +13,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -184,22 +183,6 @@ class Checkpoint(Source):
             return cls.from_folder(name, folder)
         # The folder is named after its commit: headers and weights are of one version.
         return cls(name, folder, _hub_headers(name, folder.name))
-
-    @classmethod
-    def at_hand(cls, name: str) -> "Checkpoint | None":
-        """Read the headers of a folder or, where there is none, of the newest version of a hub
-        repository in the cache; return None if none can be read.
-        """
-        folder = Path(name).expanduser()
-        # One of the two is not there, or holds no safetensors.
-        with suppress(ValueError):
-            if not folder.is_dir():
-                config = huggingface_hub.try_to_load_from_cache(name, "config.json")
-                if not isinstance(config, str):
-                    return None
-                folder = Path(config).parent
-            return cls.from_folder(name, folder)
-        return None
 
     @classmethod
     def from_folder(cls, name: str, folder: Path, inside: str = "") -> "Checkpoint":

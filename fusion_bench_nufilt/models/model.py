@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.tensors import FLOATS, compute_dtype, digest
+from fusion_bench_nufilt.utils.tensors import compute_dtype, digest
 
 from .architecture import (
     Architecture,
@@ -51,8 +51,6 @@ class ModelWeights:
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.gives_rows_of: set[str] = set()  # params from which the result has rows of new tokens
         self.coefficient = 1.0  # of its update in a merge, as task arithmetic calls it
-        #: Of a model in memory, the same in the files that it was loaded from, if they are sought.
-        self.in_files: ModelWeights | None = None
         architecture.split(source)
         self._find_tensors(architecture)
 
@@ -182,24 +180,6 @@ class ModelWeights:
         value = value.reshape(theta_0.shape)
         self.source.check_finite(param, value)
         return value, digest(value)
-
-    def before_rounding(self, param: str, loaded: Tensor) -> Tensor | None:
-        """Return a tensor of a model in memory as its files have it, given as it was loaded, which
-        may have rounded it; None if no file has it.
-        """
-        if self.in_files is None or param not in self.in_files.keys:
-            return None
-        stored = FLOATS.get(self.in_files.source.tensors[self.in_files.keys[param]].dtype)
-        if stored is None:
-            return None
-        if torch.finfo(stored).eps >= torch.finfo(loaded.dtype).eps:
-            return loaded
-        value, _ = self.in_files.weight(param, loaded)
-        assert isinstance(value, Tensor)
-        # The loader may have read another version, or have changed the weight.
-        if not torch.equal(value.to(loaded.dtype), loaded):
-            return None
-        return value
 
     def scaled(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
         """Return a weight, or the factors of an update, with the update times the model's
@@ -345,20 +325,6 @@ class ModelWeights:
         that the merge changes.
         """
         return []
-
-
-def weights_in_files(model: nn.Module, architecture: Architecture) -> ModelWeights | None:
-    """Return the weights of a model in memory as the files have them that transformers loaded it
-    from; None where these are no safetensors on this machine.
-    """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) or not model.config.name_or_path:
-        return None
-    checkpoint = Checkpoint.at_hand(model.config.name_or_path)
-    if checkpoint is None:
-        return None
-    return ModelWeights(checkpoint, architecture.of_files(model))
 
 
 # What to do with an embedding that is one weight with the head, where a model has two.

@@ -62,40 +62,7 @@ class _NamesOfVersion4(Names):
         return name
 
 
-class _LoadedNamesOfVersion5(Names):
-    """The names that transformers 5 gives to a checkpoint's tensors as it loads them."""
-
-    def __init__(self, loaded: Any) -> None:
-        super().__init__(loaded)
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        # Names of before are left out: a model has those of today, whatever its checkpoint says.
-        self._changes: list[Any] = get_model_conversion_mapping(loaded, add_legacy=False)
-        self._joining = [change for change in self._changes if hasattr(change, "operations")]
-        self._renaming = [change for change in self._changes if change not in self._joining]
-        self._backbone = getattr(loaded, "base_model_prefix", None)
-        self._parameters: dict[str, Tensor] = {}
-        for name, parameter in loaded.named_parameters(remove_duplicate=False):
-            self._parameters[name] = parameter.detach()
-
-    def _loaded(self, key: str) -> tuple[str, str | None]:
-        """Return the name in the loaded model for a key, and the pattern of what joins or divides
-        the tensor.
-        """
-        from transformers.core_model_loading import rename_source_key
-
-        name, pattern = rename_source_key(
-            key, self._renaming, self._joining, self._backbone, self._parameters
-        )
-        return name, pattern
-
-    def name(self, key: str) -> str:
-        name, pattern = self._loaded(modern_name(key))
-        # What is joined or divided has no name there.
-        return key if pattern is not None else name
-
-
-class _NamesOfVersion5(_LoadedNamesOfVersion5):
+class _NamesOfVersion5(Names):
     """The names under transformers 5, whose changes of names and shapes are undone.
 
     Args:
@@ -105,8 +72,17 @@ class _NamesOfVersion5(_LoadedNamesOfVersion5):
 
     def __init__(self, loaded: Any, tensors: Mapping[str, TensorInfo]) -> None:
         super().__init__(loaded)
+        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import revert_weight_conversion
 
+        # Names of before are left out: a model has those of today, whatever its checkpoint says.
+        self._changes: list[Any] = get_model_conversion_mapping(loaded, add_legacy=False)
+        self._joining = [change for change in self._changes if hasattr(change, "operations")]
+        self._renaming = [change for change in self._changes if change not in self._joining]
+        self._backbone = getattr(loaded, "base_model_prefix", None)
+        self._parameters: dict[str, Tensor] = {}
+        for name, parameter in loaded.named_parameters(remove_duplicate=False):
+            self._parameters[name] = parameter.detach()
         used = self._used(self._changes, tensors)
         self._prefixes = [change for change in used if _adds_prefix(change)]
         self._keys: dict[str, str] = {}  # of parameters that are renamed and no more, by name
@@ -128,6 +104,17 @@ class _NamesOfVersion5(_LoadedNamesOfVersion5):
                 self._keys[name] = key_of[id(tensor)]
         self.model = _rebuilt(loaded, stored, {key: name for name, key in self._keys.items()})
         self._stored_names = set(stored)
+
+    def _loaded(self, key: str) -> tuple[str, str | None]:
+        """Return the name in the loaded model for a key, and the pattern of what joins or divides
+        the tensor.
+        """
+        from transformers.core_model_loading import rename_source_key
+
+        name, pattern = rename_source_key(
+            key, self._renaming, self._joining, self._backbone, self._parameters
+        )
+        return name, pattern
 
     def _used(self, changes: list[Any], tensors: Mapping[str, TensorInfo]) -> list[Any]:
         """Return the changes that transformers makes to a checkpoint with these tensors."""
@@ -176,15 +163,6 @@ def names_of(loaded: nn.Module, tensors: Mapping[str, TensorInfo]) -> Names:
     if _legacy_changes() is None:
         return _NamesOfVersion4(loaded)
     return _NamesOfVersion5(loaded, tensors)
-
-
-def loaded_names(loaded: nn.Module) -> Names:
-    """Return the names in a model in memory of the tensors of checkpoints that transformers makes
-    it of.
-    """
-    if _legacy_changes() is None:
-        return _NamesOfVersion4(loaded)
-    return _LoadedNamesOfVersion5(loaded)
 
 
 @cache

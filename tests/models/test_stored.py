@@ -10,9 +10,6 @@ import pytest
 import torch
 from transformers import __version__
 
-from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.model import ModelWeights, weights_in_files
-from fusion_bench_nufilt.models.source import module_source
 from tests.conftest import REPO
 from tests.families import FAMILIES
 from tests.merge.helpers import manifest, merge, same, save_stream, tensors, transpose_experts
@@ -133,23 +130,3 @@ def test_both_versions_give_the_same_bits_also_where_one_goes_on_from_the_other(
     here = tensors(both[family] / "here")
     assert same(tensors(both[family] / "there"), here)
     assert same(tensors(both[family] / "second"), here)
-
-
-@pytest.mark.parametrize("family", MAKE)
-def test_the_layers_of_a_loaded_model_are_found_in_its_files(tmp_path, family):
-    """As transformers 5 has joined experts, they are in no file."""
-    MAKE[family]().save_pretrained(tmp_path)
-    model = type(MAKE[family]()).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    architecture = Architecture(model)
-    weights = ModelWeights(module_source(family, model), architecture)
-    weights.in_files = weights_in_files(model, architecture)
-    without_file = set()
-    for param in architecture.views:
-        rounded, _ = weights.weight(param, torch.empty(0))
-        stored = weights.before_rounding(param, rounded)
-        if stored is None:
-            without_file.add(param)
-        else:
-            assert stored.dtype == torch.float32
-            assert torch.equal(stored.bfloat16(), rounded)
-    assert all("experts" in param for param in without_file)
