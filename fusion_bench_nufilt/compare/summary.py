@@ -7,16 +7,14 @@ from typing import Any
 import pandas as pd
 
 from fusion_bench_nufilt.continual import METRICS
-from fusion_bench_nufilt.continual.program import finish_trackers, log_picture
+from fusion_bench_nufilt.continual.program import finish_trackers
 from fusion_bench_nufilt.pages.content import Comparison, Json, Method, References, SeedRun
 from fusion_bench_nufilt.pages.results import means, rows_with
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import write_json
 
-from .paper import SENSITIVITY, as_published, printed_for_method, printed_numbers, published
+from .paper import SENSITIVITY
 from .specs import NEED_DATA, RunSpec
-
-_OVERHEAD_POOL = "clip-vit-base-patch32_TA8"  # the models that the paper's table of costs is for
 
 
 def compare_runs(
@@ -27,37 +25,17 @@ def compare_runs(
     runs: Mapping[RunSpec, Mapping[int, SeedRun]],
     preset: str | None = None,
 ) -> Comparison:
-    """Return the runs of all methods, by seed, beside what the paper prints for them."""
-    validation = settings.get("resolved", {}).get("validation")
-    modelpool = settings["modelpool"]
-    numbers, note = published(modelpool, settings["overrides"], seeds, validation)
+    """Return the runs of all methods, by seed."""
     methods = {}
     environments = []
     for spec, by_seed in runs.items():
-        form = None
         for run in by_seed.values():
             environments.append(run.environment)
-            # A method that could not be built has runs without a configuration.
-            form = form or run.config.get("form")
-        printed = printed_for_method(spec, form, modelpool, numbers)
         data = NEED_DATA.get(spec.method, "none")
-        methods[spec.label] = Method(
-            list(spec.overrides), dict(by_seed), data, as_published(printed)
-        )
+        methods[spec.label] = Method(list(spec.overrides), dict(by_seed), data)
     panels = None
     if preset in ("sensitivity", "ranks"):
         panels = [{**panel, "fixed": list(panel["fixed"])} for panel in SENSITIVITY]
-    overhead = None
-    if preset == "overhead":
-        costs = rows_with(printed_numbers(), table="overhead", modelpool=_OVERHEAD_POOL)
-        overhead = {}
-        for method, rows in costs.groupby("method", sort=False):
-            overhead[method] = as_published(rows)
-    single_models = {}
-    for name in references:
-        rows = rows_with(numbers, method=name)
-        if len(rows):
-            single_models[name] = as_published(rows)
     return Comparison(
         settings=settings,
         environment=_joined(environments),
@@ -65,11 +43,8 @@ def compare_runs(
         tasks=tasks,
         seeds=seeds,
         references=references,
-        published_percent=single_models,
-        published_note=note,
         methods=methods,
         panels=panels,
-        published_overhead=overhead,
     )
 
 
@@ -79,17 +54,17 @@ def save_comparison(results: Comparison, folder: Path) -> list[str]:
     return ["results.json", *write_results(folder)]
 
 
-def log_comparison(results: Comparison, loggers: Sequence[Any], pictures: Sequence[Path]) -> None:
-    """Give trackers all scores by step, and with the last step means and pictures."""
+def log_comparison(results: Comparison, loggers: Sequence[Any]) -> None:
+    """Give trackers all scores by step, and with the last step the means."""
     by_step: dict[int, dict[str, float]] = {}
-    scores = rows_with(results.measured, metric="score", method=list(results.done)).dropna(
+    scores = rows_with(results.table, metric="score", method=list(results.done)).dropna(
         subset="seed"
     )
     for row in scores.to_dict("records"):
         name = f"{row['method']}/seed {row['seed']:.0f}/{row['task']}"
         by_step.setdefault(int(row["step"]), {})[name] = row["value"]
     last_step = by_step.setdefault(len(results.tasks), {})
-    metrics = means(results.measured, "metric", list(results.done), list(METRICS))
+    metrics = means(results.table, "metric", list(results.done), list(METRICS))
     for label in results.done:
         for name in METRICS:
             mean = metrics.loc[label, name]
@@ -98,8 +73,6 @@ def log_comparison(results: Comparison, loggers: Sequence[Any], pictures: Sequen
     for step, numbers in by_step.items():
         for logger in loggers if numbers else ():
             logger.log_metrics(numbers, step=step)
-    for picture in pictures:
-        log_picture(loggers, picture.stem, picture, len(results.tasks))
     finish_trackers(loggers, "success")
 
 

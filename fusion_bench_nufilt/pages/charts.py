@@ -227,7 +227,7 @@ def by_depth(rows: Rows) -> ChartType:
 
 def dots(rows: Rows) -> ChartType:
     """Draw metrics side by side, with a line of text for each ``name``: its ``value``, a rule from
-    ``low`` to ``high``, and its ``text``; a diamond marks the number that the ``paper`` prints.
+    ``low`` to ``high``, and its ``text``.
     """
     names = list(dict.fromkeys(row["name"] for row in rows))
     width = 200
@@ -248,12 +248,6 @@ def dots(rows: Rows) -> ChartType:
         several = base.transform_filter("isValid(datum.low)")
         deviations = several.mark_rule(size=1.5, color=COLOURS[-1])
         layers.insert(0, deviations.encode(x=alt.X("low:Q", **value_axis), x2="high:Q"))
-    if any(row.get("paper") is not None for row in rows):
-        printed = base.transform_filter("isValid(datum.paper)").transform_calculate(what="'paper'")
-        scale = alt.Scale(domain=["paper"], range=[COLOURS[1]])
-        diamonds = printed.mark_point(shape="diamond", size=90)
-        colour = alt.Color("what:N", scale=scale, title=None)
-        layers.append(diamonds.encode(x=alt.X("paper:Q", **value_axis), color=colour))
     size = (width, 22 * len(names))
     return faceted(layers, rows, size, across=3, own_scales=["x"], spacing=110)
 

@@ -76,7 +76,7 @@ def _page(results: Comparison, charts: Mapping[str, ChartType]) -> str:
         main=main_table(results),
         tables=[task_table(results), *overhead_tables(results)],
         overrides=overrides,
-        forgetting=len(rows_with(results.measured, metric="BWT")) > 0,
+        forgetting=len(rows_with(results.table, metric="BWT")) > 0,
     )
 
 
@@ -85,7 +85,7 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     charts: dict[str, ChartType] = {}
     if not results.done:
         return charts
-    measured = results.measured
+    measured = results.table
     best = by_accuracy(results, list(results.done))
     shown = ["ACC"]
     # Of one task, or with the last step scored alone, nothing is known of what is forgotten.
@@ -118,8 +118,8 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     # On another seed, the same step merges another task; more than ten names have no room.
     if len(results.seeds) == 1 and len(results.tasks) <= 10:
         step_names = results.matrices(results.seeds[0])[labels[0]].steps
-    seen = means(rows_with(results.measured, metric="seen"), "step", labels, steps)
-    accuracy = means(results.measured, "metric", list(results.methods), ["ACC"])["ACC"]
+    seen = means(rows_with(results.table, metric="seen"), "step", labels, steps)
+    accuracy = means(results.table, "metric", list(results.methods), ["ACC"])["ACC"]
     curve_names = {}
     for label, mean in accuracy.items():
         # A mean over fewer tasks is not to be read as one beside those over all.
@@ -132,7 +132,7 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
             if len(labels) <= _MOST_BANDS and mean.count > 1:
                 row |= _band(mean, lowest=0)
             rows.append(row)
-    individual = means(results.measured, "metric", ["individual"], ["ACC"]).loc["individual", "ACC"]
+    individual = means(results.table, "metric", ["individual"], ["ACC"]).loc["individual", "ACC"]
     rows.append({"level": 100 * individual.mean, "words": "individual models, all tasks"})
     title = "mean score on the tasks seen so far (%)"
     if any("low" in row for row in rows):
@@ -164,7 +164,7 @@ def _band(mean: Mean, lowest: float) -> Json:
 def _accuracy_matrices(results: Comparison, seed: int) -> ChartType:
     """Draw the matrices of a seed, whose task order all methods share."""
     matrices = results.matrices(seed)
-    scores = rows_with(results.measured, seed=seed, metric="score")
+    scores = rows_with(results.table, seed=seed, metric="score")
     tasks = next(iter(matrices.values())).tasks
     steps = [f"+ {task}" for task in tasks]
     rows: Rows = []
@@ -187,11 +187,8 @@ def _task_score_rows(results: Comparison) -> Rows:
 
 
 def _metric_rows(results: Comparison, labels: Sequence[str], names: Sequence[str]) -> Rows:
-    """Return the mean and one standard deviation over the seeds of metrics that some method has,
-    and the ACC that the paper prints.
-    """
-    measured = means(results.measured, "metric", labels, names)
-    printed = means(results.printed, "metric", labels, ["ACC"])["ACC"]
+    """Return the mean and one standard deviation over the seeds of metrics that some method has."""
+    measured = means(results.table, "metric", labels, names)
     rows: Rows = []
     for name in names:
         if not any(mean.count for mean in measured[name]):
@@ -206,8 +203,6 @@ def _metric_rows(results: Comparison, labels: Sequence[str], names: Sequence[str
                 row["text"] = "failed"
             row["value"] = 100 * mean.mean
             row |= _band(mean, lowest=-100 if METRICS[name].signed else 0)
-            if name == "ACC" and printed[label].count:
-                row["paper"] = 100 * printed[label].mean
             rows.append(row)
     return rows
 
@@ -217,7 +212,7 @@ def _sensitivity(results: Comparison) -> ChartType:
     method's own value.
     """
     own_config = _paper_config(results)
-    numbers = means(results.measured, "metric", list(results.done), ["ACC", "BWT"])
+    numbers = means(results.table, "metric", list(results.done), ["ACC", "BWT"])
     charts = []
     for name in ("ACC", "BWT"):
         rows: Rows = []

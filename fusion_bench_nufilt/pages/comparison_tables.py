@@ -12,12 +12,11 @@ from fusion_bench_nufilt.utils.files import counted
 from .content import Comparison
 from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown, shown_number
 from .page import sentences
-from .results import long_table, means, printed_rows, rows_with
+from .results import means, rows_with
 from .tables import Table
 
 #: What columns are. A task may have the name of a metric.
 _Columns = Literal["metric", "task"]
-_NOTED = "†"  # marks a printed number that has a note below the table
 _CHANGED = (
     "changed: how many tensors of the pretrained model have other values in the merged one, and "
     "the share of its parameters in them"
@@ -37,19 +36,14 @@ _SECONDS = ["merging_seconds", "data_seconds"]
 
 
 def main_table(results: Comparison) -> Table:
-    """Tabulate the headline metrics, mean ± standard deviation over the seeds, beside the paper's
-    numbers.
-    """
-    measured = results.measured
-    metrics = means(measured, "metric", results.labels, HEADLINE)
-    words = _measured_words(results, metrics, "metric")
-    printed_words = _printed_words(results.printed, "metric", results.labels, HEADLINE)
-    seconds = means(measured, "metric", results.labels, _SECONDS)
+    """Tabulate the headline metrics, mean ± standard deviation over the seeds."""
+    metrics = means(results.table, "metric", results.labels, HEADLINE)
+    words = _words_of_means(results, metrics, "metric")
+    seconds = means(results.table, "metric", results.labels, _SECONDS)
 
     texts = pd.DataFrame(index=results.labels)
     for name in HEADLINE:
         texts[METRICS[name].column] = words[name]
-        texts[f"paper {name}"] = printed_words[name]
     extra_parameters = _first_values(results, "extra_parameters")
     texts["extra params"] = [_millions(number) for number in extra_parameters]
     texts["changed"] = _changed_words(results)
@@ -76,7 +70,7 @@ def main_table(results: Comparison) -> Table:
 def _changed_words(results: Comparison) -> list[str]:
     """Return how many tensors each method changed, with their share of the parameters."""
     tensors = _first_values(results, "changed_tensors")
-    shares = means(results.measured, "metric", results.labels, ["changed_share"])["changed_share"]
+    shares = means(results.table, "metric", results.labels, ["changed_share"])["changed_share"]
     words = []
     for label in results.labels:
         if pd.isna(tensors[label]):
@@ -92,16 +86,12 @@ def task_table(results: Comparison) -> Table:
     """
     tasks = results.tasks
     scores = means(results.last_scores, "task", results.labels, tasks)
-    printed = rows_with(results.printed, metric="score")
-    printed_words = _printed_words(printed, "task", results.labels, tasks)
-    has_numbers = (printed_words != "").any(axis=1)
-    printed_words = printed_words[has_numbers].rename(index=lambda label: f"{label}, paper")
-    texts = pd.concat([_measured_words(results, scores, "task"), printed_words])
+    texts = _words_of_means(results, scores, "task")
     title = "Score (%) of each task after the last step"
     return _ranked(results, title, texts, scores, "task", tasks)
 
 
-def _measured_words(results: Comparison, numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
+def _words_of_means(results: Comparison, numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
     """Return means as words; one that lacks scores says of how many it is, a task without a score
     shows the metrics that it has, and a method whose runs all failed says so.
     """
@@ -129,17 +119,6 @@ def _other_words(other_metrics: Mapping[str, Mean]) -> str:
     return ", ".join(words)
 
 
-def _printed_words(
-    printed: pd.DataFrame, by: _Columns, methods: Sequence[str], columns: Sequence[str]
-) -> pd.DataFrame:
-    """Return printed numbers as words, with a mark if they have a note."""
-    words = _words(means(printed, by, methods, columns), by).replace("-", "")
-    noted = printed[(printed["note"] != "") & printed[by].isin(columns)]
-    for method, column in zip(noted["method"], noted[by], strict=True):
-        words.loc[method, column] += _NOTED
-    return words
-
-
 def _words(numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
     """Return means of metrics, or of scores of tasks, in per cent."""
     words = pd.DataFrame(index=numbers.index)
@@ -160,8 +139,8 @@ def _ranked(
     """Rank the methods that finished every seed, need no data and lack no score; numbers shown as
     equal rank equally, and where all are equal, none is the best.
 
-    The rows of the texts begin with those of the numbers, and their columns are named alike;
-    ``shown`` has the metrics or tasks whose notes stand below the table.
+    The texts and the numbers have the same rows, and columns that are named alike; ``shown`` has
+    the metrics or tasks of these columns.
     """
     compared = []
     for label, method in results.methods.items():
@@ -183,17 +162,15 @@ def _ranked(
         if column.max() > 1:
             ranks[name] = column
     texts = _filled(texts.rename_axis("method"))
-    notes = _notes(results, by, shown)
-    legend = [note for note in notes if note.startswith(_NOTED)]
+    notes = _notes(results)
     if not ranks.empty:
         notes.insert(1, _RANKED)
-        legend.insert(0, _RANKED)
-    return Table(title, texts, ranks, len(results.references), notes, legend)
+    return Table(title, texts, ranks, len(results.references), notes)
 
 
 def overhead_tables(results: Comparison) -> list[Table]:
     """Tabulate the cost of merging the whole stream, with the set-up of data and without loading
-    and scoring, measured and as the paper prints it.
+    and scoring.
 
     Iterations are per step, and "subspaces" is the time outside the solver and the set-up of data.
     Other presets have no such table.
@@ -201,30 +178,11 @@ def overhead_tables(results: Comparison) -> list[Table]:
     if results.preset != "overhead":
         return []
     title = f"Cost of merging {counted(len(results.tasks), 'model')}"
-    measured = _cost_words(results.measured, list(results.methods))
-    measured.loc[results.failed, "ACC %"] = "failed"
+    words = _cost_words(results.table, list(results.methods))
+    words.loc[results.failed, "ACC %"] = "failed"
     memory_note = "memory: most in use between scorings, with all that stays loaded"
     seconds_note = "total: merging and set-up of data, without loading, saving and scoring"
-    measured_notes = [*_notes(results, "metric", ()), seconds_note, memory_note]
-
-    printed_title = "The paper's: ViT-B/32, 8 models, ten orders, on a GPU that it does not name"
-    rows = []
-    for label, numbers in (results.published_overhead or {}).items():
-        for row in printed_rows(numbers):
-            rows.append({"method": label, **row})
-    labels = list(results.published_overhead or {})
-    printed = _cost_words(long_table(rows), labels)
-    # Of other methods the paper prints the total alone, which contains more than subspaces.
-    other_methods = [label for label in labels if label.partition(":")[0] != "nufilt"]
-    printed.loc[other_methods, "subspaces s"] = "-"
-    printed_notes = [
-        "not comparable with seconds and memory of another machine",
-        "subspaces: total - solving, computed here",
-    ]
-    return [
-        Table(title, _filled(measured), notes=measured_notes),
-        Table(printed_title, _filled(printed), notes=printed_notes),
-    ]
+    return [Table(title, _filled(words), notes=[*_notes(results), seconds_note, memory_note])]
 
 
 def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
@@ -253,20 +211,16 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
 def method_numbers(results: Comparison) -> pd.DataFrame:
     """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
     names = [*METRICS, *_SECONDS, "solving_seconds", "memory", "changed_share"]
-    columns = _mean_and_std(means(results.measured, "metric", results.labels, names))
+    columns = _mean_and_std(means(results.table, "metric", results.labels, names))
     columns = columns.rename(
         columns={"memory_mean": "memory_bytes_mean", "memory_std": "memory_bytes_std"}
     )
     for name in ("parameters", "extra_parameters", "changed_tensors"):
         columns[name] = _first_values(results, name)
     columns["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
-    accuracy = means(results.measured, "metric", results.labels, ["ACC"])["ACC"]
+    accuracy = means(results.table, "metric", results.labels, ["ACC"])["ACC"]
     for label, mean in accuracy.items():
         columns.loc[label, "lacks_scores"] = results.missing_part(label, mean, "ACC")
-    for name in ("ACC", "BWT"):
-        printed = rows_with(results.printed, metric=name).set_index("method")
-        columns[f"paper_{name}"] = printed["value"]
-    columns["paper_note"] = rows_with(results.printed, metric="ACC").set_index("method")["note"]
     for label, method in results.methods.items():
         columns.loc[label, "finished"] = " ".join(map(str, method.finished))
         columns.loc[label, "failed"] = "; ".join(method.failures)
@@ -277,7 +231,7 @@ def _first_values(results: Comparison, metric: str) -> "pd.Series[int]":
     """Return a whole number of every method, that of its first run that has it; where none has, it
     is missing.
     """
-    rows = rows_with(results.measured, metric=metric)
+    rows = rows_with(results.table, metric=metric)
     # With a capital, pandas' integers can be missing; others would become floats.
     return rows.groupby("method")["value"].first().reindex(results.labels).astype("Int64")
 
@@ -296,8 +250,8 @@ def _mean_and_std(numbers: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(columns, index=numbers.index)
 
 
-def _notes(results: Comparison, by: _Columns, shown: Sequence[str]) -> list[str]:
-    """Return notes on the numbers of a table that shows these metrics or tasks."""
+def _notes(results: Comparison) -> list[str]:
+    """Return notes on the numbers of a comparison's tables."""
     best = []
     if results.preset == "ranks":
         best = _best_values(results)
@@ -305,18 +259,13 @@ def _notes(results: Comparison, by: _Columns, shown: Sequence[str]) -> list[str]
     for method in results.methods.values():
         for run in method.finished.values():
             missing.update(run.missing)
-    printed = results.printed
-    noted = printed[printed[by].isin(shown) & (printed["note"] != "")]
-    remarks = list(zip(noted["method"], noted["note"], strict=True))
-    notes = sentences(
-        "notes.txt", results=results, best=best, missing=sorted(missing), remarks=remarks
-    )
+    notes = sentences("notes.txt", results=results, best=best, missing=sorted(missing))
     return list(dict.fromkeys(notes))
 
 
 def by_accuracy(results: Comparison, labels: Sequence[str]) -> list[str]:
     """Return methods from the highest ACC to the lowest, and last those that lack scores."""
-    accuracy = means(results.measured, "metric", labels, ["ACC"])["ACC"]
+    accuracy = means(results.table, "metric", labels, ["ACC"])["ACC"]
     whole = []
     partial = []
     for label in sorted(labels, key=lambda label: -accuracy[label].mean):

@@ -10,20 +10,9 @@ import pandas as pd
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
 from .metrics import CHANGES, COSTS, METRICS, ONE_BATCH, AccuracyMatrix, Mean
-from .results import (
-    MEASURED,
-    PAPER,
-    Row,
-    long_table,
-    means,
-    printed_rows,
-    rows_with,
-    score_rows,
-    single_model_rows,
-)
+from .results import Row, long_table, means, rows_with, score_rows, single_model_rows
 
 Json = dict[str, Any]
-Published = dict[str, Json]  # the paper's numbers for a row, in per cent, by metric or task
 Scores = dict[str, Score | None]  # by task; None where there is none
 References = dict[str, Scores]  # those of the single models, by ``pretrained`` or ``individual``
 
@@ -123,7 +112,6 @@ class Method:
     overrides: list[str]
     runs: dict[int, SeedRun]  # by seed
     data: str = "none"  # the data that it needs besides models
-    published_percent: Published = field(default_factory=dict)
 
     @property
     def finished(self) -> dict[int, SeedRun]:
@@ -159,7 +147,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The methods of a comparison on all seeds, beside the numbers that the paper prints for them.
+    """The methods of a comparison on all seeds.
 
     All tables, pictures and the page are made of it.
     """
@@ -171,11 +159,8 @@ class Comparison:
     tasks: list[str]  # in the model pool's order
     seeds: list[int]
     references: References
-    published_percent: dict[str, Published] = field(default_factory=dict)  # for the references
-    published_note: str = ""  # why numbers that the paper prints for the model pool are not shown
     methods: dict[str, Method]  # by label, in the order in which they were asked for
     panels: list[Json] | None = None  # of the paper's sensitivity figure
-    published_overhead: dict[str, Published] | None = None  # the paper's table of costs
 
     def __post_init__(self) -> None:
         check_references(self.references, self.tasks)
@@ -295,42 +280,29 @@ class Comparison:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """All numbers, measured or printed by the paper, as rows of the long table."""
+        """All numbers as rows of the long table."""
         about = {"modelpool": self.settings["modelpool"]}
         rows = []
         for label, scores in self.references.items():
             for row in single_model_rows(scores):
-                rows.append({**about, "source": MEASURED, "method": label, **row})
-            for row in printed_rows(self.published_percent.get(label, {}), self.tasks):
-                rows.append({**about, "source": PAPER, "method": label, **row})
+                rows.append({**about, "method": label, **row})
         for label, method in self.methods.items():
             for seed, run in method.runs.items():
                 for row in run.rows():
-                    rows.append({**about, "source": MEASURED, "method": label, "seed": seed, **row})
-            for row in printed_rows(method.published_percent, self.tasks):
-                rows.append({**about, "source": PAPER, "method": label, **row})
+                    rows.append({**about, "method": label, "seed": seed, **row})
         return long_table(rows)
-
-    @cached_property
-    def measured(self) -> pd.DataFrame:
-        return rows_with(self.table, source=MEASURED)
-
-    @cached_property
-    def printed(self) -> pd.DataFrame:
-        """The paper's numbers for the methods, with the methods' labels."""
-        return rows_with(self.table, source=PAPER)
 
     @property
     def last_scores(self) -> pd.DataFrame:
-        """The measured scores after the last step, and those of the single models."""
-        scores = rows_with(self.measured, metric="score")
+        """The scores after the last step, and those of the single models."""
+        scores = rows_with(self.table, metric="score")
         return scores[scores["step"].isna() | (scores["step"] == len(self.tasks))]
 
     def as_json(self) -> Json:
         """Return the content of ``results.json``."""
         content = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         names = [*METRICS, "merging_seconds", "data_seconds", "changed_share"]
-        metrics = means(self.measured, "metric", list(self.methods), names)
+        metrics = means(self.table, "metric", list(self.methods), names)
         scores = means(self.last_scores, "task", list(self.methods), self.tasks)
         methods = {}
         for label, method in self.methods.items():
@@ -338,7 +310,7 @@ class Comparison:
             for name in names:
                 row[name] = metrics.loc[label, name].as_json()
             for name in ("iterations", "extra_parameters", "changed_tensors"):
-                row[name] = _first_value(self.measured, label, name)
+                row[name] = _first_value(self.table, label, name)
             row["data"] = method.data
             row["runs"] = {}
             for seed, run in method.runs.items():
@@ -347,7 +319,6 @@ class Comparison:
                 del fields_of_run["environment"], fields_of_run["traceback"]
                 row["runs"][str(seed)] = fields_of_run
             row["final"] = {task: scores.loc[label, task].as_json() for task in self.tasks}
-            row["published_percent"] = method.published_percent
             methods[label] = row
         content["methods"] = methods
         return {

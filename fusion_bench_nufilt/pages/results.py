@@ -1,25 +1,21 @@
 """The long table of results: in each row one number, and what it belongs to.
 
 What reads the files of a run returns such rows. A table is a pivot of them, a chart a function of
-them, and the numbers that the paper prints are rows, too.
+them.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from .metrics import LAYER_METRICS, METRICS, AccuracyMatrix, Mean
+from .metrics import LAYER_METRICS, AccuracyMatrix, Mean
 
 Row = dict[str, Any]
 
-#: Where a number comes from.
-MEASURED, PAPER = "measured", "paper"
 #: What does not apply to a number is missing. Scores are fractions.
 COLUMNS = [
-    "source",  # MEASURED or PAPER
     "modelpool",
     "method",  # its label, or ``pretrained`` or ``individual`` for the single models
     "seed",
@@ -28,18 +24,7 @@ COLUMNS = [
     "layer",
     "metric",  # a name of pages/metrics.py
     "value",
-    "deviation",  # printed beside a mean over seeds
-    "note",  # what is to be known of a printed number
 ]
-
-#: The costs that the paper prints: our metric, and how many of its units are one of the paper's.
-_PRINTED_COSTS = {
-    "iterations": ("iterations", 1),
-    "solving_seconds": ("solving_seconds", 1),
-    "total_seconds": ("total_seconds", 1),
-    "gpu_gigabytes": ("memory", 1e9),
-    "parameters_millions": ("parameters", 1e6),
-}
 
 
 def long_table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -81,27 +66,6 @@ def single_model_rows(scores: Mapping[str, float | None]) -> list[Row]:
     return rows
 
 
-def printed_rows(numbers: Mapping[str, Row], tasks: Sequence[str] = ()) -> list[Row]:
-    """Return numbers of the paper, given by metric, cost or task as it prints them: scores in per
-    cent.
-    """
-    rows: list[Row] = []
-    for name, number in numbers.items():
-        value = number["value"]
-        if name in _PRINTED_COSTS:
-            metric, unit = _PRINTED_COSTS[name]
-            rows.append({"metric": metric, "value": value * unit, "note": number["note"]})
-            continue
-        row: Row = {"metric": name, "value": value / 100, "note": number["note"]}
-        # A task may be called ACC, but none of the paper's is.
-        if name in tasks and name not in METRICS:
-            row |= {"metric": "score", "task": name}
-        if number["deviation"] is not None:
-            row["deviation"] = number["deviation"] / 100
-        rows.append(row)
-    return rows
-
-
 def layer_rows(measured: pd.DataFrame) -> pd.DataFrame:
     """Return what a method measured of its layers, given the rows of ``layers.csv``; a step without
     a filter or an adapter, as the first one is, has no number of it.
@@ -121,18 +85,13 @@ def means(
     table: pd.DataFrame, by: str, methods: Sequence[str], columns: Sequence[Any]
 ) -> pd.DataFrame:
     """Return a :class:`Mean` over the seeds for each method and each of the ``columns``, which are
-    values of the column ``by``; what the paper prints is one already.
+    values of the column ``by``.
     """
     table = rows_with(table, **{by: list(columns)})
     values = table["value"].to_numpy(dtype=float)
-    deviations = table["deviation"].to_numpy(dtype=float)
     means_by_key = {}
     for key, positions in table.groupby(["method", by]).indices.items():
-        mean = Mean.of(values[positions])
-        if mean.count == 1:
-            # What the paper prints has a deviation, and a single seed has none.
-            mean = replace(mean, std=float(deviations[positions[0]]))
-        means_by_key[key] = mean
+        means_by_key[key] = Mean.of(values[positions])
     none = Mean.of([])
     grid = []
     for method in methods:

@@ -28,8 +28,6 @@ class Table:
     ranks: pd.DataFrame = field(default_factory=pd.DataFrame)
     references: int = 0  # the number of rows at the top that are single models
     notes: list[str] = field(default_factory=list)
-    #: Those of the notes that say what marks in the table mean, for the caption in LaTeX.
-    legend: list[str] = field(default_factory=list)
 
     @property
     def header(self) -> list[str]:
@@ -74,7 +72,8 @@ class Table:
         """Render it as a ``table`` for ``booktabs``."""
         rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
         frame = pd.DataFrame(rows, columns=[_latex(printable(name)) for name in self.header])
-        sentences = [self.title, *self.notes[:1], *self.legend]
+        # With the second note of a table that has ranks, which says what their marks mean.
+        sentences = [self.title, *self.notes[: 1 if self.ranks.empty else 2]]
         caption = ". ".join(_latex(sentence) for sentence in sentences)
         text = frame.style.hide(axis="index").to_latex(
             column_format="l" + "r" * (frame.shape[1] - 1),
@@ -103,7 +102,7 @@ def to_csv(rows: pd.DataFrame) -> str:
 _LATEX = str.maketrans(
     {character: f"\\{character}" for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"±": r"$\pm$", "λ": r"$\lambda$", "†": r"$^\dagger$"}
+    | {"±": r"$\pm$", "λ": r"$\lambda$"}
 )
 
 

@@ -37,7 +37,7 @@ def comparison(
     settings=(),
     tasks=TASKS,
 ):
-    """From ``{label: runs}``; a label that names a method of the paper stands for it."""
+    """From ``{label: runs}``."""
     by_seed = {}
     for label, of_label in runs.items():
         spec = RunSpec(label, (f"method={label}",), label, settings)
@@ -54,7 +54,7 @@ def comparison(
 
 def mean_of(result, label, metric):
     """The mean of a metric over a method's seeds."""
-    return means(result.measured, "metric", [label], [metric]).loc[label, metric]
+    return means(result.table, "metric", [label], [metric]).loc[label, metric]
 
 
 def final(result, label, task):

@@ -8,7 +8,7 @@ import pytest
 
 from fusion_bench_nufilt.pages.comparison import charts_of_comparison
 from fusion_bench_nufilt.pages.layers import layer_means
-from fusion_bench_nufilt.pages.results import layer_rows, long_table, means, rows_with, score_rows
+from fusion_bench_nufilt.pages.results import layer_rows, long_table, rows_with, score_rows
 from tests.compare.helpers import SCORES, comparison, failed, finished
 from tests.pages.charts import panels, parts, rows_of
 from tests.pages.sizes import sensitivity_of
@@ -29,22 +29,13 @@ def test_a_score_that_was_not_measured_has_no_row():
 def test_every_number_of_a_comparison_is_one_row_with_what_it_belongs_to():
     ten = [finished(seed, memory=10**9) for seed in range(42, 52)]
     result = comparison({"nufilt": ten, "never": [failed(42)]}, modelpool=B32)
-    keys = ["source", "method", "seed", "step", "task", "layer", "metric"]
+    keys = ["method", "seed", "step", "task", "layer", "metric"]
     assert not result.table.duplicated(keys).any()
     assert set(result.table["modelpool"]) == {B32}
     assert "never" not in set(result.table["method"])
-    assert set(rows_with(result.measured, metric="memory")["seed"]) == set(range(42, 52))
-    one = rows_with(result.measured, method="nufilt", metric="score", seed=42, step=3, task="a")
+    assert set(rows_with(result.table, metric="memory")["seed"]) == set(range(42, 52))
+    one = rows_with(result.table, method="nufilt", metric="score", seed=42, step=3, task="a")
     assert one["value"].item() == SCORES["a"]
-
-
-def test_what_the_paper_prints_is_a_fraction_beside_the_measured_one():
-    ten = [finished(seed) for seed in range(42, 52)]
-    result = comparison({"nufilt": ten}, modelpool=B32)
-    printed = means(result.printed, "metric", ["nufilt", "individual"], ["ACC", "BWT"])
-    assert printed.loc["nufilt", "ACC"].percent() == "83.6 ± 0.2"
-    assert printed.loc["individual", "ACC"].mean == pytest.approx(0.904)
-    assert printed.loc["individual", "BWT"].count == 0
 
 
 def test_a_layer_has_a_row_for_each_quantity_that_its_method_measured():

@@ -28,8 +28,8 @@ for (const holder of document.querySelectorAll(".chart")) {
   draw(holder, { ...spec, config: theme });
 }
 
-// A number without its deviation and its note.
-const valueOf = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent.replace(/ ±.*|†/, "");
+// A number without its deviation.
+const valueOf = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent.replace(/ ±.*/, "");
 
 for (const button of document.querySelectorAll("th button")) {
   const header = button.parentElement;
