@@ -113,8 +113,7 @@ def compare(
                 address=address,
             )
         files = summary.save_comparison(results, out)
-        pictures = [out / file for file in files if file.endswith(".png")]
-        summary.log_comparison(results, loggers, pictures)
+        summary.log_comparison(results, loggers)
         _print(results, as_json)
         name_files(console, out, files)
         # The last line, since all that succeeded is to be saved and shown.

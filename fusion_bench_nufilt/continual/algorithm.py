@@ -58,7 +58,7 @@ from .models import (
     merged_checkpoint,
     source_of,
 )
-from .program import ReportedTaskPool, finish_trackers, log_picture, use_bundled_taskpool
+from .program import ReportedTaskPool, finish_trackers, use_bundled_taskpool
 from .run_folder import RunFolder, open_run_folder
 from .stopwatch import CHECKING, DATA, LOADING, MERGING, SAVING, SCORING, Stopwatch
 
@@ -694,8 +694,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         }
         scores.matrix.save(self.folder.path, about)
         try_write_report(self.folder.path)
-        picture = self.folder.path / "accuracy_matrix.png"
-        log_picture(self.fabric.loggers, "accuracy_matrix", picture, self._last_step)
 
     def _summary(self, merged: nn.Module) -> list[str]:
         """Return the last lines of a run: its scores, its files and how to load its model."""

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import datasets
 import lightning
-import numpy as np
 from fusion_bench import set_print_function_call_permeanent
 from fusion_bench.programs import FabricModelFusionProgram, fabric_fusion_program
 from fusion_bench.taskpool import DummyTaskPool
@@ -20,7 +19,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
-from PIL import Image
 from rich.logging import RichHandler
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -177,23 +175,6 @@ class ReportedTaskPool:
         if model is self.model:
             return self.report
         return self.taskpool.evaluate(model, *args, **kwargs)
-
-
-def log_picture(loggers: Sequence[Any], name: str, file: Path, step: int) -> None:
-    """Give a picture to the trackers that take pictures; one that fails only warns, since the run's
-    files are there.
-    """
-    for logger in loggers:
-        try:
-            if hasattr(logger, "log_image"):  # Weights & Biases, SwanLab
-                logger.log_image(name, [str(file)], step=step)
-            elif hasattr(logger.experiment, "add_image"):  # TensorBoard
-                pixels = np.asarray(Image.open(file).convert("RGB"))
-                logger.experiment.add_image(name, pixels, step, dataformats="HWC")
-            elif hasattr(logger.experiment, "log_artifact"):  # MLflow
-                logger.experiment.log_artifact(logger.run_id, str(file))
-        except Exception as error:
-            log.warning("%s did not take the picture '%s': %s", type(logger).__name__, name, error)
 
 
 def finish_trackers(loggers: Sequence[Any], status: str) -> None:

@@ -25,7 +25,6 @@ def no_pages(request, monkeypatch):
 
     if "pages" not in request.fixturenames:
         monkeypatch.setattr(algorithm, "try_write_report", draw_nothing)
-        monkeypatch.setattr(algorithm, "log_picture", draw_nothing)
 
 
 @pytest.fixture
