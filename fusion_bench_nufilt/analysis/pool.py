@@ -17,7 +17,6 @@ from fusion_bench_nufilt.continual.models import PRETRAINED, refuse_missing_keys
 from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models.layers import MatrixView, select_layers
 from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
-from fusion_bench_nufilt.pages.metrics import ONE_BATCH
 from fusion_bench_nufilt.pages.names import kind
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import file_name
@@ -123,8 +122,7 @@ class PoolAnalysis:
             size = float(torch.linalg.vector_norm(layer_weight(self.pretrained, view)))
             result.add_vectors(layer, size, vectors[layer])
             result.affinity += self._affinities(layer, data[layer], vectors[layer])
-        if self.experiment.settings["fast_dev_run"]:
-            about["scored"] = ONE_BATCH
+        about["scored"] = self.experiment.evaluator.scored
         result.vectors.sort(key=lambda row: self.tasks.index(row["task"]))
         return result
 

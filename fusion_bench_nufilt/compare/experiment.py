@@ -44,7 +44,7 @@ from fusion_bench_nufilt.continual.models import (
 )
 from fusion_bench_nufilt.models.layers import select_layers
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
-from fusion_bench_nufilt.pages.metrics import or_none
+from fusion_bench_nufilt.pages.metrics import ALL_TEST_DATA, or_none
 from fusion_bench_nufilt.utils.manifest import differences, in_one_line, package_versions
 from fusion_bench_nufilt.utils.tensors import digest as tensor_digest
 
@@ -64,9 +64,13 @@ class WatchingEvaluator(Evaluator):
     peak: int | None  # bytes since the last `watch`; None if unknown
 
     def __init__(
-        self, taskpool: object, device: torch.device, subset: SubsetIndices | None = None
+        self,
+        taskpool: object,
+        device: torch.device,
+        subset: SubsetIndices | None = None,
+        data: str = ALL_TEST_DATA,
     ) -> None:
-        super().__init__(taskpool, subset)
+        super().__init__(taskpool, subset, data)
         self._device = device
         self.watch()
 
@@ -168,8 +172,6 @@ class Experiment:
         """
         settings: dict[str, Any] = {**self.evaluator.describe()}
         settings["training_data"] = describe_config(self._config.modelpool.get("train_datasets"))
-        if self._validation is not None:
-            settings["validation"] = self._validation
         return as_json(settings)
 
     @contextmanager
@@ -201,10 +203,15 @@ class Experiment:
     def evaluator(self) -> WatchingEvaluator:
         """Made before any model is loaded: it looks up the test data, and compares all names."""
         config = taskpool_config(self._config)
-        subset = None if self._validation is None else partial(part_of_test_data, self._validation)
+        subset = None
+        data = ALL_TEST_DATA
+        if self._validation is not None:
+            subset = partial(part_of_test_data, self._validation)
+            fifth = "a fifth of the test data"
+            data = fifth if self._validation else "the test data without the fifth of --validation"
         with self._fast_dev_run():
             taskpool = make("taskpool", config, self.fabric, load_taskpool_from_config)
-            evaluator = WatchingEvaluator(taskpool, self.fabric.device, subset)
+            evaluator = WatchingEvaluator(taskpool, self.fabric.device, subset, data)
         evaluator.compare_names(self.tasks)
         return evaluator
 

@@ -22,7 +22,7 @@ from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.methods.options import Evaluate, ProtocolConfig
 from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.source import config_of
-from fusion_bench_nufilt.pages.metrics import ONE_BATCH, AccuracyMatrix, percent
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
 from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.pages.write import try_write_report
@@ -362,8 +362,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:
             self._finish(self.scores, merged)
-        elif self.folder is not None and (self.folder.path / "layers.csv").is_file():
-            try_write_report(self.folder.path)
         if self._program is not None:
             print("\n".join(self._summary(merged)))
         return merged
@@ -677,9 +675,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             # FusionBench prints this report last, so that a run ends with its metrics and the page.
             report = scores.final_report()
             self._program.taskpool = ReportedTaskPool(self.taskpool, merged, report)
-        title = f"{self.name}: score (%) of each task after each step"
-        if scores.evaluator.fast_dev_run:
-            title += f", on {ONE_BATCH}"
+        scored = scores.evaluator.scored
+        title = f"{self.name}: score (%) of each task after each step, on {scored}"
         print_matrix(scores.matrix, title=title)
         if self.folder is None:
             return
@@ -690,7 +687,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             "merge_seconds": self.merge_seconds,
             "data_seconds": self.data_seconds,
             "versions": package_versions(),
-            "fast_dev_run": scores.evaluator.fast_dev_run,
+            "scored": scored,
         }
         scores.matrix.save(self.folder.path, about)
         try_write_report(self.folder.path)
@@ -704,8 +701,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             bwt = percent(metrics["BWT"], sign=True)
             lines.append(f"ACC    {acc}, the mean score of the final model in per cent")
             lines.append(f"BWT    {bwt}, the mean change of a task since its own step")
-            if self.scores.evaluator.fast_dev_run:
-                lines.append(f"       scored on {ONE_BATCH}")
+            lines.append(f"       scored on {self.scores.evaluator.scored}")
             before, now = self.scores.means_of_earlier()
             if not math.isnan(before):
                 lines.append(

@@ -27,7 +27,13 @@ from torch.utils.data import DataLoader, Subset
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.methods.options import Evaluate
-from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, Mean, or_none
+from fusion_bench_nufilt.pages.metrics import (
+    ALL_TEST_DATA,
+    AccuracyMatrix,
+    Mean,
+    or_none,
+    scored_on,
+)
 from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
 from fusion_bench_nufilt.utils.options import advice
@@ -49,7 +55,7 @@ Scorer = Callable[[nn.Module, Sequence[str], SubsetIndices | None], Results]
 class Scoring(TypedDict):
     """What scores depend on besides the model."""
 
-    fast_dev_run: bool
+    scored: str  # what of the data
     taskpool: Any  # its configuration
     test_data: dict[str, Any]  # what the data of each task are known by, where they are at hand
 
@@ -88,24 +94,28 @@ class Evaluator:
     Args:
         taskpool: the task pool.
         subset: which items of each task are scored, by default all.
+        data: what these items are, in words.
 
     Raises:
         ValueError: a data set of the task pool can't be loaded, or the pool can't select items.
     """
 
-    def __init__(self, taskpool: Any, subset: SubsetIndices | None = None) -> None:
+    def __init__(
+        self, taskpool: Any, subset: SubsetIndices | None = None, data: str = ALL_TEST_DATA
+    ) -> None:
         check_test_sets(taskpool)
         self.taskpool = taskpool
-        #: Whether scores are of one batch of each task, to try a run out.
-        self.fast_dev_run = _is_fast(taskpool)
-        if self.fast_dev_run:
+        one_batch = _is_fast(taskpool)
+        #: What of the data the scores are of, in words.
+        self.scored = scored_on(data, one_batch=one_batch)
+        if one_batch:
             # A pool may have been given another value than the program.
             taskpool.fast_dev_run = True
         self._subset = subset
         self._load_task: Callable[[str], Any] | None = None
         if isinstance(taskpool, V01TaskPool):
             self._load_task = cache(taskpool.load_task)  # each task keeps its data
-        self._score, self._names = _scorer(taskpool, self._load_task, fast=self.fast_dev_run)
+        self._score, self._names = _scorer(taskpool, self._load_task, fast=one_batch)
         self._warned: set[str] = set()
         is_flan_t5 = isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
         if subset is not None and not _is_clip(taskpool) and not is_flan_t5:
@@ -156,7 +166,7 @@ class Evaluator:
                     if items is not None:
                         test_data[task] = describe_items(items)
             return Scoring(
-                fast_dev_run=self.fast_dev_run,
+                scored=self.scored,
                 taskpool=describe_config(config),
                 test_data=test_data,
             )
@@ -200,8 +210,6 @@ class Evaluator:
             "all_params": total,
             "trainable_percentage": trainable / total,
         }
-        if self.fast_dev_run:
-            report["model_info"]["fast_dev_run"] = True
         # A constant prediction has no rank correlation: NaN, which JSON does not know, is a missing
         # score.
         for task, result in results.items():
@@ -636,8 +644,7 @@ class RunScores:
         for name, value in self.matrix.metrics().items():
             if not math.isnan(value):  # some need scores that `evaluate` may leave out
                 metrics[name] = value
-        if self.evaluator.fast_dev_run:
-            metrics["fast_dev_run"] = True
+        metrics["scored"] = self.evaluator.scored
         if self.folder is not None:
             metrics["accuracy_matrix"] = str(self.folder.path / "accuracy_matrix.json")
             metrics["page"] = str(self.folder.path / PAGE)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
-from .metrics import CHANGES, COSTS, METRICS, ONE_BATCH, AccuracyMatrix, Mean
+from .metrics import CHANGES, COSTS, METRICS, AccuracyMatrix, Mean
 from .results import Row, long_table, means, rows_with, score_rows, single_model_rows
 
 Json = dict[str, Any]
@@ -237,20 +237,9 @@ class Comparison:
 
     @property
     def scored(self) -> str:
-        """The data on which the models were scored."""
-        resolved = self.settings.get("resolved", {})
-        validation = resolved.get("validation")
-        if validation is None:
-            data = "all test data"
-        elif validation:
-            data = "a fifth of the test data"
-        else:
-            data = "the test data without the fifth of --validation"
-        if not resolved.get("fast_dev_run"):
-            return data
-        if validation is None:
-            return ONE_BATCH
-        return f"{ONE_BATCH}, of {data}"
+        """The data on which the models were scored, in words."""
+        words: str = self.settings["resolved"]["scored"]
+        return words
 
     @property
     def done(self) -> dict[str, Method]:

@@ -31,8 +31,8 @@ class Metric(NamedTuple):
         return self.column.removesuffix(" %")
 
 
-#: What the scores of ``fast_dev_run=true`` are of.
-ONE_BATCH = "one batch of each task's test data (fast_dev_run=true)"
+#: What scores are of, unless a part of the data is asked for.
+ALL_TEST_DATA = "all test data"
 
 #: What files, tables and loggers report of every run, computed from its accuracy matrix. All are
 #: fractions, and shown in per cent.
@@ -104,6 +104,16 @@ LAYER_MEANS = {
     "matched_affinity": Metric("affinity, matched"),
     "mismatched_affinity": Metric("affinity, mismatched"),
 }
+
+
+def scored_on(data: str, *, one_batch: bool) -> str:
+    """Return what scores are of, in the words that results have as ``scored``: ``data``, or one
+    batch of them.
+    """
+    if not one_batch:
+        return data
+    words = "one batch of each task's test data (fast_dev_run=true)"
+    return words if data == ALL_TEST_DATA else f"{words}, of {data}"
 
 
 def has_quantity(name: str, report: Mapping[str, Any]) -> bool:

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
 from .charts import score_cells, score_maps
-from .layers import layer_charts, layer_means, strongest_layers
-from .metrics import ONE_BATCH, AccuracyMatrix
+from .layers import layer_charts
+from .metrics import AccuracyMatrix
 from .page import Outputs, Tables, render_page
 from .results import layer_rows, long_table, rows_with, score_rows
 from .tables import to_csv
@@ -27,7 +26,7 @@ class RunContent:
     merge_seconds: list[Seconds]
     tasks: list[str]
     accuracy_matrix: list[list[Score | None]]
-    fast_dev_run: bool = False
+    scored: str  # on what data, in words
     data_seconds: Seconds | None = None  # of setting up data, if the method needs any
 
     def __post_init__(self) -> None:
@@ -44,11 +43,7 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     fractions.insert(1, "merged_task", matrix.tasks, allow_duplicates=True)
     summary = matrix.summary()
     scores = rows_with(long_table(score_rows(matrix)), metric="score")
-    title = f"{run.method}: {summary}"
-    scored = ""
-    if run.fast_dev_run:
-        scored = f"scored on {ONE_BATCH}"
-        title += f", {scored}"
+    title = f"{run.method}: {summary}, scored on {run.scored}"
     cells = score_cells(scores, matrix.steps, title)
     picture = score_maps(cells, matrix.steps, matrix.tasks)
     layers = {}
@@ -58,7 +53,6 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
         "run.html",
         run=run,
         summary=summary,
-        scored=scored,
         matrix=picture,
         steps=_steps(matrix, run.merge_seconds),
         layers=layers,
@@ -75,32 +69,3 @@ def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     steps["change"] = steps["score at the end"] - steps["score right after it"]
     steps["merging s"] = pd.Series(seconds, dtype=float)
     return steps
-
-
-class UnscoredRun(TypedDict):
-    """The fields of ``run.json`` that the page of a run without scores shows."""
-
-    method: str
-    order: list[str]
-    inputs: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, str]
-
-
-def unscored_outputs(run: UnscoredRun, tables: Tables) -> Outputs:
-    """Make the page of a run that has no scores, or none yet: what happened to its layers."""
-    if "layers" not in tables:
-        raise ValueError(
-            "it has no scores, and its method measures no layers: run it with a task pool, such as "
-            "the model pool's own (without taskpool=dummy)"
-        )
-    rows = layer_rows(tables["layers"])
-    page = render_page(
-        "unscored.html",
-        run=run,
-        merged=rows["step"].nunique(),
-        steps=layer_means(rows, ["step", "task"]),
-        strongest=strongest_layers(rows),
-        layers=layer_charts(rows),
-    )
-    return Outputs(page, {})

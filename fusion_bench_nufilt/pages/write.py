@@ -17,7 +17,7 @@ from .comparison import comparison_outputs
 from .content import Comparison
 from .merge import MergeContent, merge_outputs
 from .page import PAGE, Outputs, Tables
-from .run import RunContent, UnscoredRun, run_outputs, unscored_outputs
+from .run import RunContent, run_outputs
 from .theme import save_chart
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,6 @@ KINDS = {
     "analysis.json": Kind(
         AnalysisSummary, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
     ),
-    # A run has this file from its start on, so that its scores must be looked for before it.
-    RUN: Kind(UnscoredRun, "run the method again", unscored_outputs, _LAYERS),
     MANIFEST: Kind(MergeContent, "merge again", merge_outputs),
 }
 
@@ -87,6 +85,11 @@ def write_results(folder: Path) -> list[str]:
         if content is not None:
             break
     else:
+        if (folder / RUN).is_file():
+            raise ValueError(
+                f"'{folder}' is the folder of a run without scores, which has no page: run it "
+                "again with a task pool, such as the model pool's own (without taskpool=dummy)"
+            )
         names = ", ".join(KINDS)
         raise ValueError(
             f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of "

@@ -42,7 +42,12 @@ def comparison(
     for label, of_label in runs.items():
         spec = RunSpec(label, (f"method={label}",), label, settings)
         by_seed[spec] = {run.config["seed"]: run for run in of_label}
-    about = {"modelpool": modelpool, "overrides": list(overrides), "evaluate": evaluate}
+    about = {
+        "modelpool": modelpool,
+        "overrides": list(overrides),
+        "evaluate": evaluate,
+        "resolved": {"scored": "all test data"},
+    }
     references = {
         "pretrained": dict.fromkeys(tasks, 0.25),
         "individual": dict.fromkeys(tasks, 0.95),

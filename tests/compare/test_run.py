@@ -319,10 +319,10 @@ def test_fast_dev_run_scores_one_batch_and_says_so(tmp_path, capsys):
         text = (tmp_path / file).read_text().replace("&#39;", "'").replace(r"\_", "_")
         assert "scored on one batch of each task's test data (fast_dev_run=true)" in text, file
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
-    assert settings["resolved"]["fast_dev_run"] is True
+    assert settings["resolved"]["scored"].startswith("one batch of each task's test data")
     print_comparison(result)
     assert "scored on one batch" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(ValueError, match=r"resolved\.fast_dev_run is true there and false here"):
+    with pytest.raises(ValueError, match=r'resolved\.scored is "one batch .* there and "all'):
         run(tmp_path, "weight_average", overrides=[*THREE, batch], **CHEAP)
     assert RuntimeConstants.debug is False
 
@@ -406,7 +406,8 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     save_comparison(found, tmp_path)
     assert "scored on a fifth of the test data" in (tmp_path / "table.md").read_text()
     with pytest.raises(
-        ValueError, match=r"holds results of other settings: resolved\.validation is true there"
+        ValueError,
+        match=r'results of other settings: resolved\.scored is "a fifth',
     ):
         run(tmp_path, "weight_average", overrides=THREE, **CHEAP)
     with pytest.raises(

@@ -42,13 +42,13 @@ def test_a_run_on_one_batch_says_so_and_gives_no_score_to_a_whole_one(program, m
     one_batch = "one batch of each task's test data (fast_dev_run=true)"
     assert " ".join(capfd.readouterr().out.split()).count(one_batch) == 2
     result = json.loads((logs / "accuracy_matrix.json").read_text())
-    assert result["fast_dev_run"] is True
+    assert result["scored"] == one_batch
     assert all((4 * score).is_integer() for score in result["accuracy_matrix"][-1])
-    assert json.loads((logs / "report_2.json").read_text())["model_info"]["fast_dev_run"] is True
-    assert json.loads((logs / "program_report.json").read_text())["continual"]["fast_dev_run"]
+    report = json.loads((logs / "program_report.json").read_text())
+    assert report["continual"]["scored"] == one_batch
     page = (logs / "index.html").read_text().replace("&#39;", "'")
     assert f"scored on {one_batch}" in page
-    with pytest.raises(ValueError, match="fast_dev_run is true there and false here"):
+    with pytest.raises(ValueError, match=r'scored is "one batch .* there and "all test data" here'):
         program(*words, "method.resume=true")
 
 

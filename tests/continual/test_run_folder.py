@@ -63,14 +63,6 @@ def test_files_of_the_user_in_the_log_directory_stay(tmp_path):
     assert (tmp_path / "write_test").read_text() == "precious"
 
 
-@pytest.mark.usefixtures("pages")
-def test_a_run_without_scores_leaves_a_page_of_its_layers(tmp_path):
-    algorithm_in(tmp_path).run(pool(2))
-    page = (tmp_path / "index.html").read_text()
-    assert "NUFILT: 2 of 2 models merged" in page
-    assert not (tmp_path / "accuracy_matrix.json").exists()
-
-
 def test_a_step_of_another_version_is_refused_and_not_overwritten(folder):
     path = folder.path / "checkpoints" / "merged_model_0" / MANIFEST
     old = {key: value for key, value in json.loads(path.read_text()).items() if key not in RUN}

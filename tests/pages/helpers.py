@@ -30,6 +30,7 @@ def run_folder(folder):
         "config": {"null_rank": 8},
         "models": {},
         "merge_seconds": [0.1, 0.2, 0.3],
+        "scored": "all test data",
     }
     matrix.save(folder, {**about, "versions": {"torch": "2.13.0"}})
     layers_table(folder)
@@ -44,15 +45,6 @@ def layers_table(folder):
         for step, task in enumerate(TASKS, 1):
             for layer in LAYERS:
                 writer.writerow([step, task, layer, 2.0, 0.1 * step, 0.2, 1.5 * step])
-
-
-def unscored_folder(folder):
-    """A run of these models without a task pool."""
-    folder.mkdir(exist_ok=True)
-    run = {"method": "NUFILT", "order": TASKS, "inputs": {}, "settings": {"null_rank": 8}}
-    write_json(folder / "run.json", {**run, "versions": {"torch": "2.13.0"}})
-    layers_table(folder)
-    return folder
 
 
 def comparison_folder(folder):
@@ -93,7 +85,7 @@ def some_analysis():
     affinity = rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS))
     by_rank = rng.uniform(0, 1, (*shape, 2))
     return Analysis(
-        about={"modelpool": "some_pool"},
+        about={"modelpool": "some_pool", "scored": "all test data"},
         tasks=TASKS,
         layers=dict.fromkeys(LAYERS, (16, 16)),
         task_rank=4,
@@ -149,7 +141,6 @@ def merge_folder(folder):
 
 FOLDERS = {
     "run": run_folder,
-    "unscored": unscored_folder,
     "comparison": comparison_folder,
     "analysis": analysis_folder,
     "merge": merge_folder,

@@ -44,7 +44,12 @@ def comparison_of(methods, tasks, seeds=(42, 43), evaluate="every_step", preset=
             seed: run_of(tasks, seed, 0.9 - 0.03 * number, evaluate=evaluate) for seed in seeds
         }
     references = {"pretrained": dict.fromkeys(tasks, 0.3), "individual": dict.fromkeys(tasks, 0.95)}
-    settings = {"modelpool": "some_pool", "overrides": [], "evaluate": evaluate}
+    settings = {
+        "modelpool": "some_pool",
+        "overrides": [],
+        "evaluate": evaluate,
+        "resolved": {"scored": "all test data"},
+    }
     return compare_runs(settings, tasks, list(seeds), references, runs, preset)
 
 
@@ -94,7 +99,7 @@ def analysis_of(methods, tasks):
     overlap = rng.uniform(0.2, 0.57, shape)
     by_rank = rng.uniform(0, 1, (*shape, 5))
     return Analysis(
-        about={"modelpool": "some_pool"},
+        about={"modelpool": "some_pool", "scored": "all test data"},
         tasks=tasks,
         layers=dict.fromkeys(LAYERS, (16, 16)),
         task_rank=4,

@@ -199,7 +199,11 @@ def test_notes_say_what_the_numbers_are_of(three):
     assert first == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
     assert "torch 2.13.0, device cpu" in notes
     one = main_table(comparison({"m": [finished(7)]}, overrides=["taskpool=x"]))
-    assert one.notes[:2] == ["some_pool: 3 tasks; seed 7", "with taskpool=x"]
+    assert one.notes[:3] == [
+        "some_pool: 3 tasks; seed 7",
+        "scored on all test data",
+        "with taskpool=x",
+    ]
     assert cells(one)["m"]["ACC %"].text == "60.0"
 
 

@@ -19,7 +19,7 @@ from fusion_bench_nufilt.pages.metrics import shown_number
 from fusion_bench_nufilt.pages.page import templates
 from fusion_bench_nufilt.pages.theme import cells
 from fusion_bench_nufilt.pages.write import try_write_report, write_results
-from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder, unscored_folder
+from tests.pages.helpers import FOLDERS, LAYERS, TASKS, merge_folder, run_folder
 from tests.pages.sizes import comparison_of
 
 
@@ -55,10 +55,6 @@ def body(page):
                 "null_rank",
                 "backward transfer, the mean change",
             ],
-        ),
-        (
-            "unscored",
-            ["NUFILT: 3 of 3 models merged", "without scores", "encoder.layers.1.mlp.fc1"],
         ),
         (
             "comparison",
@@ -246,20 +242,18 @@ def test_the_page_of_a_merge_that_began_at_another_step_names_the_task_of_each(t
     assert "the steps before are on the page" not in text
 
 
-def test_a_step_of_a_run_without_scores_names_the_folder_that_has_a_page(tmp_path):
-    unscored_folder(tmp_path)
+def test_a_step_of_a_run_names_the_folder_that_has_a_page(tmp_path):
     step = merge_folder(tmp_path / "checkpoints" / "merged_model_2")
     content = json.loads((step / "nufilt.json").read_text())
     del content["layers"]
     (step / "nufilt.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"name the log directory .* in which checkpoints/ is"):
         write_results(step)
-    assert write_results(tmp_path) == ["index.html"]
 
 
-def test_a_run_without_scores_and_layers_says_what_to_do(tmp_path):
-    (unscored_folder(tmp_path) / "layers.csv").unlink()
-    with pytest.raises(ValueError, match=r"it has no scores, .* run it with a task pool"):
+def test_a_run_without_scores_says_how_it_gets_a_page(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"a run without scores, which has no page: .* task pool"):
         write_results(tmp_path)
 
 

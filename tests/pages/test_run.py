@@ -29,7 +29,7 @@ def test_the_csv_holds_fractions_and_nothing_where_nothing_was_measured(tmp_path
 def test_a_task_may_be_called_like_another_column_of_the_csv():
     scores = [[0.9, None, None], [0.8, 0.7, None], [0.7, 0.6, 0.5]]
     names = ["step", "merged_task", "task"]
-    run = RunContent("NUFILT", {}, {}, {}, [], names, scores)
+    run = RunContent("NUFILT", {}, {}, {}, [], names, scores, "all test data")
     header, *rows = run_outputs(run, {}).texts["accuracy_matrix.csv"].splitlines()
     assert header == "step,merged_task,step,merged_task,task"
     assert rows == ["1,step,0.9,,", "2,merged_task,0.8,0.7,", "3,task,0.7,0.6,0.5"]
