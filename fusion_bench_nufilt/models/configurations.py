@@ -5,6 +5,7 @@ transformers 4 and 5 write one model in different ways, and leave out what is th
 configurations are compared as transformers reads them, if it knows their type.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,8 +101,8 @@ def _type(config: Config) -> str:
 
 
 def _as_read(config: Config) -> dict[str, Any]:
-    """Return a configuration as transformers reads it, with all defaults; as it is, if transformers
-    does not know its type.
+    """Return a configuration as transformers reads and writes it, with all defaults; as it is, if
+    transformers does not know its type.
     """
     from transformers import CONFIG_MAPPING, GenerationConfig
 
@@ -110,7 +111,9 @@ def _as_read(config: Config) -> dict[str, Any]:
         kind = CONFIG_MAPPING[_type(content)]
         with _silent_transformers():
             known_fields = kind().to_dict()
-            content = kind.from_dict(_with_rope_as_in(content, known_fields)).to_dict()
+            read = kind.from_dict(_with_rope_as_in(content, known_fields))
+            # As a file has it, where Aria's keys that are numbers in memory are texts.
+            content = json.loads(read.to_json_string(use_diff=False))
     # A type of the model's own code, or values that its class refuses.
     except Exception:
         pass

@@ -2,6 +2,8 @@
 them, and nothing else is.
 """
 
+import json
+
 import pytest
 import transformers as hf
 
@@ -75,6 +77,18 @@ def test_defaults_that_are_written_out_are_those_that_are_left_out(kind):
     written_out = config.to_dict()
     assert config_differences(config.to_diff_dict(), written_out) == []
     assert config_differences(written_out, {"model_type": config.model_type}) == []
+
+
+def test_keys_that_a_class_reads_as_numbers_are_compared_as_the_file_has_them():
+    for kind in ("aria", "llama"):
+        config = hf.CONFIG_MAPPING[kind]()
+        for content in (config.to_dict(), json.loads(config.to_json_string(use_diff=False))):
+            written = {**content, "a_field_of_mine": 1}
+            (difference,) = config_differences(written, {**written, "a_field_of_mine": 2})
+            assert difference.name == "a_field_of_mine"
+    aria = hf.CONFIG_MAPPING["aria"]().to_dict()
+    changed = {**aria, "projector_patch_to_query_dict": {"1225": 64, "4900": 256}}
+    assert list(fields_of(aria, changed)) == ["projector_patch_to_query_dict.1225"]
 
 
 IDLE = {
