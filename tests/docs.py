@@ -1,9 +1,12 @@
 """The blocks of code on the pages, and a folder with the models that they name."""
 
+import ast
 import json
 import re
 import shlex
+import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
@@ -63,6 +66,23 @@ def blocks_of(page):
             kind, reason = mark.groups()
         blocks.append(Block(page.name, match["language"], match["text"], kind, reason))
     return blocks
+
+
+def run_program(anchor, *arguments):
+    """Run the program under a heading of the page on troubleshooting, as a message says."""
+    page = REPO / "docs" / "troubleshooting.md"
+    heading = f"### {anchor.replace('-', ' ').capitalize()}\n"
+    text = page.read_text().partition(heading)[2].partition("```python\n")[2].partition("```")[0]
+    with mock.patch.object(sys, "argv", [anchor, *map(str, arguments)]):
+        exec(text, {})
+
+
+def follow_renaming(message):
+    """Do what a message says about names of tensors that are to be shorter."""
+    anchor, folder, expression = re.search(
+        r"docs/troubleshooting\.md#([\w-]+) .* given '(.*)' and ('.*')$", message
+    ).groups()
+    run_program(anchor, folder, ast.literal_eval(expression))
 
 
 def write_files(folder, page):

@@ -8,11 +8,11 @@ from safetensors.torch import load, load_file
 from torch import nn
 
 from fusion_bench_nufilt.models.architecture import shared_names
-from fusion_bench_nufilt.models.checkpoint import Checkpoint, check_sizes
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import labels
 from fusion_bench_nufilt.models.names import modern_name
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.utils.files import MANIFEST, Manifest
+from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import read_heads, read_manifest
 
 
@@ -37,7 +37,6 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
         raise ValueError(f"'{folder}' has no head of '{task}': {tasks_with_heads}")
     file = heads[task]["file"]
     config = heads[task]["config"]
-    check_sizes(config, str(checkpoint.folder / MANIFEST), task, checkpoint.tensors)
     local = checkpoint.folder_with(*checkpoint.files, file)  # not the state, which is larger
     tensors = {}
     for key, value in load(read_heads(local, manifest, task)[file]).items():

@@ -23,6 +23,7 @@ from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
 from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import Coverage, Layer, coverage
 from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Head, Input, Manifest
@@ -403,11 +404,11 @@ def small_files_of(
     small: Mapping[str, bytes], base: Checkpoint, files: Files, dtype: str, untied: bool
 ) -> dict[str, bytes]:
     """Return the base's small files for the result, with config.json and the index changed where
-    they must be.
+    they must be, and without those that describe a quantisation, which the result does not have.
 
     ``untied`` says that the result has a head of its own where the base's config ties it.
     """
-    result = dict(small)
+    result = {file: small[file] for file in small if file not in DESCRIPTIONS}
     if _CONFIG in result:
         of_base = json.loads(result[_CONFIG])
         config = _retyped(of_base, dtype)

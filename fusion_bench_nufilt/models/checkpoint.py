@@ -7,7 +7,6 @@ follow in this order. A folder that can't be read is refused with what makes it 
 
 import difflib
 import hashlib
-import json
 import logging
 import re
 import shlex
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any, cast
 
 import huggingface_hub
@@ -42,13 +40,15 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
 
 from .quantised import (
+    DESCRIPTIONS,
     READABLE,
     Encoded,
+    ModelOptDescription,
     Quantisation,
     join_encoded,
     other_quantisation,
 )
-from .source import Source, format_names
+from .source import Source, format_names, program_on_page
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-_PICKLED_ADAPTER = "adapter_model.bin"
 _PICKLED_WEIGHTS = "pytorch_model.bin"
 
 # Weights that run code when they are opened.
@@ -69,14 +68,6 @@ _SMALL_FILES = [
 ]
 # What training leaves beside a model, or a program for itself.
 _NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json", ".*"]
-
-# The fields of a config.json with which the time and the memory to build a model grow.
-_COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|depths?|(encoder|decoder)_layers")
-# Those that list all labels or say how many there are.
-_OF_LABELS = ("num_labels", "num_classes", "id2label", "label2id")
-# More layers and labels than these need as many tensors, and a tensor with as many rows.
-_MOST_LAYERS = 1000
-_MOST_LABELS = 10**5
 
 
 class _ModelConfig(TypedDict, total=False):
@@ -143,7 +134,6 @@ class Checkpoint(Source):
                     "one of them"
                 )
             self.tensors |= tensors
-        # From here on, config.json can be read, which is refused for far more layers than tensors.
         other = other_quantisation(self.tensors, self.quantisation)
         if other:
             raise ValueError(
@@ -314,16 +304,22 @@ class Checkpoint(Source):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json, empty if there is none; one with far too many layers is
-        refused.
-        """
-        return _read_config(self.folder, self.name, self.tensors)
+        """The content of config.json, empty if there is none."""
+        return _read_config(self.folder)
 
     @property
     def quantisation(self) -> Quantisation:
-        """What config.json says about the quantisation of the weights; empty if it says nothing."""
+        """What config.json, or else ModelOpt's own file, says about how the weights are quantised;
+        empty if they say nothing.
+        """
         config: _ModelConfig = cast("_ModelConfig", self.config)
-        return config.get("quantization_config") or config.get("compression_config") or {}
+        told = config.get("quantization_config") or config.get("compression_config")
+        if told:
+            return told
+        of_modelopt = read_json(self.folder / DESCRIPTIONS[0], ModelOptDescription) or {}
+        if not of_modelopt.get("quantization"):
+            return {}
+        return {**of_modelopt["quantization"], "quant_method": "modelopt"}
 
     @cached_property
     def adapter_config(self) -> AdapterConfig:
@@ -438,73 +434,23 @@ class Checkpoint(Source):
 
     def _unwrapping(self, wrapper: str) -> str:
         if wrapper == "module":
-            # Only at the start of a name, or of a string in the index: a layer may be called so.
-            return self.stripping(r'(^|(?<="))module\.')
+            return self.stripping(r"^module\.")  # elsewhere, a layer may be called so
         return self.stripping(rf"{wrapper}\.")
 
     def stripping(self, pattern: str) -> str:
-        """Return how what matches an expression is taken out of the names of the tensors."""
-        folder = self.folder
-        first = ""
+        """Return what takes what matches an expression out of the names of the tensors."""
+        folder = f"'{self.folder}'"
         if self.revision is not None:
-            first = f"`{_hub_command(self.name)}`, and "
-            folder = Path("FOLDER")
-        code = (
-            "import re; from pathlib import Path; from safetensors.torch import load_file, "
-            f"save_file; folder = Path({json.dumps(str(folder))}); "
-            f"strip = lambda text: re.sub({pattern!r}, '', text); "
-            "[save_file({strip(key): value for key, value in load_file(file).items()}, "
-            "file.with_suffix('.new'), {'format': 'pt'}) or file.with_suffix('.new').replace(file) "
-            "for file in folder.glob('*.safetensors')]; "
-            "[file.write_text(strip(file.read_text())) for file in folder.glob('*.index.json')]"
+            folder = f"FOLDER, which `{_hub_command(self.name)}` makes,"
+        return (
+            f"{program_on_page('names-of-a-wrapper')} takes it out in place, given {folder} and "
+            f"{pattern!r}"
         )
-        return f"Take it out in place with: {first}python -c {shlex.quote(code)}"
 
 
-def _read_config(
-    folder: Path, name: str, tensors: Mapping[str, TensorInfo] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Return the content of a folder's config.json, empty if there is none; refuse one of a far
-    larger model than these tensors make.
-    """
-    path = folder / "config.json"
-    config: dict[str, Any] = dict(read_json(path, _ModelConfig) or {})
-    check_sizes(config, str(path), name, tensors)
-    return config
-
-
-def check_sizes(
-    config: Mapping[str, Any], path: str, name: str, tensors: Mapping[str, TensorInfo]
-) -> None:
-    """Refuse a configuration with far more layers or labels than a model with these tensors can
-    have: to build one takes time and memory for each.
-
-    The message has the ``path`` of the file and the model's name.
-    """
-    most_rows = 0
-    for info in tensors.values():
-        if info.shape:
-            most_rows = max(most_rows, info.shape[0])
-    most_layers = max(_MOST_LAYERS, len(tensors))
-    most_labels = max(_MOST_LABELS, most_rows)
-    entries = list(config.items())
-    for key, value in entries:  # and those of parts of it, which are appended
-        number = value
-        if isinstance(value, dict):
-            entries += value.items()
-            number = len(value)
-        elif isinstance(value, list) and all(isinstance(part, int) for part in value):
-            number = sum(value)  # such as the layers of each stage
-        most = None
-        if _COUNTS.fullmatch(key):
-            most = most_layers
-        elif key in _OF_LABELS:
-            most = most_labels
-        if most is not None and isinstance(number, int) and number > most:
-            raise ValueError(
-                f"'{path}', field '{key}': {number} are more than '{name}' with its "
-                f"{len(tensors)} tensors can have; fetch it again"
-            )
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's config.json, empty if there is none."""
+    return dict(read_json(folder / "config.json", _ModelConfig) or {})
 
 
 def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
@@ -522,7 +468,7 @@ def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
             if not isinstance(cached, str):
                 return {}
             folder = Path(cached).parent
-        return _read_config(folder, name)
+        return _read_config(folder)
     # Names from elsewhere may be of no repository, or too long for a path.
     except (OSError, ValueError):
         return {}
@@ -644,8 +590,9 @@ def _weight_files(name: str, folder: Path) -> list[str]:
     pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
     if pickles:
         raise ValueError(
-            f"'{name}' holds pickled weights ({format_names(pickles)}), which run code when opened "
-            f"and are refused. Where you trust them, convert them with: {_conversion(folder)}"
+            f"'{name}' holds {_kind_of_pickle(folder / pickles[0])} ({format_names(pickles)}), "
+            "which run code when opened and are refused. Where you trust them, "
+            f"{program_on_page('pickled-weights')} saves them as safetensors"
         )
     raise ValueError(f"'{name}' holds no safetensors file")
 
@@ -673,28 +620,15 @@ def _models_inside(folder: Path) -> list[Path]:
     return sorted(models)
 
 
-def _conversion(folder: Path) -> str:
-    """Return the command that saves the pickled weights of a folder as safetensors beside them."""
-    if (folder / _PICKLED_ADAPTER).is_file():
-        before = json.dumps(str(folder / _PICKLED_ADAPTER))
-        after = json.dumps(str(folder / ADAPTER_WEIGHTS))
-        load = f"torch.load({before}, map_location='cpu', weights_only=True)"
-        # safetensors takes no tensors that share memory or are not contiguous.
-        copies = f"{{key: value.contiguous().clone() for key, value in {load}.items()}}"
-        code = f"import torch, safetensors.torch as st; st.save_file({copies}, {after})"
-        return f"python -c {shlex.quote(code)}"
-    config = read_json(folder / "config.json", _ModelConfig) or {}
-    model_class = "AutoModel"
-    for name in (config.get("architectures") or [])[:1]:
-        # This becomes code that a user may run, so that nothing but a name may come from a file.
-        if name.isidentifier():
-            model_class = name
-    home = json.dumps(str(folder))
-    code = (
-        f"import transformers; model = transformers.{model_class}.from_pretrained("
-        f'{home}, dtype="auto"); model.save_pretrained({home})'
-    )
-    return f"python -c {shlex.quote(code)}"
+def _kind_of_pickle(file: Path) -> str:
+    """Return what a pickled file holds, of which no code is run."""
+    classes: list[str] = []
+    # Of tensors alone, there are none. Files of PyTorch before 1.6 are not told.
+    with suppress(Exception):
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if classes:
+        return f"pickled objects of {format_names(sorted(classes))}"
+    return "pickled weights"
 
 
 def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:

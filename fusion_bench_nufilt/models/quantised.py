@@ -11,6 +11,7 @@ overflows: a value is a code of four bits times a power of two, which 32 codes s
 """
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,9 +68,20 @@ class Quantisation(TypedDict, total=False):
     """The fields of config.json's ``quantization_config`` that are read."""
 
     quant_method: str | None
+    quant_algo: str | None  # of ModelOpt
     format: str | None
     weight_block_size: _BlockSides | None
     config_groups: dict[str, _ConfigGroup] | None
+
+
+#: Files beside a config.json that say the same: of ModelOpt up to 0.29, of GPTQ and of AWQ.
+DESCRIPTIONS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+
+
+class ModelOptDescription(TypedDict, total=False):
+    """What is read of ModelOpt's ``hf_quant_config.json``."""
+
+    quantization: Quantisation
 
 
 # Suffixes of tensor names in quantised checkpoints that can't be read.
@@ -90,6 +102,12 @@ def other_quantisation(names: Iterable[str], config: Quantisation) -> str | None
     form = config.get("format")
     if method == "compressed-tensors" and form != "float-quantized":
         return f"{method} in the format {form}"
+    if method == "modelopt":
+        # None where it has quantised no weights, but the cache of keys and values.
+        algorithm = config.get("quant_algo") or "FP8"
+        if not algorithm.startswith("FP8"):  # there is one with scales for rows, and one for blocks
+            return f"ModelOpt's {algorithm}"
+        method = "fp8"
     if method not in (None, "fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
         return str(method)
     for name in names:
@@ -103,6 +121,8 @@ _FP8 = "F8_E4M3"
 # Suffixes of a weight's key; the weight is multiplied by either.
 _FP8_SCALES = ("_scale_inv", "_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
+# Of queries, probabilities, and the keys and values that a server keeps.
+_ATTENTION_SCALE = re.compile(r"(.+\.)?((q|k|v|kv|prob)_scale|[qkv]_proj\.output_scale)")
 _USUAL_SIDES = (128, 128)  # of the blocks, where config.json does not give them
 
 
@@ -213,6 +233,10 @@ def join_fp8(
             joined.pop(key.removesuffix("weight") + name, None)
             joined.pop(f"{key}_{name}", None)
         del joined[scale_key]
+    if config or len(joined) < len(tensors):
+        for key in tensors:
+            if _ATTENTION_SCALE.fullmatch(key):
+                del joined[key]
     return joined
 
 

@@ -349,6 +349,11 @@ def check_belongs(kept: Tensor, stored: Tensor, name: str, state: Source) -> Non
         )
 
 
+def program_on_page(anchor: str) -> str:
+    """Return where a program is that rewrites a user's files, as a message says it."""
+    return f"the program at docs/troubleshooting.md#{anchor}"
+
+
 def format_names(names: Iterable[str | Path]) -> str:
     """Return the first names in quotes, and how many more there are."""
     all_names = list(names)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 from functools import partial
 
@@ -16,6 +15,7 @@ from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import check_module, kept_from_base
 from fusion_bench_nufilt.models.adapters import PREFIX
 from tests.cli.helpers import nufilt
+from tests.docs import follow_renaming
 from tests.merge.helpers import RANKS, change, change_json, merge, plan, same, save_stream, tensors
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import clip, llama
@@ -136,9 +136,7 @@ def test_the_wrapper_that_a_model_was_saved_from_is_named_with_what_takes_it_out
     message = f"{model}' was saved from the wrapper of .*'{name}"
     with pytest.raises(ValueError, match=message) as error:
         plan(tmp_path, tasks)
-    program, option, code = shlex.split(str(error.value).rpartition("in place with: ")[2])
-    assert (program, option) == ("python", "-c")
-    exec(code, {})
+    follow_renaming(str(error.value))
     assert same(tensors(merge(tmp_path, tasks)), expected)
 
 

@@ -1,22 +1,22 @@
 """The dtypes and the files of a result are the base's, or those that are asked for."""
 
 import json
-import shlex
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.folders import merge_folders
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.utils.tensors import describe, make_header, read_header
 from tests.cli.helpers import nufilt
+from tests.docs import run_program
 from tests.merge.helpers import (
     RANKS,
     change,
-    hashes,
     manifest,
     merge,
     plan,
@@ -176,14 +176,6 @@ def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "whole").state_dict()
 
 
-def test_a_result_in_other_shards_is_a_recipe_for_itself(stream):
-    out = merge(stream, settings={"max_shard_size": 30_000, "dtype": "bfloat16"})
-    kept = out.rename(stream / "kept")
-    code, text = nufilt("merge", kept / "nufilt.json", "--out", out)
-    assert code == 0, text
-    assert hashes(out) == hashes(kept)
-
-
 @pytest.mark.parametrize("size", ["0", "many"])
 def test_a_size_that_is_none_is_refused(stream, size):
     code, text = nufilt("merge", *words(stream), "--max-shard-size", size, "--out", stream / "out")
@@ -191,17 +183,26 @@ def test_a_size_that_is_none_is_refused(stream, size):
     assert "max_shard_size must be" in text
 
 
-def test_pickled_weights_are_refused_with_the_command_that_converts_them(stream):
+def test_pickled_weights_are_refused_with_a_program_that_saves_them_as_safetensors(stream):
     model = AutoModelForCausalLM.from_pretrained(stream / "task1")
-    (stream / "task1" / "model.safetensors").unlink()
-    torch.save(model.state_dict(), stream / "task1" / "pytorch_model.bin")
-    message = r"\('pytorch_model.bin'\), which run code when opened"
-    with pytest.raises(ValueError, match=message) as refused:
-        plan(stream)
-    program, option, code = shlex.split(str(refused.value).rpartition("convert them with: ")[2])
-    assert (program, option) == ("python", "-c")
-    exec(code, {})
+    expected = tensors(merge(stream, ["task1", "task2"], "expected"))
+    folder = stream / "task1"
+    (folder / "model.safetensors").unlink()
     state = model.state_dict()
-    del state["lm_head.weight"]  # which is tied
-    assert same(tensors(stream / "task1"), state)
-    plan(stream)
+    # As transformers has it, and as Lightning and open_clip, which know no config.json.
+    for name, content in {"pytorch_model.bin": state, "last.ckpt": {"state_dict": state}}.items():
+        torch.save(content, folder / name)
+        message = (
+            rf"pickled weights \('{name}'\), which run code .*troubleshooting.md#pickled-weights"
+        )
+        with pytest.raises(ValueError, match=message):
+            plan(stream)
+        run_program("pickled-weights", folder / name, folder / "model.safetensors")
+        assert same(tensors(merge(stream, ["task1", "task2"], name.partition(".")[0])), expected)
+        (folder / "model.safetensors").unlink()
+        (folder / name).unlink()
+    torch.save(nn.Linear(2, 2), folder / "finetuned.pt")
+    with pytest.raises(
+        ValueError, match=r"pickled objects of 'torch\.nn\.modules\.linear\.Linear'"
+    ):
+        plan(stream)

@@ -1,7 +1,6 @@
 """A peft adapter folder is the model that peft makes of it."""
 
 import json
-import shlex
 
 import peft
 import pytest
@@ -12,6 +11,7 @@ from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditio
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.models.adapters import PREFIX
+from tests.docs import follow_renaming
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
 from tests.tiny_models import TOWER, build, clip, llama, llava, t5
 
@@ -437,8 +437,7 @@ def test_names_with_that_of_the_adapter_are_refused_with_what_takes_it_out(
         ValueError, match=f"saved from a model that calls it '{adapter}': "
     ) as error:
         plan_adapter(tmp_path)
-    _, _, code = shlex.split(str(error.value).rpartition("in place with: ")[2])
-    exec(code, {})
+    follow_renaming(str(error.value))
     assert same(tensors(merge(tmp_path, ["adapter"], other_params="mean")), expected)
 
 

@@ -48,6 +48,12 @@ SCHEMES = {
         torch.float32,
         {"quant_method": "fp8", "activation_scheme": "static"},
     ),
+    "ModelOpt": (
+        (None, None),
+        "_scale",
+        torch.float32,
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
     "compressed block": (
         (16, 16),
         "_scale",
@@ -101,7 +107,7 @@ def quantise(folder, scheme="block", layers=LAYERS):
         for key in [key for key in state if re.fullmatch(layers, key)]:
             state[key], scales = by_hand(state[key].float(), sides, dtype)
             copy[key] = back_by_hand(state[key], scales, sides)
-            if scheme == "tensor":
+            if sides == (None, None):
                 scales = scales.reshape(())
             state[key + suffix] = scales
         save_file(state, file, metadata={"format": "pt"})
@@ -214,6 +220,46 @@ def test_other_tensors_are_dequantised_and_scales_of_activations_dropped(stream)
     found = tensors(merge(stream, ["task1"], target_modules=["q_proj"]))
     assert found.keys() == tensors(stream / "task1").keys()
     assert torch.equal(found[UP], tensors(stream / "base_wide")[UP].bfloat16())
+
+
+def test_nothing_that_describes_a_quantisation_stays_beside_a_result_without_it(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1, dtype=torch.bfloat16, shards="1GB")
+    base = tmp_path / "base"
+    quantise(base, "ModelOpt")
+    expected = merge(tmp_path, ["task1"], "expected")
+    # As ModelOpt wrote it up to 0.29: beside the config, which has nothing of it.
+    change_json(base / "config.json", quantization_config=None)
+    of_modelopt = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+    }
+    text = json.dumps({"producer": {"name": "modelopt"}, "quantization": of_modelopt})
+    (base / "hf_quant_config.json").write_text(text)
+    for name in ("quantize_config.json", "quant_config.json"):  # of GPTQ and AWQ, left behind
+        (base / name).write_text("{}")
+    file = base / "model.safetensors"
+    attention = UP.replace("mlp.up_proj.weight", "self_attn")
+    names = ["k_proj.k_scale", "v_proj.v_scale", "k_scale", "k_proj.output_scale"]
+    scales = {f"{attention}.{name}": torch.ones(()) for name in names}
+    save_file({**load_file(file), **scales}, file, metadata={"format": "pt"})
+    out = merge(tmp_path, ["task1"], "of_weights")
+    assert same(tensors(out), tensors(expected))
+    assert not list(out.glob("*quant*"))
+    # Of the cache alone, beside weights that are not quantised.
+    shutil.copy(base / "hf_quant_config.json", tmp_path / "base_wide")
+    change_json(
+        tmp_path / "base_wide" / "hf_quant_config.json",
+        quantization={**of_modelopt, "quant_algo": None},
+    )
+    wide = tmp_path / "base_wide" / "model.safetensors"
+    save_file({**load_file(wide), **scales}, wide, metadata={"format": "pt"})
+    out = merge(tmp_path, ["task1"], "of_cache", base="base_wide")
+    assert tensors(out).keys() == tensors(expected).keys()
+    assert not list(out.glob("*quant*"))
+    of_modelopt["quant_algo"] = "NVFP4"
+    change_json(base / "hf_quant_config.json", quantization=of_modelopt)
+    refuse(tmp_path, r"base' is quantised by ModelOpt's NVFP4, and only FP8 and MXFP4")
 
 
 def refuse(folder, message, tasks=("task1",), **options):
