@@ -5,10 +5,10 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.table import Table
 from typing_extensions import TypedDict
 from yaml import YAMLError
 
-from fusion_bench_nufilt.merge.checks import check_contents, kept_from_base
+from fusion_bench_nufilt.merge.checks import kept_from_base
 from fusion_bench_nufilt.merge.folders import check_disk, check_output, merge_folders
 from fusion_bench_nufilt.merge.output import refuse_long_name, work_folder
 from fusion_bench_nufilt.merge.plan import Plan
@@ -27,7 +27,7 @@ from fusion_bench_nufilt.methods.registry import METHODS, find_method
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG, AdapterConfig, Checkpoint
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.files import (
-    Count,
+    CARD,
     Input,
     Manifest,
     counted,
@@ -38,7 +38,7 @@ from fusion_bench_nufilt.utils.files import (
     size_text,
     validate,
 )
-from fusion_bench_nufilt.utils.manifest import is_same_model, read_manifest
+from fusion_bench_nufilt.utils.manifest import base_of, is_same_model, read_manifest
 from fusion_bench_nufilt.utils.options import (
     split_options,
     unknown,
@@ -51,10 +51,8 @@ from .terminal import SIZES, bars_on, interruptible, warn
 
 _KINDS = [*METHODS.option_kinds(), TargetConfig, Settings]
 _SETTINGS = [field.name for field in chain.from_iterable(map(fields, _KINDS))]
-MODELS = ("base", "tasks", "merged", "out", "inputs")
-# What a manifest may not choose: where to compute, where to connect, and what to write.
-_OF_THE_USER = {*with_scope((Settings,), "run"), *MODELS}
-_TASK = re.compile(r"task (0|[1-9]\d{0,5})")
+MODELS = ("base", "tasks", "merged", "out")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@.+)?")
 
 
 def run(
@@ -128,8 +126,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     plan = plan_merge(
         models.get("base"), models["tasks"], models.get("merged"), *options, method=method
     )
-    plan = replace(plan, promised=models.get("inputs", {}))
-    return replace(plan, warnings=[*plan.warnings, *check_contents(plan)]), out
+    return plan, out
 
 
 def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
@@ -234,18 +231,8 @@ class _Recipe(TypedDict, total=False):
     tasks: Annotated[list[str], BeforeValidator(_as_list)]
     merged: str | None
     out: str | None
-    inputs: dict[str, Input]  # of a manifest: what its models are known by, by their roles
     method: str | None
     settings: dict[Any, Any] | None
-
-
-class _Result(TypedDict):
-    """What a manifest tells about how its result is made again."""
-
-    inputs: dict[str, Input]
-    step: Count
-    settings: NotRequired[dict[str, Any]]
-    without_effect: NotRequired[dict[str, Any]]
 
 
 def gather(
@@ -270,18 +257,6 @@ def gather(
     named = dict(key_value(word) for word in words if word not in files)
     named.update(typed)
     named = with_current_names(named)
-    if "inputs" in recipe:
-        # A model that the user names need not be the one that the manifest knows.
-        inputs = {}
-        for role, model in recipe["inputs"].items():
-            option = "tasks" if _TASK.fullmatch(role) else role
-            if option not in named:
-                inputs[role] = model.copy()
-        # With other settings, other tensors may be read.
-        if not named.keys() <= {"out", *with_scope((Settings,), "run")}:
-            for model in inputs.values():
-                model.pop("read", None)
-        recipe["inputs"] = inputs
     recipe.update(named)
     validate(recipe, _Recipe)
     names = [*MODELS, *settings]
@@ -302,21 +277,17 @@ def gather(
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """Read a YAML recipe or a manifest; a ValueError names the file and the field that is wrong."""
+    """Read a YAML recipe; a ValueError names the file and the field that is wrong."""
     if not file.is_file():
         raise ValueError(
             f"there is no recipe file '{file}'; what is no file must be of the form KEY=VALUE"
         )
     try:
-        content: Any
-        if file.suffix == ".json":
-            content = parse_json(file.read_bytes(), object)
-        else:
-            content = read_yaml(file)
+        content: Any = read_yaml(file)
         if isinstance(content, dict) and "inputs" in content:
-            content = _recipe_of(validate(content, _Result), file.absolute().parent)
+            raise ValueError(f"it describes a result, in whose {CARD} is the recipe")
         # Both commands read YAML files of merges, which are easily taken for each other.
-        elif isinstance(content, dict) and "merge_method" in content:
+        if isinstance(content, dict) and "merge_method" in content:
             raise ValueError(f"it is a file of mergekit, run by: nufilt mergekit {file} OUT")
         recipe = validate(content, _Recipe)
         settings = recipe.pop("settings", None) or {}
@@ -326,33 +297,6 @@ def read_recipe(file: Path) -> dict[str, Any]:
         raise ValueError(
             f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
         ) from None
-
-
-def _recipe_of(result: _Result, folder: Path) -> dict[str, Any]:
-    """Return the recipe of a result in a folder, beside which its models are looked for, too."""
-    names = {}
-    tasks = {}
-    for role, model in result["inputs"].items():
-        if "name" not in model:
-            raise ValueError(f"field 'inputs.{role}.name': field required")
-        names[role] = find_model(model, folder.parent)
-        match = _TASK.fullmatch(role)
-        if match:
-            tasks[int(match[1])] = names[role]
-    settings = given_settings(result)
-    recipe: dict[str, Any] = {}
-    if "base" in names:
-        recipe["base"] = names["base"]
-    elif not settings.get("adapter"):
-        raise ValueError("field 'inputs.base': field required")
-    if "merged" in names:
-        recipe["merged"] = names["merged"]
-    # By number: among sorted names, task 10 comes ahead of task 2.
-    recipe["tasks"] = [tasks[number] for number in sorted(tasks)]
-    recipe["step"] = result["step"] - len(tasks) + 1  # the number of its first task
-    recipe["inputs"] = result["inputs"]
-    recipe["settings"] = {key: settings[key] for key in settings if key not in _OF_THE_USER}
-    return recipe
 
 
 def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -396,58 +340,34 @@ def given_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _base(merged: str, folder: Path, manifest: Manifest) -> str:
-    """Return the base of a merged model, if it can be found."""
-    base = manifest.get("inputs", {}).get("base", {})
-    if "name" not in base:
+    """Return the base of a merged model: its name on the hub, or the folder that has its content,
+    where a run had it, here, or beside the model.
+    """
+    base = base_of(manifest) or Input()
+    name = base.get("source", base.get("name"))  # a run has all of the path
+    if isinstance(name, dict):
+        name = name.get("pretrained_model_name_or_path")
+    if not isinstance(name, str):
         raise ValueError(f"--base must be given: '{merged}' does not say what it was made from")
-    name = find_model(base, folder.absolute().parent)
-    if Path(name).is_dir() or "/" in base["name"]:  # the hub's names have a slash
+    if "revision" in base:
+        # A branch in the name moves; the revision stays what it is.
+        return f"{name.partition('@')[0]}@{base['revision']}"
+    label = Path(name).name
+    for place in (Path(name).expanduser(), Path(label), folder.absolute().parent / label):
+        # A manifest from elsewhere may name any folder of the user's.
+        if os.path.isdir(place) and _is_base(place, base):
+            return str(place)
+    if _HUB_NAME.fullmatch(name):
         return name
     raise ValueError(
-        f"--base must be given: '{name}', which '{merged}' was made from, is neither here nor "
-        "near it"
+        f"--base must be given: '{printable(name)}', which '{merged}' was made from, is neither "
+        "here nor beside it"
     )
 
 
-def find_model(model: Input, beside: Path) -> str:
-    """Return the name of a model that a manifest names: on the hub at the same revision, or a
-    folder here, beside the result or one folder away from that. Of several, it is the one that has
-    the content.
-
-    A ValueError refuses the path of a folder elsewhere, which none of our manifests has.
-    """
-    name = model["name"]
-    parts = name.partition("@")[0].split("/")
-    if len(parts) > 2 or name.startswith("~") or not {"", ".", ".."}.isdisjoint(parts):
-        raise ValueError(
-            f"a manifest names a model '{printable(name)}', which is neither the name of a folder "
-            "nor of a model on the hub: name your models by --base and --task"
-        )
-    if "revision" in model:
-        # A branch in the name moves; the revision stays what it is.
-        return f"{name.partition('@')[0]}@{model['revision']}"
-    # A manifest names folders without their directories, which are the user's own.
-    folders = [Path(), beside, beside.absolute().parent]
-    if "/" not in name:
-        folders += sorted(path for path in beside.glob("*/") if (path / name).is_dir())
-    places: dict[Path, Path] = {}
-    for folder in folders:
-        if (folder / name).is_dir():
-            places.setdefault((folder / name).resolve(), folder / name)
-    if not places:
-        return name
-    return str(_with_content_of(model, list(places.values())))
-
-
-def _with_content_of(model: Input, folders: Sequence[Path]) -> Path:
-    """Return the first folder with the content of a model, or else the first."""
-    if len(folders) == 1:
-        return folders[0]
-    for folder in folders:
-        try:
-            identity = Checkpoint.open(str(folder)).identity()
-        except (ValueError, OSError):  # which holds no model
-            continue
-        if is_same_model(identity, model):
-            return folder
-    return folders[0]
+def _is_base(folder: Path, base: Input) -> bool:
+    try:
+        identity = Checkpoint.open(str(folder)).identity()
+    except (ValueError, OSError):  # which holds no model
+        return False
+    return is_same_model(identity, base) is True

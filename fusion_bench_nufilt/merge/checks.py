@@ -121,63 +121,35 @@ def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collecti
     merged.source.check_floats(float_keys)
 
 
-def check_contents(plan: Plan) -> list[str]:
-    """Refuse by their contents another base than that of the merged model, other models than those
-    of a recipe, and tasks that are merged already.
+def check_contents(plan: Plan) -> None:
+    """Refuse by their contents another base than that of the merged model, and tasks that are
+    merged already.
 
     Models that are still on the hub are looked at once more when they are on this disk.
     """
-    if not plan.settings.verify:
-        return []
-    warnings: list[str] = []
-    for role, saved, of in promised_inputs(plan):
-        doubts = _refuse_other(plan, role, saved, of)
-        # Of the base of a merged model, their weights tell where nothing else does.
-        if role in plan.promised:
-            warnings += doubts
-    _refuse_merged_tasks(plan)
-    return warnings
+    if plan.settings.verify:
+        _refuse_other_base(plan)
+        _refuse_merged_tasks(plan)
 
 
-def promised_inputs(plan: Plan) -> list[tuple[str, Input, str]]:
-    """Return what models of a plan are known by in manifests: their roles, what they are known by,
-    and whose manifest that is.
+def _refuse_other_base(plan: Plan) -> None:
+    """Refuse a base that is not the one in the manifest of the merged model. Where nothing tells,
+    their weights do (:func:`check_same_base`).
     """
-    inputs = []
-    base = base_of(plan.merged_manifest)
-    if plan.merged is not None and base is not None:
-        inputs.append(("base", base, f"'{plan.merged.source.name}'"))
-    for role, saved in plan.promised.items():
-        if role in plan.models:
-            inputs.append((role, saved, "the recipe"))
-    return inputs
-
-
-def _refuse_other(plan: Plan, role: str, saved: Input, of: str) -> list[str]:
-    """Refuse a model that is not the one that a manifest has in its role in the merge, and warn
-    where nothing tells.
-
-    ``of`` says whose manifest it is.
-    """
-    checkpoint = plan.models[role].checkpoint
-    if checkpoint.is_absent:
-        return []
-    identity = checkpoint.identity()
+    saved = base_of(plan.merged_manifest)
+    if plan.merged is None or saved is None or plan.base.is_absent:
+        return
+    identity = plan.pretrained.checkpoint.identity()
     is_same = is_same_model(saved, identity)
     # A pool's model in memory may have another dtype than its files, and tensors that they lack.
     if is_same is None or ("source" in saved and not is_same):
-        if checkpoint.remote:
-            return []
-        return [
-            f"'{checkpoint.name}' may not be the {role} of {of}, which does not record its content"
-        ]
-    differing = input_differences(role, saved, identity)
+        return
+    differing = input_differences("base", saved, identity)
     if differing:
         raise ValueError(
-            f"'{checkpoint.name}' is not the {role} of {of}: {in_one_line(differing)}; name that "
-            "one, or add --no-verify"
+            f"'{plan.base.name}' is not the base of '{plan.merged.source.name}': "
+            f"{in_one_line(differing)}; name that one, or add --no-verify"
         )
-    return []
 
 
 def _refuse_merged_tasks(plan: Plan) -> None:

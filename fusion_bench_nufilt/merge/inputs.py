@@ -14,7 +14,6 @@ from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import Input
 
-from .checks import promised_inputs
 from .engine import Budget
 from .other_params import digests_of_other_param
 from .output import Record
@@ -91,27 +90,6 @@ def edited_inputs(plan: Plan, inputs: Mapping[str, Input]) -> list[str]:
     no_strengths = [1.0] * len(plan.tasks)
     digests = digests_of_inputs(read_digests(plan, params, no_strengths).values())
     return [role for role, digest in digests.items() if inputs[role].get("read") != digest]
-
-
-def refuse_edited(plan: Plan, digests: Mapping[str, str]) -> None:
-    """Raise a ValueError if an input is not what was read of it in the merge whose manifest names
-    it, though its fingerprint is the same; ``digests`` are those of what was read, by role.
-    """
-    if not plan.settings.verify:
-        return
-    # Of the base, rows of new tokens were read, too; for an adapter, what some of the tasks hold.
-    has_new_tokens = bool(plan.vocabulary.params or plan.merged_manifest.get("vocabulary"))
-    is_read_in_part = plan.is_adapter or has_new_tokens
-    for role, saved, of in promised_inputs(plan):
-        if role == "base" and plan.merged is not None and is_read_in_part:
-            continue
-        if role not in digests or "read" not in saved or saved["read"] == digests[role]:
-            continue
-        name = plan.models[role].source.name
-        raise ValueError(
-            f"'{name}' is not the {role} of {of}: it was edited inside a tensor; name that one, or "
-            "add --no-verify"
-        )
 
 
 def refuse_changed(layers: PlannedLayers, done: Mapping[str, Record]) -> None:

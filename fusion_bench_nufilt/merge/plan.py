@@ -26,7 +26,7 @@ from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
-from fusion_bench_nufilt.utils.files import Head, Input, Manifest
+from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import combined_digest, package_versions
 from fusion_bench_nufilt.utils.options import options_in_effect, with_scope
 from fusion_bench_nufilt.utils.tensors import (
@@ -145,8 +145,6 @@ class Plan(Selection):
     #: The options that were given and are not those of :meth:`options`, by name.
     without_effect: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)  # of the checks
-    #: What the models are known by in the manifest that is the recipe, by their roles.
-    promised: dict[str, Input] = field(default_factory=dict)
 
     @property
     def is_adapter(self) -> bool:

@@ -336,7 +336,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
     warning = plan.method.warning(shapes, "nufilt merge", all_merged=all_merged)
     if warning is not None:
         warnings.append(warning)
-    warnings += check_contents(plan)
+    check_contents(plan)
     for role, model in plan.models.items():
         if role not in ("base", "state"):
             warnings += check_configuration(

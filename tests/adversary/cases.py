@@ -269,15 +269,12 @@ def cases(good: Path) -> list[Case]:
                 found += table_cases(f"nufilt report, {name}", f"{name}/{table.name}", rows, name)
     content = json.loads((good / "one" / "nufilt.json").read_text())
     content["layers"] = dict(list(content["layers"].items())[:1])
-    for entry_point, command in (
-        ("a manifest as recipe", ("merge", "one/nufilt.json", "--dry-run", "--out", "out")),
-        ("a manifest to go on from", ("merge", "--merged", "one", *_MODELS)),
-    ):
 
-        def merge_of(_: Path, wrong: bool, command: tuple[str, ...] = command) -> str:
-            return nufilt(*command, wrong=wrong)
+    def go_on(_: Path, wrong: bool) -> str:
+        return nufilt("merge", "--merged", "one", *_MODELS, wrong=wrong)
 
-        found += json_cases(entry_point, "one/nufilt.json", content, ("step|settings",), merge_of)
+    typed = ("step|settings",)
+    found += json_cases("a manifest to go on from", "one/nufilt.json", content, typed, go_on)
     return [*found, *store_cases(good), *step_cases(good)]
 
 

@@ -1,17 +1,15 @@
 """The `nufilt merge` command: a merge said in a file, in words and in options."""
 
-import json
 import re
-import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from fusion_bench_nufilt.cli.merging import gather, read_recipe
+from fusion_bench_nufilt.cli.merging import gather
 from tests.cli.helpers import nufilt
-from tests.merge.helpers import RANKS, change, hashes, merge, same, save_stream, tensors
+from tests.merge.helpers import RANKS, merge, same, save_stream, tensors
 from tests.tiny_models import llama
 
 RECIPE = """
@@ -48,22 +46,6 @@ def test_a_recipe_its_words_and_its_options_make_the_same_model_as_the_code(tmp_
     code, text = nufilt("merge", "null_rank=5", recipe, "max_steps=5", "--null-rank", 6)
     assert code == 0, text
     assert same(tensors(tmp_path / "recipe"), tensors(merge(tmp_path)))
-
-
-@pytest.mark.parametrize("merged", [False, True])
-def test_the_manifest_of_a_result_is_a_recipe_that_reproduces_it(tmp_path, merged):
-    save_stream(tmp_path, llama(), tasks=2)
-    if merged:
-        options = {"null_space": False}
-        merge(tmp_path, ["task1"], "one", **options)
-        made = merge(tmp_path, ["task2"], "made", merged="one", settings={"seed": 7}, **options)
-    else:
-        options = {"target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
-        made = merge(tmp_path, ["task1", "task2"], "made", **options)
-    kept = shutil.move(made, tmp_path / "kept")
-    code, text = nufilt("merge", kept / "nufilt.json", "--out", tmp_path / "made")
-    assert code == 0, text
-    assert hashes(tmp_path / "made") == hashes(kept)
 
 
 def test_the_last_word_wins_and_values_are_what_yaml_would_make_of_them(tmp_path):
@@ -147,78 +129,6 @@ def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path, content, field
     assert "recipe.yaml" in message or "option" in field or "given" in field
 
 
-@pytest.mark.parametrize(
-    ("content", "field"),
-    [
-        ({"inputs": {"base": {}}, "step": 1}, "field 'inputs.base.name'"),
-        ({"inputs": {}, "step": 1}, "field 'inputs.base'"),
-        ({"inputs": [], "step": 1}, "field 'inputs'"),
-        ({"inputs": {"base": "b"}, "step": 1}, "field 'inputs.base'"),
-        ({"inputs": {"base": {"name": 3}}, "step": 1}, "field 'inputs.base.name'"),
-        (
-            {"inputs": {"base": {"name": "b"}, "task 0": {}}, "step": 1},
-            "field 'inputs.task 0.name'",
-        ),
-        ({"inputs": {"base": {"name": "b"}}}, "field 'step'"),
-        ({"inputs": {"base": {"name": "b"}}, "step": "1"}, "field 'step'"),
-        ({"inputs": {"base": {"name": "b"}}, "step": True}, "field 'step'"),
-        ({"inputs": {"base": {"name": "b"}}, "step": 1, "settings": []}, "field 'settings'"),
-    ],
-)
-def test_a_manifest_that_does_not_say_how_to_make_the_result_is_refused_by_file_and_field(
-    tmp_path, content, field
-):
-    manifest = tmp_path / "nufilt.json"
-    manifest.write_text(json.dumps(content))
-    code, text = nufilt("merge", manifest, "--out", tmp_path / "out")
-    assert code == 1
-    assert "Traceback" not in text
-    assert f"{field}: " in text
-    assert "nufilt.json" in text
-
-
-def test_the_tasks_of_a_manifest_are_in_the_order_of_their_numbers(tmp_path):
-    inputs = {f"task {number}": {"name": f"t{number}"} for number in (10, 2, 0)}
-    content = {"inputs": {**inputs, "base": {"name": "b"}}, "step": 5}
-    (tmp_path / "nufilt.json").write_text(json.dumps(content))
-    made = read_recipe(tmp_path / "nufilt.json")
-    assert (made["base"], made["tasks"], made["step"]) == ("b", ["t0", "t2", "t10"], 3)
-
-
-def test_a_model_of_a_manifest_that_came_from_the_hub_is_named_at_its_revision(tmp_path):
-    base = {"name": "owner/base@main", "revision": "5f"}
-    content = {"inputs": {"base": base, "task 0": {"name": "t"}}, "step": 1}
-    (tmp_path / "nufilt.json").write_text(json.dumps(content))
-    assert read_recipe(tmp_path / "nufilt.json")["base"] == "owner/base@5f"
-
-
-def test_a_model_that_is_not_the_one_of_the_manifest_is_named_before_any_work(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
-    made = merge(tmp_path, ["task1", "task2"], "made")
-    layer = "model.layers.0.mlp.up_proj.weight"
-    again = ("merge", made / "nufilt.json", "--out", tmp_path / "again")
-    for function in (lambda weight: weight * (1 + 1e-6), torch.Tensor.double):
-        change(tmp_path / "task2", layer, function)
-        code, text = nufilt(*again, "--dry-run")
-        assert code == 1
-        assert "task2' is not the task 1 of the recipe: the content of " in text
-    assert nufilt(*again, "--dry-run", "--no-verify")[0] == 0
-    tasks = ("--task", tmp_path / "task1", "--task", tmp_path / "task2")
-    assert nufilt(*again, "--dry-run", *tasks)[0] == 0
-
-
-@pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"tokenizer": "base"}, {"seed": 7}])
-def test_a_manifest_with_another_option_makes_another_result(tmp_path, setting):
-    save_stream(tmp_path, llama(), tasks=2)
-    made = merge(tmp_path, ["task1", "task2"], "made")
-    ((name, value),) = setting.items()
-    again = tmp_path / "again"
-    code, text = nufilt("merge", made / "nufilt.json", "--out", again, f"--{name}", value)
-    assert code == 0, text
-    expected = merge(tmp_path, ["task1", "task2"], "expected", settings=setting)
-    assert same(tensors(again), tensors(expected))
-
-
 def aliases():
     """Eleven lists, each of ten times the one before."""
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
@@ -244,45 +154,17 @@ def test_a_recipe_may_have_anchors(tmp_path):
     assert gather([str(recipe)], {}, SETTINGS)["tasks"] == ["t", "b"]
 
 
-@pytest.mark.parametrize("name", ["/etc/model", "../model", "a/../b", "~/model", "a/b/c", ".", ""])
-@pytest.mark.parametrize("role", ["base", "task 0", "merged"])
-def test_a_manifest_from_elsewhere_names_no_path_of_the_users(tmp_path, name, role):
-    inputs = {"base": {"name": "b"}, "task 0": {"name": "t"}, role: {"name": name}}
-    (tmp_path / "nufilt.json").write_text(json.dumps({"inputs": inputs, "step": 1}))
-    with pytest.raises(ValueError, match="neither the name of a folder nor of a model on the hub"):
-        read_recipe(tmp_path / "nufilt.json")
-
-
-def test_a_manifest_does_not_choose_where_to_connect_compute_or_write(tmp_path):
-    settings = {
-        "engine": "ray",
-        "address": "ray://host:1",
-        "device": "cuda",
-        "out": "/etc",
-        "step": 9,
-        "null_rank": 3,
-        "verify": False,
-        "max_memory": 1,
-    }
-    inputs = {"base": {"name": "b"}, "task 0": {"name": "t"}}
-    content = {"inputs": inputs, "step": 1, "settings": settings}
-    (tmp_path / "nufilt.json").write_text(json.dumps(content))
-    made = read_recipe(tmp_path / "nufilt.json")
-    del made["inputs"]
-    assert made == {"base": "b", "tasks": ["t"], "step": 1, "null_rank": 3}
+def test_the_manifest_of_a_result_is_no_recipe_and_its_card_has_one(tmp_path):
+    save_stream(tmp_path, llama(), tasks=1)
+    made = merge(tmp_path, ["task1"], "made")
+    message = refused([str(made / "nufilt.json")])
+    assert message.endswith("it describes a result, in whose README.md is the recipe")
 
 
 def test_a_word_may_be_longer_than_the_name_of_a_file():
     modules = [f"layers.{number}.q_proj" for number in range(40)]
     words = ("base=b", "tasks=[t]", "out=o", f"target_modules=[{','.join(modules)}]")
     assert gather(words, {}, SETTINGS)["target_modules"] == modules
-
-
-def test_the_manifest_of_another_program_is_no_recipe(tmp_path):
-    (tmp_path / "nufilt.json").write_text(json.dumps({"step": 1, "tasks": ["a"], "files": {}}))
-    code, text = nufilt("merge", tmp_path / "nufilt.json")
-    assert code == 1
-    assert "there is no option 'files'" in text
 
 
 def test_a_stream_and_one_more_model(tmp_path):

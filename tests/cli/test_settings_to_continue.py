@@ -5,7 +5,7 @@ import pytest
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.cli.merging import settings_to_continue
 from tests.cli.helpers import nufilt
-from tests.continual.helpers import logging_to
+from tests.continual.helpers import logging_to, pool, saved_pool
 from tests.merge.helpers import (
     RANKS,
     change_json,
@@ -15,7 +15,7 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.tiny_models import llama
+from tests.tiny_models import clip, llama
 
 BEFORE = {**RANKS, "target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
 SETTINGS = {"seed": 7, "state": True}
@@ -42,39 +42,6 @@ def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tm
     assert "state True" in taken_over
     assert "lr 0.001" not in taken_over  # a default
     assert "solver" not in taken_over
-
-
-@pytest.mark.parametrize("folder", ["models", ".."])
-def test_a_base_one_folder_away_from_the_result_is_found(tmp_path, folder):
-    results = tmp_path / "results"
-    save_stream(tmp_path, llama(), tasks=2)
-    merge(tmp_path, ["task1"], "one")
-    expected = merge(tmp_path, ["task2"], "two", merged="one")
-    (results / folder).mkdir(parents=True, exist_ok=True)
-    for name in ("one", "task2"):
-        (tmp_path / name).rename(results / name)
-    (tmp_path / "base").rename(results / folder / "base")
-    code, text = go_on(results)
-    assert code == 0, text
-    assert same(tensors(results / "new"), tensors(expected))
-
-
-def test_of_several_bases_of_one_name_that_with_the_content_is_found(tmp_path, monkeypatch):
-    results = tmp_path / "results"
-    save_stream(results, llama(), tasks=2)
-    merge(results, ["task1"], "one")
-    expected = merge(results, ["task2"], "two", merged="one")
-    llama(seed=3).save_pretrained(tmp_path / "base")
-    (results / "empty" / "base").mkdir(parents=True)
-    (results / "models").mkdir()
-    (results / "base").rename(results / "models" / "base")
-    monkeypatch.chdir(tmp_path)
-    code, text = go_on(results)
-    assert code == 0, text
-    assert same(tensors(results / "new"), tensors(expected))
-    code, text = nufilt("merge", results / "one" / "nufilt.json", "--out", results / "again")
-    assert code == 0, text
-    assert same(tensors(results / "again"), tensors(results / "one"))
 
 
 def test_what_the_user_says_wins_with_a_warning_that_names_both_values(tmp_path):
@@ -108,10 +75,33 @@ def test_a_step_of_a_run_is_gone_on_from_with_the_settings_of_the_run(tmp_path):
     code, text = go_on(tmp_path)
     assert code == 1
     assert "--base must be given: " in text
-    assert "does not say what it was made from" in text
+    assert "does not say what it was made from" in text  # a model in memory
     code, text = go_on(tmp_path, "--base", tmp_path / "base")
     assert code == 0, text
     assert "null_rank 6, lora_rank 4" in text
+
+
+def test_the_base_of_a_run_is_that_of_its_pool_wherever_the_step_lies(tmp_path):
+    modelpool = saved_pool(tmp_path, pool(tasks=2))
+    logging_to(tmp_path / "log", NufiltContinualMergingAlgorithm(**RANKS)).run(modelpool)
+    step = tmp_path / "elsewhere" / "step"
+    step.parent.mkdir()
+    (tmp_path / "log" / "checkpoints" / "merged_model_0").rename(step)
+    words = ("merge", "--merged", step, "--task", tmp_path / "task2", "--dry-run")
+    words += ("--out", tmp_path / "new")
+    inputs = manifest(step)["inputs"]
+    folder = inputs["_pretrained_"]["source"]
+    for source in (folder, {"_target_": "load", "pretrained_model_name_or_path": folder}):
+        inputs["_pretrained_"]["source"] = source
+        change_json(step / "nufilt.json", inputs=inputs)
+        code, text = nufilt(*words)
+        assert code == 0, text
+        assert str(tmp_path / "_pretrained_") in "".join(text.split())
+    # What is there now is another model.
+    clip(seed=3).save_pretrained(tmp_path / "_pretrained_")
+    code, text = nufilt(*words)
+    assert code == 1
+    assert "is neither here nor beside it" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("tokenizer", "expected"), [("base", "base"), ("task1", None)])
@@ -136,7 +126,7 @@ def test_a_base_that_is_not_found_must_be_said(tmp_path):
     code, text = go_on(tmp_path)
     assert code == 1
     assert "--base must be given: 'base', which '" in text
-    assert "is neither here nor near it" in text
+    assert "is neither here nor beside it" in text
     assert go_on(tmp_path, "--base", tmp_path / "elsewhere")[0] == 0
 
 

@@ -504,18 +504,6 @@ def test_if_the_tokenizer_of_the_base_cannot_be_read_the_warning_is_of_the_base(
     assert all("the tokenizer of 'base' (" in text for text in warnings)
 
 
-def test_a_manifest_with_another_tokenizer_makes_the_result_with_that_one(grown):
-    made = merge(grown, ["code", "chat"], "made")
-    words = ("--tokenizer", grown / "base", "--out", grown / "again")
-    code, text = nufilt("merge", made / "nufilt.json", *words)
-    assert code == 0, text
-    expected = merge(
-        grown, ["code", "chat"], "expected", settings={"tokenizer": str(grown / "base")}
-    )
-    assert len(tensors(made)[EMBEDDING]) > len(tensors(expected)[EMBEDDING])
-    assert same(tensors(grown / "again"), tensors(expected))
-
-
 @pytest.mark.parametrize("choice", ["plain", "base", "union"])
 def test_a_tokenizer_that_changes_nothing_is_not_recorded_as_chosen(tmp_path, choice):
     save(tmp_path / "base", llama())
