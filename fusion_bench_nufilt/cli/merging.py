@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from fusion_bench_nufilt.merge.checks import kept_from_base
 from fusion_bench_nufilt.merge.folders import check_disk, check_output, merge_folders
-from fusion_bench_nufilt.merge.output import refuse_long_name, work_folder
+from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import disk_bytes, peak_memory
 from fusion_bench_nufilt.merge.planning import plan_merge
@@ -122,7 +122,6 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
         if name not in MODELS:
             raise ValueError(f"'{name}' is not an option of method={method}")
     out = Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
-    refuse_long_name(out)
     plan = plan_merge(
         models.get("base"), models["tasks"], models.get("merged"), *options, method=method
     )

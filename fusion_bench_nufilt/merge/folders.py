@@ -43,7 +43,7 @@ from .inputs import (
     unchanged_records,
 )
 from .other_params import NOT_FINITE, head_files, write_other_param
-from .output import Output, Record, clear_work_folder, refuse_long_name, work_folder
+from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .planned import (
     PlannedLayers,
@@ -129,7 +129,6 @@ def check_output(plan: Plan, out: Path) -> bool:
     """Return whether ``out`` is this very merge; refuse a folder that holds anything else, and a
     result that is damaged.
     """
-    refuse_long_name(out)
     refuse_inside(plan, out)
     if out.exists() or out.is_symlink():
         remedy = "remove it or name another folder"

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, load_file
+from safetensors.torch import load
 from torch import nn
 
 from fusion_bench_nufilt.models.architecture import shared_names
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.heads import labels
 from fusion_bench_nufilt.models.names import modern_name
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.files import Manifest
@@ -24,8 +23,8 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
         task: the name of the task, as in the manifest under ``heads``.
 
     Raises:
-        ValueError: the task has no head, a file is damaged, or no installed package has the model's
-            class.
+        ValueError: the task has no head, a file is damaged, or transformers has no class for the
+            model.
     """
     checkpoint = Checkpoint.open(str(folder))
     manifest = read_manifest(checkpoint.folder) or Manifest()
@@ -41,10 +40,7 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
     tensors = {}
     for key, value in load(read_heads(local, manifest, task)[file]).items():
         tensors[modern_name(key)] = value
-    if config.get("architectures"):
-        model, unset_keys = _by_transformers(local, config)
-    else:
-        model, unset_keys = _by_timm(local, config)
+    model, unset_keys = _by_transformers(local, config)
     head = f"'{folder}', head of '{task}': for {type(model).__name__} there is"
     for names in shared_names(model):
         if not tensors.keys().isdisjoint(names):  # one of them stands for all
@@ -63,7 +59,7 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
     """Return a model with the folder's weights, and the keys that it has no weights for."""
     import transformers
 
-    name = config["architectures"][0]
+    name = (config.get("architectures") or ["None"])[0]
     kind: Any = getattr(transformers, str(name), None)
     if not hasattr(kind, "from_pretrained"):
         raise ValueError(f"'{folder}': transformers has no class '{name}' for the head")
@@ -86,26 +82,3 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
         key = mismatched if isinstance(mismatched, str) else mismatched[0]
         unset_keys.add(key)
     return model, unset_keys
-
-
-def _by_timm(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, set[str]]:
-    """Return a model with the folder's weights, and the keys that it has no weights for."""
-    if "architecture" not in config:
-        raise ValueError(f"'{folder}': neither transformers nor timm has a class for the head")
-    try:
-        import timm
-    except ImportError:
-        raise ValueError(
-            f"'{folder}' has heads of timm's {config['architecture']}: pip install timm"
-        ) from None
-    arguments = dict(config.get("model_args") or {})
-    arguments["num_classes"] = len(labels(config) or ())
-    model = timm.create_model(config["architecture"], **arguments)
-    expected = model.state_dict()
-    fitting = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for key, value in load_file(file).items():
-            if key in expected and value.shape == expected[key].shape:
-                fitting[key] = value
-    model.load_state_dict(fitting, strict=False)
-    return model, expected.keys() - fitting.keys()

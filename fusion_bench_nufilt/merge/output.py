@@ -2,7 +2,6 @@
 where it stopped.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -267,25 +266,6 @@ class Output:
 def work_folder(out: Path) -> Path:
     """Return the place where a folder grows before it gets its name."""
     return out.parent / f".{out.name}.nufilt"
-
-
-_MOST_BYTES_OF_A_NAME = 255
-
-
-def refuse_long_name(out: Path) -> None:
-    """Refuse a folder whose name, or that of the folder where it grows, no file system takes."""
-    for name in work_folder(out.absolute()).parts:
-        excess = len(os.fsencode(name)) - _MOST_BYTES_OF_A_NAME
-        if excess > 0:
-            raise ValueError(
-                f"'{out}' can't be made: '{name[:20]}…' is {excess} bytes too long for a name: "
-                "its work folder has a longer one"
-            )
-    try:
-        os.lstat(out)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise ValueError(f"'{out}' can't be made: the path is too long") from error
 
 
 def clear_work_folder(out: Path) -> None:

@@ -5,7 +5,6 @@ folder are its weights, what the hub gives, and which files beside the weights b
 follow in this order. A folder that can't be read is refused with what makes it readable.
 """
 
-import difflib
 import hashlib
 import logging
 import re
@@ -73,7 +72,6 @@ _NOT_OF_THE_MODEL = ["trainer_state.json", "training_args.json", "*_results.json
 class _ModelConfig(TypedDict, total=False):
     architectures: list[str] | None
     num_labels: NonNegativeInt | None
-    num_classes: NonNegativeInt | None
     id2label: dict[str, Any] | None
     quantization_config: Quantisation | None
     compression_config: Quantisation | None
@@ -155,7 +153,7 @@ class Checkpoint(Source):
         folder = Path(name).expanduser()
         if folder.is_dir():
             return cls.from_folder(name, folder)
-        _refuse_mistyped(name)
+        _refuse_path(name)
         try:
             folder = _download(name, name.partition("@")[2] or None, [ADAPTER_WEIGHTS])
         except HFValidationError as error:
@@ -474,30 +472,13 @@ def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
         return {}
 
 
-def _refuse_mistyped(name: str) -> None:
-    """Raise a ValueError for a name that is no folder's and was meant to be one: that of a file, a
-    path, or one that differs from a folder's in a letter.
-    """
+def _refuse_path(name: str) -> None:
+    """Raise a ValueError for the path of a file, or of a folder that is not there."""
     path = Path(name).expanduser()
     if path.is_file():
         raise ValueError(f"'{name}' is a file: name the folder that it is in, '{path.parent}'")
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub name has one at most
-    if "@" in name and not is_path:  # a revision on the hub
-        return
-    folders = []
-    if path.parent.is_dir():
-        folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
-    length = len(path.name)
-    one_letter = 1.0
-    if length > 2:
-        one_letter = (length - 1) / length  # as difflib counts
-    meant = difflib.get_close_matches(path.name, folders, n=1, cutoff=one_letter)
-    if meant:
-        message = f"no folder '{name}': did you mean '{path.with_name(meant[0])}'?"
-        if not is_path:
-            message += f" If you mean the hub's '{name}', say '{name}@main'."
-        raise ValueError(message)
-    if is_path:
+    # A name on the hub has one slash at most.
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"no folder '{name}'")
 
 

@@ -74,13 +74,11 @@ class Heads:
         if self.rule != "auto":
             self._add_matching(name, task, is_whole=trained is None)
             return
-        classifiers: Collection[str] = _named(config)
-        if not classifiers:
-            classifiers = set()
-            for key in self._matrices(task):
-                # Names of modules may be ends of paths, such as classifier.out_proj.
-                if any(f".{module}." in f".{key}" for module in trained or ()):
-                    classifiers.add(key.rpartition(".")[0])
+        classifiers: set[str] = set()
+        for key in self._matrices(task):
+            # Names of modules may be ends of paths, such as classifier.out_proj.
+            if any(f".{module}." in f".{key}" for module in trained or ()):
+                classifiers.add(key.rpartition(".")[0])
         # Beside its head, an adapter's model has all that the base has.
         whole = task if trained is None else {**self.base, **task}
         self.modules |= self._own(task, config, classifiers, whole)
@@ -200,23 +198,12 @@ def labels(config: Mapping[str, Any]) -> dict[str, str] | None:
     """Return the names of a model's labels by number, or None if the configuration does not give
     them.
     """
-    if "architecture" in config:  # timm's
-        names = dict(enumerate(config.get("label_names") or range(config.get("num_classes", 0))))
-    elif "model_type" in config:
-        # transformers writes neither field where a model has two labels, its default.
-        count = config.get("num_labels") or 2
-        names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(count)}
-    else:
+    if "model_type" not in config:
         return None
+    # transformers writes neither field where a model has two labels, its default.
+    count = config.get("num_labels") or 2
+    names = config.get("id2label") or {number: f"LABEL_{number}" for number in range(count)}
     return {str(number): str(name) for number, name in names.items()}
-
-
-def _named(config: Mapping[str, Any]) -> Collection[str]:
-    """Return the modules that a timm configuration calls the classifier."""
-    names: str | Collection[str] = (config.get("pretrained_cfg") or {}).get("classifier") or ()
-    if isinstance(names, str):
-        return [names]
-    return names
 
 
 def _modules(tensors: Collection[str], model: Iterable[str]) -> set[str]:

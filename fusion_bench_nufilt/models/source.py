@@ -258,21 +258,14 @@ def module_source(name: str, model: nn.Module, without: Collection[str] = ()) ->
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the labels and class of a transformers or timm model, in the form of its
-    config.json.
+    """Return the configuration of a transformers model, in the form of its config.json; empty for
+    any other.
     """
     to_json = getattr(getattr(model, "config", None), "to_json_string", None)
-    # A loaded config still names the class that was saved, which may be another than this one.
-    if callable(to_json):
-        return {**json.loads(to_json()), "architectures": [type(model).__name__]}
-    of_timm = getattr(model, "pretrained_cfg", None) or {}
-    if "architecture" not in of_timm:
+    if not callable(to_json):
         return {}
-    return {
-        "architecture": of_timm["architecture"],
-        "num_classes": getattr(model, "num_classes", 0),
-        "pretrained_cfg": {"classifier": of_timm.get("classifier")},
-    }
+    # A loaded config still names the class that was saved, which may be another than this one.
+    return {**json.loads(to_json()), "architectures": [type(model).__name__]}
 
 
 @dataclass(frozen=True)

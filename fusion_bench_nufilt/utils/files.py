@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import html
 import json
-import math
 import os
 import re
 import shutil
@@ -319,33 +318,13 @@ _YamlLoader.add_implicit_resolver(
 
 
 def read_yaml(file: Path) -> Any:
-    """Return the content of a YAML file, ``{}`` if it is empty; a ValueError or YAMLError says what
-    is wrong with it.
+    """Return the content of a YAML file, ``{}`` if it is empty; a YAMLError says what is wrong with
+    it.
     """
     content = yaml.load(file.read_text(encoding="utf-8"), Loader=_YamlLoader)
     if content is None:
         return {}
-    if _count_values(content, {}) > _MOST_VALUES:
-        raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
     return content
-
-
-_MOST_VALUES = 10**6
-
-
-def _count_values(content: Any, counts: dict[int, float]) -> float:
-    """Return the number of values in nested lists and mappings, as if none was there twice:
-    aliases of aliases make few lines that many. One that holds itself has no end.
-    """
-    if not isinstance(content, dict | list):
-        return 1
-    if id(content) not in counts:
-        counts[id(content)] = math.inf  # until it is known
-        values = content
-        if isinstance(content, dict):
-            values = list(content.values())
-        counts[id(content)] = 1 + sum(_count_values(value, counts) for value in values)
-    return counts[id(content)]
 
 
 def counted(number: int, noun: str) -> str:

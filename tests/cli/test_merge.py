@@ -1,7 +1,6 @@
 """The `nufilt merge` command: a merge said in a file, in words and in options."""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -127,25 +126,6 @@ def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path, content, field
     message = refused([str(recipe)])
     assert field in message
     assert "recipe.yaml" in message or "option" in field or "given" in field
-
-
-def aliases():
-    """Eleven lists, each of ten times the one before."""
-    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
-    for before, name in pairwise("abcdefghijk"):
-        lines.append(f"{name}: &{name} [{', '.join(10 * [f'*{before}'])}]")
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("content", [aliases(), "base: &a [*a]", "settings: &s {null_rank: *s}"])
-def test_a_recipe_of_few_lines_that_stand_for_many_values_is_refused_at_once(tmp_path, content):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(content)
-    assert "stand for more than 1000000 values" in refused([str(recipe)])
-    mergekit_file = ("mergekit", recipe, tmp_path / "out")
-    code, text = nufilt(*mergekit_file)
-    assert code == 1
-    assert "stand for more than" in text or "pip install" in text
 
 
 def test_a_recipe_may_have_anchors(tmp_path):

@@ -3,7 +3,6 @@ kept.
 """
 
 import json
-import sys
 
 import pytest
 import torch
@@ -361,61 +360,3 @@ def test_what_load_task_cannot_do_is_said(tmp_path):
     (out / "nufilt.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="transformers has no class 'MyOwn'"):
         load_task(out, "few")
-
-
-def test_heads_of_timm_are_found_by_its_configuration(tmp_path):
-    """As `timm.models.save_for_hf` writes folders, with a norm in the head's module that the
-    backbone has, too.
-    """
-    torch.manual_seed(0)
-    backbone = {}
-    for block in range(2):
-        backbone[f"blocks.{block}.mlp.fc1.weight"] = torch.randn(32, 32)
-        backbone[f"blocks.{block}.mlp.fc2.weight"] = torch.randn(32, 32)
-    backbone["head.norm.weight"] = torch.ones(32)
-    for name, count in {"base": 0, "three": 3, "five": 5}.items():
-        (tmp_path / name).mkdir()
-        weights = {}
-        for key, value in backbone.items():
-            weights[key] = value + 0.01 * torch.randn_like(value)
-        if count > 0:
-            weights["head.fc.weight"] = torch.randn(count, 32)
-            weights["head.fc.bias"] = torch.zeros(count)
-        save_file(weights, tmp_path / name / "model.safetensors")
-        config = {
-            "architecture": "convnext_atto",
-            "num_classes": count,
-            "pretrained_cfg": {"classifier": "head.fc"},
-        }
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    out = merge(tmp_path, ["three", "five"])
-    assert [head["modules"] for head in manifest(out)["heads"].values()] == [["head.fc"]] * 2
-    assert load_file(out / "heads" / "five.safetensors")["head.fc.weight"].shape == (5, 32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "timm", None)  # as if it were not installed
-        with pytest.raises(ValueError, match="heads of timm's convnext_atto: pip install timm"):
-            load_task(out, "five")
-
-
-def test_classifiers_of_timm_score_as_the_merged_backbone_with_their_heads(tmp_path):
-    timm = pytest.importorskip("timm", reason="timm is not installed")
-    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    saving = {"model_args": shape, "safe_serialization": True}
-    torch.manual_seed(0)
-    base = timm.create_model("vit_tiny_patch16_224", num_classes=1000, **shape)
-    images = torch.randn(4, 3, 32, 32)
-    timm.models.save_for_hf(base, tmp_path / "base", **saving)
-    for seed, count in enumerate((5, 10, 26), 1):
-        task = finetuned(base, seed, scale=0.002)
-        task.reset_classifier(count)
-        timm.models.save_for_hf(task, tmp_path / f"task{count}", **saving)
-    out = merge(tmp_path, ["task5", "task10", "task26"])
-    for count in (5, 10, 26):
-        state = tensors(out)
-        for key, value in tensors(tmp_path / f"task{count}").items():
-            if key.startswith("head."):
-                state[key] = value
-        by_hand = timm.create_model("vit_tiny_patch16_224", num_classes=count, **shape)
-        by_hand.load_state_dict(state)
-        loaded = load_task(out, f"task{count}")
-        assert torch.equal(loaded(images), by_hand.eval()(images))

@@ -5,7 +5,6 @@ stopped.
 import errno
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -25,7 +24,6 @@ from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.utils.manifest import read_manifest, verify_files
 from fusion_bench_nufilt.utils.tensors import TensorFile
-from tests.cli.helpers import nufilt
 from tests.conftest import REPO
 from tests.merge.helpers import (
     change,
@@ -457,17 +455,6 @@ def test_a_task_that_is_removed_during_the_run_is_named_and_the_run_goes_on_once
     monkeypatch.undo()
     (stream / "away").rename(stream / "task3")
     assert hashes(merge(stream)) == expected
-
-
-@pytest.mark.parametrize("name", [255 * "x", 124 * "é", "x/" + 300 * "y", 3000 * "x/"])
-def test_a_name_that_no_file_system_takes_is_refused_before_any_work(stream, name):
-    message = "can't be made: (.* bytes too long for a name|the path is too long)"
-    with pytest.raises(ValueError, match=message):
-        merge_folders(plan(stream), stream / name)
-    tasks = ("--task", "absent")
-    code, text = nufilt("merge", "--base", "absent", *tasks, "--out", stream / name)
-    assert code == 1
-    assert re.search(message, text)
 
 
 def test_the_longest_name_that_has_room_for_the_work_folder_is_taken(stream):

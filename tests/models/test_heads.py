@@ -165,11 +165,9 @@ def test_without_a_configuration_the_last_matrix_of_another_length_is_the_head()
     assert heads.of(task) == ["classifier.1.weight", "classifier.1.bias"]
 
 
-def test_labels_are_read_as_transformers_and_timm_write_them():
+def test_labels_are_read_as_transformers_writes_them():
     assert labels({"model_type": "vit"}) == {"0": "LABEL_0", "1": "LABEL_1"}
     assert labels({"model_type": "vit", "id2label": {0: "a"}}) == labels(
         {"model_type": "vit", "id2label": {"0": "a"}}
     )
-    timm = {"architecture": "resnet18", "num_classes": 2, "label_names": ["a", "b"]}
-    assert labels(timm) == {"0": "a", "1": "b"}
     assert labels({}) is None
