@@ -4,7 +4,6 @@ name.
 """
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -21,7 +20,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        from fusion_bench_nufilt.utils.misplaced import CONFIG, method_file, refuse_misplaced
+        from fusion_bench_nufilt.utils.misplaced import CONFIG, refuse_misplaced
         from fusion_bench_nufilt.utils.overrides import PLUGIN, user_folders
 
         is_fusion_bench = "fusion_bench.scripts.cli" in sys.modules
@@ -37,13 +36,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # both work.
         project = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
         search_path.append("fusion-bench", f"file://{project / 'fusion_bench_config'}")
-        file = method_file(words, folders_before)
-        if file is not None:
-            # Former names of options are known once these are defined.
-            import_module("fusion_bench_nufilt.methods.options")
-            if file.parent.name == "continual":
-                import_module("fusion_bench_nufilt.continual.baselines")
-            try:
-                refuse_misplaced(words, "fusion_bench", folders_before)
-            except ValueError as error:
-                raise SystemExit(str(error)) from None  # Python prints it
+        try:
+            refuse_misplaced(words, "fusion_bench", folders_before)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None  # Python prints it

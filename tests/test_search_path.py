@@ -112,68 +112,6 @@ def test_a_run_that_uses_nothing_of_the_plugin_imports_and_patches_nothing(tmp_p
     assert homes == {"utils"}
 
 
-# The package as if an option was called `former` before, and a process that has seen nothing.
-RENAMED = """
-import sys
-from fusion_bench_nufilt.utils import options
-
-_, method, beginning_of_help, word = sys.argv
-
-def option(default, help, **settings):
-    if help.startswith(beginning_of_help):
-        settings["formerly"] = "former"
-    return original_option(default, help, **settings)
-
-original_option = options.option
-options.option = option
-"""
-FUSION_BENCH = """
-sys.argv = ["fusion_bench", f"method={method}", word, "--cfg", "job"]
-from fusion_bench.scripts.cli import _hydra_main
-_hydra_main()
-"""
-COMPARE = """
-from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.utils.misplaced import refuse_misplaced
-print(*parse_methods(f"{method}:{word}")[0].overrides)
-refuse_misplaced([f"+{word}"], "nufilt compare")
-"""
-
-
-def in_a_process_of_its_own(folder, code, *words):
-    command = [sys.executable, "-c", RENAMED + code, *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
-
-
-OF_NUFILT = ("nufilt", "Number of directions of the merged")
-OF_A_BASELINE = ("continual/sequential_finetuning", "Learning rate of Adam at the first")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "word", "spelling"),
-    [
-        (OF_NUFILT, "method.former=5", "method.null_rank=5"),
-        (OF_NUFILT, "+former=5", "method.null_rank=5"),
-        (OF_A_BASELINE, "+former=5", "method.learning_rate=5"),
-    ],
-)
-def test_fusion_bench_refuses_a_former_name_in_a_process_of_its_own(
-    method, word, spelling, tmp_path
-):
-    """It was not known there, and beside `+` it was passed over in silence."""
-    done = in_a_process_of_its_own(tmp_path, FUSION_BENCH, *method, word)
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1].endswith(f"say {spelling}")
-
-
-@pytest.mark.slow
-def test_a_comparison_knows_former_names_of_baselines_in_a_process_of_its_own(tmp_path):
-    done = in_a_process_of_its_own(tmp_path, COMPARE, *OF_A_BASELINE, "former=5")
-    assert done.stdout.splitlines()[-1].endswith(" method.learning_rate=5")
-    assert "learning_rate is an option of the methods" in done.stderr
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("method")])
 def test_a_pool_of_the_plugins_makes_fusionbench_work_for_any_method(name):
     file = Path(CONFIG) / f"{name}.yaml"

@@ -42,7 +42,6 @@ from fusion_bench_nufilt.utils.manifest import base_of, is_same_model, read_mani
 from fusion_bench_nufilt.utils.options import (
     split_options,
     unknown,
-    with_current_names,
     with_scope,
 )
 from fusion_bench_nufilt.utils.overrides import key_value
@@ -255,7 +254,6 @@ def gather(
         recipe = read_recipe(Path(files[0]))
     named = dict(key_value(word) for word in words if word not in files)
     named.update(typed)
-    named = with_current_names(named)
     recipe.update(named)
     validate(recipe, _Recipe)
     names = [*MODELS, *settings]
@@ -291,7 +289,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
         recipe = validate(content, _Recipe)
         settings = recipe.pop("settings", None) or {}
         # Once more, since a model's name may stand under settings, too.
-        return with_current_names(validate({**recipe, **settings}, _Recipe))
+        return validate({**recipe, **settings}, _Recipe)
     except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
@@ -334,8 +332,7 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def given_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a manifest as they were given."""
-    settings = {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
-    return with_current_names(settings)
+    return {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
 
 
 def _base(merged: str, folder: Path, manifest: Manifest) -> str:

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.utils.files import escape_markup
 from fusion_bench_nufilt.utils.logs import TerminalLog, quiet_requests
-from fusion_bench_nufilt.utils.options import choices, with_current_names
+from fusion_bench_nufilt.utils.options import choices
 from fusion_bench_nufilt.utils.overrides import key_value
 
 # The options that are a number or a share of the width.
@@ -73,17 +73,6 @@ def options_from(
             parameters.append(
                 Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
-            former_name = field.metadata.get("formerly")
-            if former_name:
-                annotation = Annotated[kind, typer.Option(hidden=True)]
-                parameters.append(
-                    Parameter(
-                        former_name,
-                        Parameter.KEYWORD_ONLY,
-                        default=default,
-                        annotation=annotation,
-                    )
-                )
         # typer makes options of a signature alone, and does not know **options.
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
@@ -116,8 +105,7 @@ def _as_typed(option: dataclasses.Field[Any]) -> tuple[Any, Any]:
 
 def typed_values(context: typer.Context, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the user typed, with values as in YAML."""
-    typed = {key: value for key, value in options.items() if was_typed(context, key)}
-    values = with_current_names(typed)
+    values = {key: value for key, value in options.items() if was_typed(context, key)}
     for key in {"target_modules", "exclude_modules"} & values.keys():
         values[key] = patterns(values[key])
     for key in {"null_space", *RANKS} & values.keys():

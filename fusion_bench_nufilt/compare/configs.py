@@ -21,8 +21,6 @@ from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-# Options of baselines have former names, too, which are known once they are defined.
-from fusion_bench_nufilt.continual import baselines as baselines
 from fusion_bench_nufilt.continual.errors import what_is_wrong
 from fusion_bench_nufilt.utils.files import message_in_one_line
 from fusion_bench_nufilt.utils.options import unknown
@@ -30,7 +28,6 @@ from fusion_bench_nufilt.utils.overrides import (
     PLUGIN,
     key_of,
     user_folders,
-    with_current_name,
     without_method,
 )
 
@@ -48,14 +45,11 @@ def composing() -> Iterator[None]:
 
 
 def compose_run(overrides: Sequence[str]) -> DictConfig:
-    """Return what `fusion_bench` composes from overrides, in which options may have former names; a
-    ValueError says why it can't.
-    """
+    """Return what `fusion_bench` composes from overrides; a ValueError says why it can't."""
     # FusionBench would prefer a `config` in the current directory, even an empty one.
     with composing(), config_loader(overrides) as loader:
-        words = [with_current_name(word) for word in overrides]
         try:
-            return compose(PROGRAM, words)
+            return compose(PROGRAM, list(overrides))
         except MissingConfigException as error:
             group, _, name = str(error.missing_cfg_file).rpartition("/")
             searchpath = [word for word in overrides if word.startswith("hydra.searchpath")]
@@ -66,7 +60,7 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
             )
             raise ValueError(unknown(group, name, names, remedy)) from None
         except ConfigCompositionException:
-            _refuse_unknown_options(words, compose(PROGRAM, without_method(words)))
+            _refuse_unknown_options(overrides, compose(PROGRAM, without_method(overrides)))
             raise
 
 

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.pages.content import SINGLE_MODELS
 from fusion_bench_nufilt.utils.files import file_name, printable
 from fusion_bench_nufilt.utils.options import unknown
-from fusion_bench_nufilt.utils.overrides import key_value, with_current_name
+from fusion_bench_nufilt.utils.overrides import key_value
 
 from .configs import PROGRAM, compose_run, config_loader, plain
 
@@ -170,7 +170,6 @@ class _MethodConfigs:
         """Return the override for ``KEY=VALUE``, which may be an option of the method that the
         chosen one runs.
         """
-        setting = with_current_name(setting)
         key, _ = key_value(setting)
         config = self.compose(overrides)
         base_method = config.get("base_method") or {}

@@ -50,7 +50,6 @@ from fusion_bench_nufilt.utils.options import (
     options_of,
     split_options,
     takes_options,
-    with_current_names,
 )
 
 from .algorithm import UNKNOWN, ContinualMergingAlgorithm
@@ -100,7 +99,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.layer_method = layer_method
         self.method_class = find_method(layer_method)
         values = dict(self.method_class.defaults)
-        for key, value in with_current_names(kwargs, self.method_class.defaults).items():
+        for key, value in kwargs.items():
             # Hydra's lists are of this type, which is no list for the options' checks.
             if isinstance(value, ListConfig):
                 value = list(value)

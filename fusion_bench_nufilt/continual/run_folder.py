@@ -27,7 +27,6 @@ from fusion_bench_nufilt.utils.manifest import (
     read_whole_checkpoint,
     save_checkpoint,
 )
-from fusion_bench_nufilt.utils.options import with_current_names
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +227,7 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
     Models and training data are compared by their content, which may have come from another place.
     """
     saved_values: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
-    saved_settings = with_current_names(saved.get("settings", {}))
+    saved_settings = saved.get("settings", {})
     # Early in a run, it is not known whether some settings have an effect.
     for key in run["settings"]:
         saved_values[key] = saved_settings.get(key)

@@ -21,7 +21,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
 from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.options import split_options, with_current_names
+from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import is_finite
 
 from .draft import Draft
@@ -49,7 +49,6 @@ class MergekitMethod(mergekit.GroupMergeMethod):
             "weight", FiniteFloat, mergekit.ParameterScope.NON_BASE, 1.0
         )
         parameters = [weight]
-        self.former_names: list[str] = []
         for options_class in (Settings, kind.Options, TargetConfig):
             for option in fields(options_class):
                 if options_class is Settings and option.name != "seed":
@@ -58,10 +57,6 @@ class MergekitMethod(mergekit.GroupMergeMethod):
                 if option.name in ("heads", "on_shape_mismatch"):
                     continue
                 parameters.append(_parameter(options_class, option, kind))
-                former_name = option.metadata.get("formerly")
-                if former_name:
-                    self.former_names.append(former_name)
-                    parameters.append(_former_parameter(options_class, option))
         url = re.search(r"https://[^)]+", getattr(kind, "citation", ""))
         self.spec = mergekit.MergeMethodSpec(
             kind.name,
@@ -77,10 +72,6 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         """Merge the layers that a tensor holds; ``other_params`` says what becomes of a tensor
         without any.
         """
-        for name in self.former_names:
-            if parameters[name] is None:
-                del parameters[name]
-        parameters = with_current_names(parameters, self.kind.defaults)
         (options, targets), rest = split_options((self.kind.Options, TargetConfig), parameters)
         base = group.base.tensor
         folder = _folder(group.base.id)
@@ -138,13 +129,6 @@ def _parameter(
         mergekit.ParameterScope.SHARED,
         method_class.defaults.get(option.name, option.default),
     )
-
-
-def _former_parameter(options_class: type, option: Field[Any]) -> mergekit.ParameterSpec:
-    """Return an option by its former name as a parameter of mergekit, None if it is not given."""
-    kind: Any = _checked(options_class, option) | None
-    shared = mergekit.ParameterScope.SHARED
-    return mergekit.ParameterSpec(option.metadata["formerly"], kind, shared, None)
 
 
 def _checked(options_class: type, option: Field[Any]) -> Any:

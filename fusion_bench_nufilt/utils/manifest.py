@@ -36,7 +36,6 @@ from .files import (
     write_json,
     write_text,
 )
-from .options import with_current_names
 from .tensors import digest
 
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
@@ -143,17 +142,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
-    """Return the manifest of a folder, if it has one, with the options' names of today; a
-    ValueError names a damaged field and gives the advice.
+    """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives
+    the advice.
     """
-    manifest = read_json(folder / MANIFEST, Manifest, advice)
-    if manifest is None:
-        return None
-    if "settings" in manifest:
-        manifest["settings"] = with_current_names(manifest["settings"])
-    if "without_effect" in manifest:
-        manifest["without_effect"] = with_current_names(manifest["without_effect"])
-    return manifest
+    return read_json(folder / MANIFEST, Manifest, advice)
 
 
 def read_merged_manifest(folder: Path) -> Manifest:
@@ -338,12 +330,8 @@ def merge_differences(
 
 
 def _without_names(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a merge's description in which its inputs are not named, with the options'
-    names of today.
-    """
+    """Return the part of a merge's description in which its inputs are not named."""
     unnamed = {key: value for key, value in description.items() if key not in ("inputs", "tasks")}
-    if "settings" in unnamed:
-        unnamed["settings"] = with_current_names(unnamed["settings"])
     vocabulary = unnamed.get("vocabulary") or {}
     if "new_tokens" in vocabulary:  # with the names of the models that have each
         unnamed["vocabulary"] = {**vocabulary, "new_tokens": list(vocabulary["new_tokens"])}

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from .options import EntryPoint, as_typed, current_names, unknown
+from .options import EntryPoint, as_typed, unknown
 
 _PACKAGE = Path(__file__).parents[1]
 #: The configurations: a wheel carries them inside the package, a checkout has them beside it.
@@ -23,7 +23,7 @@ def refuse_misplaced(
     words: Sequence[str], entry_point: EntryPoint, folders: Sequence[str] = ()
 ) -> None:
     """Raise a ValueError, with the right spelling, for a word such as ``+null_rank=0.1667``, and in
-    `fusion_bench` for an option that the method does not have, or has by another name now.
+    `fusion_bench` for an option that the method does not have.
 
     Hydra adds a key that begins with ``+`` at the top level of the configuration, where nothing
     reads it: the run would have the method's default, and nothing would say so. For an option that
@@ -46,16 +46,12 @@ def refuse_misplaced(
         match = re.fullmatch(r"\+{0,2}(method\.)?([A-Za-z]\w*)=(.*)", word, re.DOTALL)
         if match is None:
             continue
-        section, given_name, value = match.groups()
-        name = current_names().get(given_name, given_name)
+        section, name, value = match.groups()
         if section is None:
             if name in _options_of_methods():
                 _refuse(word, name, value, words, entry_point)
-        elif entry_point == "fusion_bench" and given_name not in options_of_method:
-            if name in options_of_method:
-                spelling = as_typed(entry_point, {name: value})
-                raise ValueError(f"'{word}': {given_name} is called {name} now: say {spelling}")
-            raise ValueError(f"'{word}': {unknown('option', given_name, options_of_method)}")
+        elif entry_point == "fusion_bench" and name not in options_of_method:
+            raise ValueError(f"'{word}': {unknown('option', name, options_of_method)}")
 
 
 def _refuse(

@@ -7,17 +7,14 @@ these fields.
 import dataclasses
 import difflib
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, field
-from functools import cache, wraps
 from inspect import Parameter, Signature
 from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-_warn_once = cache(logging.getLogger(__name__).warning)
 _Class = TypeVar("_Class", bound=type)
 _Options = TypeVar("_Options")
 
@@ -35,16 +32,12 @@ def option(
     panel: str = "Method",
     scope: Scope = "stream",
     applies: str = "",
-    formerly: str = "",
 ) -> Any:
     """Return a dataclass field with its documentation: its help, its symbol in the paper, and the
     heading above it.
 
     ``applies`` is the name of a property that tells whether the option has an effect: of its own
     dataclass, or of another whose options go with it. Without one, it always has.
-
-    ``formerly`` is the name that the option had: it is still taken wherever options are given, and
-    read wherever they were saved. No other option may have that name.
     """
     metadata = {
         "help": help,
@@ -52,48 +45,9 @@ def option(
         "panel": panel,
         "scope": scope,
         "applies": applies,
-        "formerly": formerly,
     }
     documented: Field[Any] = field(default=default, metadata=metadata)
-    if formerly:
-        _renamed_options.append(documented)
     return documented
-
-
-_renamed_options: list[Field[Any]] = []
-
-
-def current_names() -> dict[str, str]:
-    """Return the names of all renamed options by those that they had."""
-    return {option.metadata["formerly"]: option.name for option in _renamed_options}
-
-
-def with_current_names(
-    options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return options, or saved settings, by the names that they have today; a line of the log says
-    the new name of one that was given by its former name.
-
-    ``defaults`` are those that some of the values are, although they are given.
-
-    Raises:
-        ValueError: an option is given by both of its names, with two values.
-    """
-    renamed = dict(options)
-    for option in _renamed_options:
-        former_name = option.metadata["formerly"]
-        if former_name not in renamed:
-            continue
-        value = renamed.pop(former_name)
-        default = (defaults or {}).get(option.name, option.default)
-        if renamed.get(option.name, default) not in (default, value):
-            raise ValueError(
-                f"{former_name} is called {option.name} now, and both are given: leave "
-                f"{former_name} out"
-            )
-        renamed[option.name] = value
-        _warn_once("%s is called %s now", former_name, option.name)
-    return renamed
 
 
 EntryPoint = Literal["fusion_bench", "nufilt compare", "nufilt merge", "Python"]
@@ -147,8 +101,7 @@ def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
     with ``**kwargs``, and keeps the dataclasses as ``option_kinds``.
 
     Everything that reads signatures (FusionBench's ``auto_register_config``, an editor) then sees
-    every option by name. One that is given by its former name becomes an attribute, as FusionBench
-    has made the others.
+    every option by name.
     """
     options = []
     for option in chain.from_iterable(map(dataclasses.fields, kinds)):
@@ -159,18 +112,8 @@ def takes_options(*kinds: type) -> Callable[[_Class], _Class]:
 
     def decorate(cls: _Class) -> _Class:
         constructor: Any = vars(cls)["__init__"]
-
-        @wraps(constructor)
-        def construct(self: Any, *args: Any, **given: Any) -> None:
-            renamed = with_current_names(given)
-            for name in renamed.keys() - given.keys():
-                setattr(self, name, renamed[name])
-            constructor(self, *args, **renamed)
-
         *parameters, kwargs = inspect.signature(constructor).parameters.values()
-        signature = Signature([*parameters, *options, kwargs])
-        construct.__signature__ = signature  # type: ignore[attr-defined]
-        cls.__init__ = construct  # type: ignore[misc]
+        constructor.__signature__ = Signature([*parameters, *options, kwargs])
         cls.option_kinds = kinds  # type: ignore[attr-defined]
         return cls
 

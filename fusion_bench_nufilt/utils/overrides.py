@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import message_in_one_line
-from .options import with_current_names
 
 # Hydra is imported where there is a word to read, which most merges do without.
 if TYPE_CHECKING:
@@ -53,18 +52,6 @@ def key_value(word: str) -> tuple[str, Any]:
 def key_of(word: str) -> str:
     """Return the key of a word of any form, such as ``+method.x=1`` or ``~taskpool``."""
     return _parse(word).key_or_group
-
-
-def with_current_name(word: str) -> str:
-    """Return a word that sets an option, of a method or of all of them, by the name that the option
-    has today.
-    """
-    key, equals, value = word.partition("=")
-    section, dot, name = key.rpartition(".")
-    if section.lstrip("+") not in ("", "method", "method.base_method"):
-        return word
-    (current_name,) = with_current_names({name: value})
-    return f"{section}{dot}{current_name}{equals}{value}"
 
 
 def with_config_dir(folder: Path | None, words: Sequence[str]) -> list[str]:
