@@ -289,7 +289,7 @@ def read_recipe(file: Path) -> dict[str, Any]:
         recipe = validate(content, _Recipe)
         settings = recipe.pop("settings", None) or {}
         # Once more, since a model's name may stand under settings, too.
-        return validate({**recipe, **settings}, _Recipe)
+        return dict(validate({**recipe, **settings}, _Recipe))
     except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise ValueError(
             f"the recipe '{file}' can't be read: {' '.join(str(error).split())}"
@@ -307,7 +307,7 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     folder = Checkpoint.open(merged).folder
     manifest = read_manifest(folder) or Manifest()
-    before = given_settings(manifest)
+    before = manifest.get("settings", {})
     settings: dict[str, Any] = {}
     # In a run of fusion_bench, the key is layer_method.
     method = str(before.get("method", before.get("layer_method", "")))
@@ -328,11 +328,6 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if needs_base and not recipe.get("base"):
         settings["base"] = _base(merged, folder, manifest)
     return settings
-
-
-def given_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a manifest as they were given."""
-    return {**manifest.get("settings", {}), **manifest.get("without_effect", {})}
 
 
 def _base(merged: str, folder: Path, manifest: Manifest) -> str:

@@ -220,14 +220,6 @@ class Experiment:
         method.entry_point = "nufilt compare"
         return method
 
-    def in_effect(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what of a method's configuration its results depend on."""
-        try:
-            settings = self.make_method(config).settings_in_effect()
-        except ValueError:  # of another version, which had other options
-            return config
-        return as_json({"_target_": config.get("_target_"), **settings})
-
     @property
     def tasks(self) -> list[str]:
         check_pool(self.modelpool)

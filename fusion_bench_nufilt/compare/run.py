@@ -194,7 +194,7 @@ def _known_runs(
     for seed, spec in product(seeds, configs):
         config = {**configs[spec], "seed": seed}
         order = task_order(experiment.tasks, shuffle=config["shuffle_order"], seed=seed)
-        run = store.load(spec, config, order, experiment.in_effect)
+        run = store.load(spec, config, order)
         if run is None:
             missing[f"{spec.label}, seed {seed}"] = (spec, config)
         else:

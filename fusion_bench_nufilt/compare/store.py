@@ -2,7 +2,7 @@
 on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +10,12 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig
 from fusion_bench_nufilt.pages.content import References, SeedRun, check_references
 from fusion_bench_nufilt.utils.files import file_name, lock_folder, read_json
-from fusion_bench_nufilt.utils.finished import FinishedFile, OtherWorkError, nothing_differs
+from fusion_bench_nufilt.utils.finished import FinishedFile, OtherWorkError
 from fusion_bench_nufilt.utils.manifest import Difference, differences
+from fusion_bench_nufilt.utils.options import with_scope
 
 from .specs import RunSpec
 
@@ -28,6 +30,18 @@ class _Settings(TypedDict):
 class _RunFile(TypedDict):
     label: str
     seed: int
+
+
+def _config_differences(run: SeedRun, config: Mapping[str, Any]) -> list[Difference]:
+    if run.error is not None:  # it is repeated
+        return []
+    return differences(_without_options_of_runs(run.config), _without_options_of_runs(config))
+
+
+def _without_options_of_runs(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a method's configuration its results depend on."""
+    of_the_run = with_scope([ProtocolConfig, DeviceConfig], "run")
+    return {key: value for key, value in config.items() if key not in of_the_run}
 
 
 class Store:
@@ -121,25 +135,11 @@ class Store:
                 folder.rmdir()
         self._outdated = []
 
-    def load(
-        self,
-        spec: RunSpec,
-        config: dict[str, Any],
-        order: Sequence[str],
-        in_effect: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-    ) -> SeedRun | None:
+    def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> SeedRun | None:
         """Return the finished run of a method, or None; refuse one of another configuration or of
         other tasks.
-
-        ``in_effect`` returns what of a configuration a result depends on, by default all.
         """
-
-        def config_differences(run: SeedRun, config: dict[str, Any]) -> list[Difference]:
-            if run.error is not None or run.config == config:
-                return []
-            return differences(in_effect(run.config), in_effect(config))
-
-        finished = self._run(spec, config, config_differences)
+        finished = self._run(spec, config)
         self._refuse_other(finished, config, f"'{spec.label}' with ")
         run = finished.whole()
         if run is None or run.error is not None:
@@ -172,14 +172,9 @@ class Store:
     def save_references(self, references: References) -> None:
         self._references.keep(references)
 
-    def _run(
-        self,
-        spec: RunSpec,
-        config: dict[str, Any],
-        differences: Callable[[SeedRun, Any], list[Difference]] = nothing_differs,
-    ) -> FinishedFile[SeedRun]:
+    def _run(self, spec: RunSpec, config: dict[str, Any]) -> FinishedFile[SeedRun]:
         file = self.folder / "runs" / file_name(spec.label) / f"{config['seed']}.json"
-        return FinishedFile(file, SeedRun, _DELETE, differences)
+        return FinishedFile(file, SeedRun, _DELETE, _config_differences)
 
     def _refuse_other(
         self, finished: FinishedFile[Any], description: Mapping[str, Any], owner: str = ""

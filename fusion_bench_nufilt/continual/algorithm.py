@@ -35,8 +35,6 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.options import (
     EntryPoint,
-    options_in_effect,
-    options_of,
     split_options,
     takes_options,
     unknown,
@@ -64,8 +62,6 @@ from .stopwatch import CHECKING, DATA, LOADING, MERGING, SAVING, SCORING, Stopwa
 
 log = logging.getLogger(__name__)
 OnStep = Callable[[int, nn.Module], Any]
-#: In place of a setting whose effect is not known before the models are read.
-UNKNOWN = object()
 # The order is compared by itself, and so is the number of models in `_merged_`.
 _DESCRIBED_OTHERWISE = ("shuffle_order", "num_merged")
 
@@ -183,35 +179,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         ``manifest`` is empty.
         """
 
-    def settings_in_effect(self) -> dict[str, Any]:
-        """Return the settings that a result depends on, each option that has no effect beside the
-        others at its default.
-        """
-        instances: list[Any] = [options_of(kind, self) for kind in self.option_kinds]
-        in_effect = options_in_effect(*instances, defaults=self.option_defaults)
-        # A run may be resumed with other devices or fewer checks: these change no weight.
-        not_in_the_result = ("_target_", *with_scope(self.option_kinds, "run"))
-        config: Any = OmegaConf.to_container(self.config, resolve=True)
-        settings = {}
-        for key, value in config.items():
-            if key in not_in_the_result:
-                continue
-            settings[str(key)] = value
-            if key in in_effect and in_effect[key] != getattr(self, key):
-                settings[str(key)] = in_effect[key]
-        return settings
-
-    @property
-    def option_defaults(self) -> Mapping[str, Any]:
-        """The defaults of options where they are not those of their dataclass."""
-        return {}
-
-    def settings_of_models(self) -> dict[str, Any]:
-        """Return settings whose effect depends on the models, each at its default where these have
-        the same result by it, and :data:`UNKNOWN` before they are read.
-        """
-        return {}
-
     def differences_from(self, manifest: Manifest) -> list[Difference]:
         """Return what differs between the settings of this run and those that ``_merged_`` was made
         with.
@@ -318,7 +285,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._data_seconds_before = 0.0  # those of the processes that a resumed run had before
         self.on_step = on_step
         self._has_begun = False
-        self._are_checked = False
         self._training_data: dict[str, Items] = {}
         self._fingerprints: dict[str, Fingerprints] = {}
         self._inputs: dict[str, Input] = {}
@@ -352,7 +318,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                     model, missing_keys = self._load(modelpool, name)
                     self._check(pretrained, model, name, missing_keys)
                     del model  # before the next one is loaded
-            self._are_checked = True
         if self.folder is not None:
             for name, data in self.training_data().items():
                 self._training_data[name] = describe_items(data)
@@ -652,14 +617,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Return all that the models after each step depend on: a run is resumed only if none of it
         has changed.
         """
-        settings = self.settings_in_effect()
-        for key in _DESCRIBED_OTHERWISE:
+        settings: Any = OmegaConf.to_container(self.config, resolve=True)
+        # What is of the run may be another when it goes on: it changes no weight.
+        for key in ("_target_", *_DESCRIBED_OTHERWISE, *with_scope(self.option_kinds, "run")):
             settings.pop(key, None)
         settings["models_before"] = self.first_step - 1
-        for key, value in self.settings_of_models().items():
-            settings[key] = value
-            if value is UNKNOWN:
-                del settings[key]
         return {
             "method": self.name,
             "order": self.names,

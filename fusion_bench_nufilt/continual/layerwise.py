@@ -52,7 +52,7 @@ from fusion_bench_nufilt.utils.options import (
     takes_options,
 )
 
-from .algorithm import UNKNOWN, ContinualMergingAlgorithm
+from .algorithm import ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, refuse_missing_keys
 from .stopwatch import SAVING
 
@@ -122,22 +122,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def name(self) -> str:
         return self.method_class.label
 
-    @property
-    def option_defaults(self) -> Mapping[str, Any]:
-        return self.method_class.defaults
-
-    def settings_of_models(self) -> dict[str, Any]:
-        if self._are_checked:
-            settings = {}
-            if self._draft.has_default_heads:
-                settings["heads"] = "auto"
-            if not self._draft.has_other_shapes:
-                settings["on_shape_mismatch"] = "error"
-            return settings
-        if self._has_begun:  # with models that nobody has checked
-            return {}
-        return {"heads": UNKNOWN, "on_shape_mismatch": UNKNOWN}
-
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         # A caller may have changed an attribute since the constructor.
         self.options = options_of(self.method_class.Options, self)
@@ -158,9 +142,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).params
         # Before layers are chosen: else the head would be merged, and the state not fit.
         self._draft.keep_heads(self.merged_manifest, stored=stored)
-        for heads in (self._draft.heads, self._draft.default_heads):
-            # A head that its checkpoint lacks counts, too.
-            heads.add(PRETRAINED, self._draft.pretrained.params, base.config, ())
+        # A head that its checkpoint lacks counts, too.
+        self._draft.heads.add(PRETRAINED, self._draft.pretrained.params, base.config, ())
         self._select()
         log.info("%s", self.method)
 

@@ -226,11 +226,8 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
 
     Models and training data are compared by their content, which may have come from another place.
     """
-    saved_values: dict[str, Any] = {"method": saved.get("method"), "order": saved.get("order")}
-    saved_settings = saved.get("settings", {})
-    # Early in a run, it is not known whether some settings have an effect.
-    for key in run["settings"]:
-        saved_values[key] = saved_settings.get(key)
+    saved_values = {"method": saved.get("method"), "order": saved.get("order")}
+    saved_values |= saved.get("settings", {})
     run_values = {"method": run["method"], "order": run["order"], **run["settings"]}
     data = saved.get("training_data", {})
     # Early in a run, its data have not been looked at yet.

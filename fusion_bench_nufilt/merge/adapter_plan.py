@@ -112,7 +112,6 @@ def plan_adapter(
     ranks = _ranks(plan)
     plan = dataclasses.replace(
         plan,
-        settings=_settings_in_effect(plan, ranks),
         files=_files(plan, ranks),
         small_files=_small_files(plan, adapters, absent_base.trained_on, ranks),
     )
@@ -297,19 +296,6 @@ def _keys_by_param(
                 of_update = FactorKeys(update.key_a, update.key_b, update.of_embedding)
                 keys.setdefault(param, of_update)
     return keys
-
-
-def _settings_in_effect(plan: Plan, ranks: Mapping[str, int]) -> Settings:
-    """Return the settings of a plan, each at its default where these adapters have the same result
-    by it.
-    """
-    settings = plan.settings.without_unit_weights()
-    if settings.dtype == "float32":
-        settings = dataclasses.replace(settings, dtype="auto")
-    uncut = dataclasses.replace(settings, rank=None)
-    if _ranks(dataclasses.replace(plan, settings=uncut)) == ranks:
-        settings = uncut
-    return settings
 
 
 def _ranks(plan: Plan) -> dict[str, int]:

@@ -91,13 +91,9 @@ def other_options(plan: Plan) -> list[Difference]:
     now = {}
     # What is for one merge, its tasks or its run may differ from one step to the next.
     for key in ("method", *with_scope(kinds, "stream")):
-        if key in saved_options and key in options and key not in plan.without_effect:
+        if key in saved_options and key in options:
             before[key] = saved_options[key]
             now[key] = options[key]
-    # One that had no effect yet was given all the same.
-    for key, value in plan.merged_manifest.get("without_effect", {}).items():
-        if key in now and now[key] == value:
-            before[key] = value
     return differences(before, now)
 
 

@@ -34,10 +34,7 @@ class Draft:
     """
 
     heads: Heads  # those that are kept out of the merge
-    default_heads: Heads  # those that the default of the option finds
     selection: Selection
-    has_other_shapes = False
-    """Whether a task has tensors in another shape, which are left out."""
 
     def __init__(self, architecture: Architecture, base: Source, targets: TargetConfig) -> None:
         self.architecture = architecture
@@ -71,34 +68,20 @@ class Draft:
         """
         if stored is None:
             stored = self.pretrained.params
-        self.heads = self._new_heads(rule or self.targets.heads, stored, merged_manifest)
-        self.default_heads = self.heads
-        if self.heads.rule != "auto":
-            self.default_heads = self._new_heads("auto", stored, merged_manifest)
-
-    def _new_heads(
-        self, rule: str, shapes: Mapping[str, tuple[int, ...]], merged_manifest: Manifest
-    ) -> Heads:
-        architecture = self.architecture
-        embeddings = architecture.embeddings(shapes)
-        heads = Heads(rule, shapes, self.base.config, architecture.backbone, embeddings)
+        backbone = self.architecture.backbone
+        embeddings = self.architecture.embeddings(stored)
+        rule = rule or self.targets.heads
+        self.heads = Heads(rule, stored, self.base.config, backbone, embeddings)
         # Without the heads of earlier tasks, this merge would choose other layers than theirs.
-        heads.keep(merged_manifest.get("heads", {}).values())
-        return heads
-
-    @property
-    def has_default_heads(self) -> bool:
-        """Whether the default of the option would keep the same heads."""
-        return self.default_heads.modules == self.heads.modules
+        self.heads.keep(merged_manifest.get("heads", {}).values())
 
     def find_heads(self, tasks: Sequence[ModelWeights]) -> bool:
         """Take the heads of tasks out of the merge; return whether some of the base's tensors
         belong to heads that did not before.
         """
         before = self.heads.of(self.pretrained.params)
-        for heads in {self.heads, self.default_heads}:  # which may be one
-            for task in tasks:
-                add_own_head(heads, task)
+        for task in tasks:
+            add_own_head(self.heads, task)
         # All have been found: one task's head is no layer of another either.
         for task in tasks:
             take_head(self.heads, task)
@@ -123,7 +106,6 @@ class Draft:
         the targets say.
         """
         for param in check_shapes(self.selection, task, self.architecture):
-            self.has_other_shapes = True
             task.ignore(param)
 
     def plan(

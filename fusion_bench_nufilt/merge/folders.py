@@ -301,7 +301,6 @@ def _manifest(
         **about_adapter,
         **about_rounding,
         "task_inputs": [*tasks_of(plan.merged_manifest), *own_tasks],
-        "without_effect": plan.without_effect,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.layers_known_from,
         "tensors": tensors,

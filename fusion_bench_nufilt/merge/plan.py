@@ -28,7 +28,7 @@ from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import combined_digest, package_versions
-from fusion_bench_nufilt.utils.options import options_in_effect, with_scope
+from fusion_bench_nufilt.utils.options import recorded_options
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     TensorInfo,
@@ -142,8 +142,6 @@ class Plan(Selection):
     adapter_keys: dict[str, FactorKeys] = field(default_factory=dict)
     #: Of an adapter, what it holds in full, by param.
     saved_tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    #: The options that were given and are not those of :meth:`options`, by name.
-    without_effect: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)  # of the checks
 
     @property
@@ -265,18 +263,9 @@ class Plan(Selection):
         return torch.promote_types(FLOATS[info.dtype], FLOATS[written.dtype])
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the merge that its result records, by name, including the method's;
-        those without an effect have their defaults.
-        """
-        of_the_run = with_scope([Settings], "run")
-        options = {"method": self.method.name}
-        in_effect = options_in_effect(
-            self.method.options, self.targets, self.settings, defaults=self.method.defaults
-        )
-        for name, value in in_effect.items():
-            if name not in of_the_run:
-                options[name] = value
-        return options
+        """Return the options that the result records, by name, the method's included."""
+        options = recorded_options(self.method.options, self.targets, self.settings)
+        return {"method": self.method.name, **options}
 
     @property
     def description(self) -> dict[str, Any]:

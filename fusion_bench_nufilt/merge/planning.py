@@ -20,7 +20,6 @@ from fusion_bench_nufilt.models.model import (
 )
 from fusion_bench_nufilt.models.vocabulary import (
     Vocabulary,
-    have_tokens_of_base,
     join_vocabularies,
 )
 from fusion_bench_nufilt.utils.devices import process_memory
@@ -39,7 +38,7 @@ from .checks import (
     verify_merged,
 )
 from .draft import Draft
-from .kept_state import carry_over_kept, kept_state, open_kept
+from .kept_state import carry_over_kept, open_kept
 from .plan import Plan, arrange_files, models_by_role, small_files_of
 from .planned import PlannedLayers
 
@@ -123,8 +122,6 @@ def _plan_model(
     # A task's own head is no layer, although the base may have one of that name.
     draft.keep_heads(models.merged_manifest)
     draft.find_heads(models.tasks)
-    if draft.has_default_heads:
-        draft.targets = dataclasses.replace(targets, heads="auto")
     draft.select()
     for layer in draft.selection.layers:
         checkpoint.check_floats(layer.keys)
@@ -136,11 +133,8 @@ def _plan_model(
     for task in models.tasks:
         draft.fit(task)
     if settings.tokenizer is not None:
-        # A tokenizer that changes nothing is not recorded as chosen.
-        tokenizer = vocabulary.tokenizer if vocabulary.params else None
-        settings = dataclasses.replace(settings, tokenizer=tokenizer)
-    given = {**vars(options), **vars(targets), **vars(settings)}
-
+        # It may be a path, which manifests do not record.
+        settings = dataclasses.replace(settings, tokenizer=vocabulary.tokenizer)
     files = arrange_files(draft.selection, vocabulary, settings)
     untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
@@ -155,14 +149,7 @@ def _plan_model(
         files=files,
         vocabulary=vocabulary,
     )
-    targets = _targets_in_effect(plan, architecture, small_files)
-    settings = _settings_in_effect(plan, targets, small_files, untied)
-    plan = dataclasses.replace(plan, targets=targets, settings=settings)
-    without_effect = {}
-    for name, value in plan.options().items():
-        if given.get(name, value) != value:
-            without_effect[name] = given[name]
-    return dataclasses.replace(plan, without_effect=without_effect), architecture
+    return plan, architecture
 
 
 @dataclass
@@ -215,57 +202,6 @@ def _tie(draft: Draft, models: _Models, settings: Settings) -> None:
     if models.state is not None:
         models.state.tie(architecture)
         carry_over_kept(architecture, models.state.keys, earlier)
-
-
-def _targets_in_effect(
-    plan: Plan, architecture: Architecture, small_files: Mapping[str, bytes]
-) -> TargetConfig:
-    """Return the targets of a plan, with the default ``on_shape_mismatch`` where these models have
-    the same result by it. ``small_files`` are the base's.
-    """
-    if any(task.ignored for task in plan.tasks):
-        return plan.targets
-    if plan.settings.tokenizer is None and plan.targets.on_shape_mismatch == "keep-base":
-        embeddings = architecture.embeddings(plan.pretrained.params)
-        models = models_by_role(plan.pretrained, plan.merged, None, plan.tasks)
-        if not have_tokens_of_base(models, embeddings, small_files):
-            return plan.targets
-    return dataclasses.replace(plan.targets, on_shape_mismatch="error")
-
-
-def _settings_in_effect(
-    plan: Plan, targets: TargetConfig, small_files: Mapping[str, bytes], untied: bool
-) -> Settings:
-    """Return the settings of a plan with these targets, each at its default where these models have
-    the same result by it. ``small_files`` and ``untied`` are those of :func:`small_files_of`.
-    """
-    settings = plan.settings.without_unit_weights()
-    if settings.tokenizer == "union" and targets.on_shape_mismatch == "error":
-        settings = dataclasses.replace(settings, tokenizer=None)
-    default_dtype = dataclasses.replace(settings, dtype="auto")
-    if _has_files(plan, default_dtype, small_files, untied):
-        settings = default_dtype
-    default_size = dataclasses.replace(settings, max_shard_size=None)
-    if _has_files(plan, default_size, small_files, untied):
-        settings = default_size
-    default_state = dataclasses.replace(settings, state=None)
-    without_choice = dataclasses.replace(plan, settings=default_state)
-    if kept_state(without_choice).layout() == kept_state(plan).layout():
-        settings = default_state
-    return settings
-
-
-def _has_files(
-    plan: Plan, settings: Settings, small_files: Mapping[str, bytes], untied: bool
-) -> bool:
-    """Tell whether the result of a plan has the same files with other settings."""
-    files = arrange_files(plan, plan.vocabulary, settings)
-    base = plan.pretrained.checkpoint
-    if small_files_of(small_files, base, files, settings.dtype, untied) != plan.small_files:
-        return False
-    # In their order, too, which is that of the file.
-    tensors = {file: list(files[file].items()) for file in files}
-    return tensors == {file: list(plan.files[file].items()) for file in plan.files}
 
 
 def _open(role: str, name: str, advice: str) -> Checkpoint:

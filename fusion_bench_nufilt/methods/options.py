@@ -8,9 +8,9 @@ Nothing here imports torch before it is used: help is there at once.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.utils.options import (
@@ -49,9 +49,6 @@ class RampConfig:
         "Strength grows with depth, from λ (1 - ramp) in the first block to λ (1 + ramp) in the "
         "last.",
     )
-
-    draws: ClassVar[bool] = False
-    """Whether the result depends on what is drawn at random."""
 
     def __post_init__(self) -> None:
         numbers = [field.name for field in fields(self) if field.type is float]
@@ -243,7 +240,7 @@ class Settings:
     range.
     """
 
-    seed: int = option(42, "Seed of the adapters' initialisation.", applies="draws")
+    seed: int = option(42, "Seed of the adapters' initialisation.")
     weights: Sequence[float] | None = option(
         None,
         "Strength of each task's update, in the order of the tasks; 1 by default.",
@@ -359,12 +356,6 @@ class Settings:
         """
         return self.step or merged_manifest.get("step", 0) + 1
 
-    def without_unit_weights(self) -> "Settings":
-        """Return the settings, with the default for weights that are all 1."""
-        if self.weights is not None and all(weight == 1 for weight in self.weights):
-            return replace(self, weights=None)
-        return self
-
     def coefficients(self, num_tasks: int) -> Sequence[float]:
         """Return what the update of each task is multiplied by."""
         if self.weights is None:
@@ -408,7 +399,7 @@ class ProtocolConfig:
         "paper's orders.",
     )
     #: The order of a run is compared by itself.
-    seed: int = _protocol_option(42, "Seed of the order and of everything drawn.", applies="draws")
+    seed: int = _protocol_option(42, "Seed of the order and of everything drawn.")
     evaluate: Evaluate = _protocol_option(
         "diagonal",
         "What is scored. last: the final model. diagonal: also each task right after its step, "

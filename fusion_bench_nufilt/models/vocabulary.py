@@ -371,7 +371,7 @@ def join_vocabularies(
     if choice == models[owner].source.name:
         name = models[owner].source.label
     if not params:
-        return Vocabulary()
+        return Vocabulary(tokenizer=name)
     base = _Tokens(models["base"], params)
     tokens_of = {"base": base}  # of the models whose rows can be matched, by their role
     for role, model in models.items():
@@ -425,21 +425,6 @@ def join_vocabularies(
     matching = repr([result.rows, result.holders, matched])
     result.identity = hashlib.sha256(matching.encode()).hexdigest()
     return result
-
-
-def have_tokens_of_base(models: Models, params: Sequence[str], files: Mapping[str, bytes]) -> bool:
-    """Tell whether the union of all models' tokens is the base's, and its files are, too.
-
-    ``params`` and ``files`` are those of :func:`join_vocabularies`.
-    """
-    if not params:
-        return True
-    base = _Tokens(models["base"], params)
-    tokens_of = {role: _Tokens(model, params, base) for role, model in models.items()}
-    if not all(tokens.is_like(base) for tokens in tokens_of.values()):
-        return False
-    in_order = [tokens_of.pop(_owner(models, "union")), *tokens_of.values()]
-    return _with_template(files, in_order) == files
 
 
 def _owner(models: Models, choice: str) -> str:

@@ -33,7 +33,6 @@ class FusionConfig(StepConfig):
         StepConfig.lora_rank,
         "Rank of the adapter BA; 0 means no adapter.",
         symbol="r_l",
-        applies="rank_matters",
     )
     task_rank: int | float = option(
         StepConfig.task_rank,
@@ -41,15 +40,12 @@ class FusionConfig(StepConfig):
         "means no adapter.",
         symbol="r_v",
     )
-    lr: float = option(StepConfig.lr, "Learning rate of Adam.", applies="takes_steps")
-    max_steps: int = option(
-        StepConfig.max_steps, "Number of Adam steps.", applies="uses_adam"
-    )
+    lr: float = option(StepConfig.lr, "Learning rate of Adam.")
+    max_steps: int = option(StepConfig.max_steps, "Number of Adam steps.")
     init_std: float = option(
         StepConfig.init_std,
         "Standard deviation of the adapter's initial A; B starts at zero.",
         symbol="σ_init",
-        applies="changes_adapter",
     )
     null_space: bool | Literal["zero"] = option(
         StepConfig.null_space,
@@ -66,51 +62,15 @@ class FusionConfig(StepConfig):
         "adam",
         "How the adapter is found: by the paper's steps of Adam, or in closed form, "
         "without lr and max_steps.",
-        applies="has_adapter",
     )
     ridge: float = option(
         10.0,
         "Ridge of closed_form; a larger one restores less of the new task and forgets "
         "less.",
         symbol="λ",
-        applies="uses_closed_form",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "ridge")
         check_choices(self)
-
-    @property
-    def rank_matters(self) -> bool:
-        """Whether another rank of the adapter would change anything: those that stay at
-        B = 0 are the same at every rank, and none at all is reported otherwise.
-        """
-        if self.lora_rank == 0:
-            return self.task_rank > 0
-        return self.changes_adapter
-
-    @property
-    def uses_adam(self) -> bool:
-        """Whether an adapter is trained by Adam."""
-        return self.has_adapter and self.solver == "adam"
-
-    @property
-    def takes_steps(self) -> bool:
-        """Whether Adam takes a step at all."""
-        return self.uses_adam and self.max_steps > 0
-
-    @property
-    def uses_closed_form(self) -> bool:
-        """Whether an adapter is found in closed form."""
-        return self.has_adapter and self.solver == "closed_form"
-
-    @property
-    def changes_adapter(self) -> bool:
-        """Whether the adapter becomes another than B = 0."""
-        return self.takes_steps or self.uses_closed_form
-
-    @property
-    def draws(self) -> bool:
-        """Whether the result depends on what is drawn at random."""
-        return self.changes_adapter and self.init_std > 0

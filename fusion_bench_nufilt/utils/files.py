@@ -494,10 +494,8 @@ class Manifest(TypedDict, total=False):
     order: list[str]  # all models of the stream, of which `tasks` are the first ones
     inputs: dict[str, Input]
     task_inputs: list[Input]  # what each of `tasks` is known by
-    settings: dict[str, Any]  # in effect
+    settings: dict[str, Any]
     training_data: dict[str, Any]  # of a run: what the data of each task are known by
-    #: Options that were given and had no effect; a merge that goes on takes them over, too.
-    without_effect: dict[str, Any]
     #: Models in the mean of a tensor, where that is not `step`.
     mean_counts: dict[str, NonNegativeInt]
     #: Of the values of each of `tasks` in a layer, times its coefficient; in what has no state.

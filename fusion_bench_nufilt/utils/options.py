@@ -31,20 +31,15 @@ def option(
     symbol: str = "",
     panel: str = "Method",
     scope: Scope = "stream",
-    applies: str = "",
 ) -> Any:
     """Return a dataclass field with its documentation: its help, its symbol in the paper, and the
     heading above it.
-
-    ``applies`` is the name of a property that tells whether the option has an effect: of its own
-    dataclass, or of another whose options go with it. Without one, it always has.
     """
     metadata = {
         "help": help,
         "symbol": symbol,
         "panel": panel,
         "scope": scope,
-        "applies": applies,
     }
     documented: Field[Any] = field(default=default, metadata=metadata)
     return documented
@@ -71,29 +66,14 @@ def with_scope(kinds: Iterable[type], *scopes: Scope) -> list[str]:
     return [field.name for field in fields if field.metadata.get("scope", "stream") in scopes]
 
 
-def options_in_effect(*instances: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of some dataclasses by name, each that has no effect at its default.
-
-    Two merges with the same options in effect have the same result. ``defaults`` are those of a
-    method, where they are not the dataclasses'.
-    """
+def recorded_options(*instances: Any) -> dict[str, Any]:
+    """Return the options of some dataclasses that results record, by name: not those of a run."""
     values = {}
     for instance in instances:
         for option in dataclasses.fields(instance):
-            values[option.name] = getattr(instance, option.name)
-            if not _applies(option, instances):
-                values[option.name] = defaults.get(option.name, option.default)
+            if option.metadata.get("scope") != "run":
+                values[option.name] = getattr(instance, option.name)
     return values
-
-
-def _applies(option: Field[Any], instances: Iterable[Any]) -> bool:
-    """Tell whether an option has an effect beside those of all instances."""
-    condition = option.metadata.get("applies", "")
-    for instance in instances:
-        if condition and hasattr(instance, condition):
-            return bool(getattr(instance, condition))
-    # A method of a plugin need not say what its options are for.
-    return True
 
 
 def takes_options(*kinds: type) -> Callable[[_Class], _Class]:

@@ -296,17 +296,6 @@ def test_what_changes_no_result_is_gone_on_with(tmp_path, demo, started):
 
 
 @pytest.mark.slow
-def test_an_option_without_an_effect_keeps_a_finished_run(tmp_path, started):
-    closed_form = "nufilt=nufilt:solver=closed_form"
-    run(tmp_path, closed_form, overrides=THREE, **CHEAP)
-    run(tmp_path, f"{closed_form}:lr=0.1:max_steps=7", overrides=THREE, **CHEAP)
-    run(tmp_path, closed_form, overrides=[*THREE, "method.verify=false"], **CHEAP)
-    assert len(started) == 1
-    with pytest.raises(ValueError, match=r"other settings: ridge is 10\.0 there and 5\.0 here"):
-        run(tmp_path, f"{closed_form}:ridge=5.0", overrides=THREE, **CHEAP)
-
-
-@pytest.mark.slow
 def test_fast_dev_run_scores_one_batch_and_says_so(tmp_path, capsys):
     batch = "modelpool.taskpool.dataloader_kwargs.batch_size=4"
     overrides = [*THREE, batch, "fast_dev_run=true"]

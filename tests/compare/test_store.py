@@ -77,6 +77,11 @@ def test_a_label_with_another_configuration_is_refused(store):
         load(store, {**RUN.config, "null_rank": 9})
 
 
+def test_options_of_the_run_alone_are_not_compared(store):
+    config = {**RUN.config, "verify": False, "devices": [1], "check_models": False}
+    assert load(store, config) == RUN
+
+
 def test_scores_of_single_models_come_back_with_those_that_are_missing(store):
     scores = {"pretrained": {"a": 0.1, "b": 0.2}, "individual": {"a": 0.5, "b": None}}
     store.save_references(scores)

@@ -203,9 +203,6 @@ class MadeUpExperiment:
     def make_method(self, config):
         pass
 
-    def in_effect(self, config):
-        return config
-
     def score_single_models(self, on_step):
         return {"pretrained": dict.fromkeys(TASKS, 0.25), "individual": dict.fromkeys(TASKS, 0.95)}
 

@@ -60,12 +60,10 @@ class RuleConfig:
         "M(θ0; τ̃/λ, τ), "
         "add θ + M(θ0; τ̃, τ) - θ0, add_running the same with the method's last result for τ̃, "
         "restart M(θ0; τ), on_top M(θ; τ).",
-        applies="is_paper",
     )
     released_rule: RuleName | None = option(
         None,
         "The rule of form=released; null if the method has one form.",
-        applies="is_released",
     )
     merged_scale: float = option(
         1.0, "The factor λ by which the method scales its result.", symbol="λ"
@@ -73,14 +71,6 @@ class RuleConfig:
     merge_first: bool = option(
         False, "Apply the method to the first model, too, instead of taking θ0 + λ τ."
     )
-
-    @property
-    def is_paper(self) -> bool:
-        return self.form == "paper"
-
-    @property
-    def is_released(self) -> bool:
-        return self.form == "released"
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -35,17 +35,12 @@ from fusion_bench_nufilt.utils.options import option
 class EntropyConfig:
     """How parameters are trained on the entropy of predictions."""
 
-    lr: float = option(1e-4, "Learning rate of Adam.", applies="trains")
+    lr: float = option(1e-4, "Learning rate of Adam.")
     max_steps: int = option(50, "Steps of Adam, one batch each.")
-    batch_size: int = option(16, "Items in a batch.", applies="trains")
+    batch_size: int = option(16, "Items in a batch.")
     samples_per_class: int | None = option(
-        5, "Items used of each class, drawn by the seed; null takes all.", applies="trains"
+        5, "Items used of each class, drawn by the seed; null takes all."
     )
-
-    @property
-    def trains(self) -> bool:
-        """Whether anything is trained."""
-        return self.max_steps > 0
 
 
 @dataclass

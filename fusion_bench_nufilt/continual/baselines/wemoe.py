@@ -199,7 +199,7 @@ class WEMoEConfig(EntropyConfig):
         "first expert and 16 for "
         "the others (T5: 32), and θ + λτ for attention alone.",
     )
-    rank: int = option(64, "Rank of the experts of form=paper.", applies="has_one_rank")
+    rank: int = option(64, "Rank of the experts of form=paper.")
     init_lambda: float = option(
         0.3, "Factor of the other parameters' updates, and initial bias of a gate.", symbol="λ"
     )
@@ -209,11 +209,6 @@ class WEMoEConfig(EntropyConfig):
 
     def __post_init__(self) -> None:
         check_choices(self)
-
-    @property
-    def has_one_rank(self) -> bool:
-        """Whether all experts have the same rank."""
-        return self.form == "paper"
 
 
 def mixture_of(model: Any, options: WEMoEConfig) -> MixtureOfExperts:
