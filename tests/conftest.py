@@ -18,6 +18,7 @@ from peft import PeftModel
 from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
 from tests.clusters import alone_with_ray
+from tests.process_state import unchanged_state
 
 # No deadline: a busy machine may pause any example.
 settings.register_profile("nufilt", max_examples=30, deadline=None)
@@ -67,6 +68,13 @@ def shared_or_skip(part: str) -> Path:
         pytest.skip(f"test material is not at hand (looked in {SHARED}; set NUFILT_SHARED)")
     assert (SHARED / part).exists(), f"test material '{part}' is missing in {SHARED}"
     return SHARED / part
+
+
+@pytest.fixture(autouse=True)
+def state_of_the_process():
+    """A test fails if it leaves changed what the whole process has, on which later ones depend."""
+    with unchanged_state():
+        yield
 
 
 @pytest.fixture

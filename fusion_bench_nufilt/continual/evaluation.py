@@ -19,7 +19,10 @@ from fusion_bench.compat.taskpool.flan_t5_glue_text_generation import (
 )
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
-from fusion_bench.tasks.clip_classification import get_classnames_and_templates
+from fusion_bench.tasks.clip_classification import (
+    CLIPTemplateFactory,
+    get_classnames_and_templates,
+)
 from fusion_bench.utils.parameters import count_parameters
 from omegaconf import OmegaConf
 from torch import nn
@@ -49,6 +52,8 @@ log = logging.getLogger(__name__)
 Report = dict[str, Any]
 Results = dict[str, dict[str, float]]  # metrics by task
 SubsetIndices = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
+#: The attribute of a CLIP pool with the class names and prompts of its tasks.
+_CLASSES = "_nufilt_classes"
 Scorer = Callable[[nn.Module, Sequence[str], SubsetIndices | None], Results]
 
 
@@ -105,6 +110,8 @@ class Evaluator:
     ) -> None:
         check_test_sets(taskpool)
         self.taskpool = taskpool
+        if getattr(taskpool, "_is_setup", False):
+            set_up(taskpool)
         one_batch = _is_fast(taskpool)
         #: What of the data the scores are of, in words.
         self.scored = scored_on(data, one_batch=one_batch)
@@ -155,8 +162,7 @@ class Evaluator:
                 config["precision"] = str(pool.fabric.strategy.precision.precision)
             test_data: dict[str, Any] = {}
             if _is_clip(pool):
-                if not pool._is_setup:
-                    pool.setup()
+                set_up(pool)
                 # These are known by their content, wherever they come from.
                 del config["test_datasets"], config["clip_model"]
                 test_data = _describe_clip_data(pool)
@@ -306,8 +312,7 @@ def test_loader(taskpool: Any, task: str) -> Any:
     if hasattr(taskpool, "get_test_dataloader"):
         return taskpool.get_test_dataloader(name)
     if hasattr(taskpool, "_test_datasets"):
-        if not taskpool._is_setup:
-            taskpool.setup()
+        set_up(taskpool)
         return taskpool.test_dataloaders[name]
     if is_v01:
         return taskpool.load_task(name).test_loader
@@ -315,6 +320,34 @@ def test_loader(taskpool: Any, task: str) -> Any:
         f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
         "get_test_dataloader or load_task); `nufilt analyze --base … --task …` needs no data"
     )
+
+
+def set_up(pool: Any) -> None:
+    """Set up a FusionBench pool that has test sets, once, and note the class names and prompts of a
+    CLIP pool.
+
+    FusionBench keeps these by the task's name, for the whole process: whatever pool is set up later
+    may have other classes under that name.
+    """
+    if not pool._is_setup:
+        pool.setup()
+    if _is_clip(pool) and not hasattr(pool, _CLASSES):
+        setattr(pool, _CLASSES, {})
+        for task in pool.test_datasets:
+            if task in CLIPTemplateFactory.get_available_datasets():
+                getattr(pool, _CLASSES)[task] = get_classnames_and_templates(task)
+
+
+def classes_and_templates(pool: Any, task: str) -> tuple[list[str], list[Callable[[str], str]]]:
+    """Return the class names of a task and the functions that make prompts of them: those that a
+    CLIP pool had when it was set up, or else FusionBench's for that name.
+    """
+    classes: dict[str, Any] = getattr(pool, _CLASSES, {})
+    if task in classes:
+        classnames, templates = classes[task]
+    else:
+        classnames, templates = get_classnames_and_templates(task)
+    return classnames, templates
 
 
 def _gpus() -> list[int]:
@@ -355,7 +388,7 @@ def _describe_clip_data(pool: Any) -> dict[str, Any]:
             text_tower[key] = value
     test_data: dict[str, Any] = {"text tower": fingerprint_tensors(text_tower)}
     for task, dataset in pool.test_datasets.items():
-        classnames, templates = get_classnames_and_templates(task)
+        classnames, templates = classes_and_templates(pool, task)
         prompts: list[str] = []
         for name in classnames:
             prompts += [template(name) for template in templates]
@@ -410,8 +443,7 @@ def _score_clip(
     """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of
     every task.
     """
-    if not pool._is_setup:
-        pool.setup()
+    set_up(pool)
     pool.clip_model.vision_model = model
     classifier = HFCLIPClassifier(pool.clip_model, processor=pool.processor)
     if pool.move_to_device:
@@ -420,7 +452,7 @@ def _score_clip(
     for task in tasks:
         if task not in pool.test_dataloaders:
             continue
-        classnames, templates = get_classnames_and_templates(task)
+        classnames, templates = classes_and_templates(pool, task)
         # Prompts depend on the text tower alone, which no merge changes.
         if task in heads:
             classifier.zeroshot_weights = heads[task]

@@ -47,9 +47,14 @@ ImageProcessor: Any = (
     getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
 )
 
-# FusionBench's task pool asks its registry for class names and prompts.
-for _name, _task in TASKS.items():
-    register_task(_name, _task.classes, _task.template)
+
+def _register(name: str) -> None:
+    """Tell FusionBench the class names and the prompt of a task, which it has in one registry."""
+    register_task(name, TASKS[name].classes, TASKS[name].template)
+
+
+for _name in TASKS:
+    _register(_name)
 
 
 class Pictures(TensorDataset):
@@ -84,6 +89,8 @@ def load_processor() -> CLIPProcessor:
 
 def load_test_dataset(task: str) -> Pictures:
     """Draw the pictures of a task that no model was trained on."""
+    if task in TASKS:
+        _register(task)  # a user's task of the same name may have been in its place
     return Pictures(*draw_pictures(active_recipe(), task, held_out=True))
 
 

@@ -101,12 +101,14 @@ def precisions(_=None):
 def rounded_products():
     """The user's setting is one that rounds products."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    assert precisions() == ROUNDED
-    yield
-    assert precisions() == ROUNDED
-    assert torch.get_float32_matmul_precision() == "medium"
-    torch.set_float32_matmul_precision(before)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert precisions() == ROUNDED
+        yield
+        assert precisions() == ROUNDED
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @needs_settings_per_backend

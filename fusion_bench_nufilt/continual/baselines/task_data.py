@@ -20,12 +20,11 @@ from fusion_bench.dataset import CLIPDataset
 from fusion_bench.method.adamerging.entropy_loss import entropy_loss
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import CLIPVisionModelTaskPool
-from fusion_bench.tasks.clip_classification import get_classnames_and_templates
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
-from fusion_bench_nufilt.continual.evaluation import name_in_pool
+from fusion_bench_nufilt.continual.evaluation import classes_and_templates, name_in_pool, set_up
 from fusion_bench_nufilt.continual.precision import widened
 from fusion_bench_nufilt.continual.stopwatch import DATA, Stopwatch
 from fusion_bench_nufilt.utils.options import option
@@ -172,8 +171,7 @@ def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:
     missing_tasks = [task for task in tasks if task not in pool._test_datasets]
     if missing_tasks:
         raise ValueError(f"{needs} with {', '.join(missing_tasks)}")
-    if not pool._is_setup:
-        pool.setup()
+    set_up(pool)
     return pool
 
 
@@ -182,6 +180,6 @@ def classifier(pool: Any, tower: nn.Module, task: str) -> HFCLIPClassifier:
     pool.clip_model.vision_model = tower
     model = HFCLIPClassifier(pool.clip_model, pool.processor)
     # FusionBench's own set-up caches heads by the CLIP's path, even if another CLIP lies there now.
-    classnames, templates = get_classnames_and_templates(task)
+    classnames, templates = classes_and_templates(pool, task)
     model.set_classification_task(classnames, templates)
     return model

@@ -34,7 +34,7 @@ def write_dataset(folder, task):
     Dataset.from_dict(columns, features=features).save_to_disk(folder)
 
 
-def scores(test_datasets):
+def evaluator(test_datasets):
     pool = CLIPVisionModelTaskPool(
         OmegaConf.create(test_datasets),
         processor=str(demo_folder() / "clip"),
@@ -42,7 +42,11 @@ def scores(test_datasets):
         dataloader_kwargs={"batch_size": 16},
     )
     pool._fabric_instance = Fabric(devices=1, accelerator="cpu")
-    report = Evaluator(pool).report(load_vision_model("shapes"), list(test_datasets))
+    return Evaluator(pool)
+
+
+def scores(test_datasets):
+    report = evaluator(test_datasets).report(load_vision_model("shapes"), list(test_datasets))
     return [report[task] for task in test_datasets]
 
 
@@ -70,6 +74,21 @@ def test_folders_and_saved_data_sets_score_as_the_same_pictures_do_through_the_d
     assert folders["accuracy"] == saved["accuracy"] == builtin["accuracy"]
     assert folders["loss"] == pytest.approx(builtin["loss"])
     assert saved["loss"] == pytest.approx(builtin["loss"])
+
+
+def test_pools_that_share_a_tasks_name_score_each_with_its_own_classes(demo, tmp_path):
+    write_folders(tmp_path, "shapes")  # whose classes are in another order than the demo's
+    demo_task = {"_target_": "fusion_bench_nufilt.demo.load_test_dataset", "task": "shapes"}
+    pools = {"of the demo": {"shapes": demo_task}, "mine": {"shapes": entry("shapes", tmp_path)}}
+    alone = {name: scores(pool)[0] for name, pool in pools.items()}
+    for first, second in (pools, reversed(pools)):
+        evaluators = {}
+        for name in (first, second):
+            evaluators[name] = evaluator(pools[name])
+            evaluators[name].describe()  # this sets the pool up
+        for name in (first, second):
+            report = evaluators[name].report(load_vision_model("shapes"), ["shapes"])
+            assert report["shapes"] == alone[name], (first, name)
 
 
 def test_class_names_are_the_subfolders_and_the_template_makes_the_prompt(demo, tmp_path):
