@@ -72,8 +72,10 @@ class Store:
         self._lock = lock_folder(folder)
         try:
             # Deleted only by `identify`, when it is certain that the next comparison can begin.
-            self._outdated = self._files_to_delete() if overwrite else []
-            if not overwrite:
+            self._overwrites = overwrite
+            if overwrite:
+                self._files_to_delete()
+            else:
                 self._refuse_other(self._comparison, settings)
         except BaseException:
             self.close()
@@ -92,9 +94,11 @@ class Store:
         """Save the settings and the digests of the models' weights; refuse weights that differ from
         those there.
         """
-        if self._outdated:
+        saved = None
+        if self._overwrites:
             self._delete()
-        saved = self._comparison.content()
+        else:
+            saved = self._comparison.content()
         if saved is not None:
             # A folder or a hub name may hold another model than when the results were made.
             differing = differences(saved["weights"], digests)
@@ -103,7 +107,9 @@ class Store:
                     f"holds results of other models: '{differing[0].name}' has other weights there"
                 )
         self.settings = {**self.settings, "weights": digests}
+        # Last: without this file, a folder is no comparison's.
         self._comparison.keep(self.settings)
+        self._overwrites = False
 
     def close(self) -> None:
         self._lock.release()
@@ -125,15 +131,14 @@ class Store:
                 )
             advice = "if it is not of this comparison, move it elsewhere, else delete it"
             read_json(file, _RunFile, advice)
-        return [*runs, self._comparison.file, self._references.file]
+        return [*runs, self._references.file]
 
     def _delete(self) -> None:
-        for file in self._outdated:
+        for file in self._files_to_delete():
             file.unlink(missing_ok=True)
         for folder in [*self.folder.glob("runs/*"), self.folder / "runs"]:
             with suppress(OSError):  # holds something else, or is not there
                 folder.rmdir()
-        self._outdated = []
 
     def load(self, spec: RunSpec, config: dict[str, Any], order: Sequence[str]) -> SeedRun | None:
         """Return the finished run of a method, or None; refuse one of another configuration or of
@@ -158,7 +163,7 @@ class Store:
         self._run(spec, run.config).keep(content)
 
     def load_references(self, tasks: Sequence[str]) -> References | None:
-        if self._outdated:
+        if self._overwrites:
             return None
         references = self._references.whole()
         if references is not None:

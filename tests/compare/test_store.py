@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fusion_bench_nufilt.compare import store as store_module
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.store import Store
 from fusion_bench_nufilt.continual import task_order
+from fusion_bench_nufilt.utils.files import refuse_foreign
 from tests.compare.helpers import TASKS, failed, finished
 
 SPEC = RunSpec("my/method", ("method=nufilt",), "nufilt")
@@ -131,6 +133,40 @@ def test_overwriting_starts_again_and_leaves_what_others_put_beside_the_runs(sto
         assert load(again, RUN.config) is None
         assert again.load_references(["a"]) is None
     assert [path.name for path in (store.folder / "runs").iterdir()] == ["notes.txt"]
+
+
+def test_overwriting_that_is_killed_at_any_file_is_done_again_by_the_same_command(
+    store, monkeypatch
+):
+    store.identify({})
+    store.save_references({"pretrained": {"a": 0.5}})
+    store.close()
+    calls = {"left": 0}
+
+    def counted(function):
+        def call(*arguments, **options):
+            if calls["left"] == 0:
+                raise KeyboardInterrupt
+            calls["left"] -= 1
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "unlink", counted(Path.unlink))
+    monkeypatch.setattr(Path, "rmdir", counted(Path.rmdir))
+    monkeypatch.setattr(store_module.FinishedFile, "keep", counted(store_module.FinishedFile.keep))
+    for left in range(20):
+        calls["left"] = left
+        refuse_foreign(store.folder, "compare.json")  # as the command does
+        with closing(Store(store.folder, {"modelpool": "q"}, overwrite=True)) as again:
+            try:
+                again.identify({})
+            except KeyboardInterrupt:
+                continue
+        break
+    assert left > 3  # a run, the references, the folders and compare.json
+    assert not list(store.folder.glob("runs/*/*.json"))
+    assert json.loads((store.folder / "compare.json").read_text())["modelpool"] == "q"
 
 
 def test_overwriting_deletes_nothing_where_there_is_no_comparison(tmp_path):
