@@ -13,11 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from fusion_bench.taskpool import BaseTaskPool
-from torch import nn
 
 from fusion_bench_nufilt import FusionConfig, LayerwiseMergingAlgorithm, fuse_layers
-from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.continual.stopwatch import Stopwatch
@@ -666,20 +663,6 @@ def test_fine_tuning_leaves_the_model_where_it_was(gpus, monkeypatch):
     )
     merged = algorithm.merge_step(1, "task1", trained, trained, trained)
     assert devices_of(merged) == {torch.device("cpu")}
-
-
-class DrawingPool(BaseTaskPool):
-    """Scores with random numbers of the GPU."""
-
-    def evaluate(self, model):
-        torch.cuda.set_rng_state(torch.ones(16, dtype=torch.uint8), 0)
-        return {"task": {"accuracy": 1.0}}
-
-
-def test_checking_a_task_pool_leaves_the_gpu_s_random_numbers(gpus, monkeypatch):
-    monkeypatch.setattr(DrawingPool, "__module__", "fusion_bench.taskpool")
-    Evaluator(DrawingPool()).check(nn.Linear(2, 2), ["task"])
-    assert not torch.cuda.get_rng_state(0).any()
 
 
 @pytest.mark.slow

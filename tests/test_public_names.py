@@ -50,7 +50,7 @@ POOLS = {
     "gpt-2_glue": ["taskpool=gpt-2_glue"],
 }
 
-#: Looks up, and then loads, the test and training data of pools.
+#: Loads the test and training data of pools.
 LOAD = """
 import json, sys
 from fusion_bench.compat.modelpool import load_modelpool_from_config
@@ -58,14 +58,11 @@ from fusion_bench.compat.taskpool import load_taskpool_from_config
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 from fusion_bench_nufilt.compare.configs import compose_run, make, taskpool_config
-from fusion_bench_nufilt.continual.data_sets import check_test_sets, check_train_sets
 fabric = Fabric(accelerator="cpu", devices=1)
 for name, overrides in json.loads(sys.argv[1]).items():
     config = compose_run([f"modelpool={name}", *overrides])
     taskpool = make("taskpool", taskpool_config(config), fabric, load_taskpool_from_config)
     modelpool = make("modelpool", config.modelpool, fabric, load_modelpool_from_config)
-    check_test_sets(taskpool)
-    check_train_sets(modelpool)
     tests = getattr(taskpool, "_test_datasets", None)
     if tests:
         tested = {task: instantiate(config) for task, config in tests.items()}

@@ -170,7 +170,7 @@ class Experiment:
         """What every run depends on besides its models and its method: the task pool, and what its
         data and the training data of the model pool are known by. This loads the test data.
         """
-        settings: dict[str, Any] = {**self.evaluator.describe()}
+        settings: dict[str, Any] = {**self.evaluator.description}
         settings["training_data"] = describe_config(self._config.modelpool.get("train_datasets"))
         return as_json(settings)
 
@@ -201,7 +201,7 @@ class Experiment:
 
     @cached_property
     def evaluator(self) -> WatchingEvaluator:
-        """Made before any model is loaded: it looks up the test data, and compares all names."""
+        """Made before any model is loaded: it compares the names of models and tasks."""
         config = taskpool_config(self._config)
         subset = None
         data = ALL_TEST_DATA

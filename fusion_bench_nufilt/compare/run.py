@@ -38,10 +38,8 @@ Engine = Literal["local", "ray"]
 Bars = Callable[..., tqdm]
 """What makes a progress bar, given tqdm's own arguments."""
 _NO_BARS: Bars = partial(tqdm, disable=True)
-#: A run loads each model once, and saves none; the single models are scored before.
-ONE_RUN = tuple(
-    f"++method.{key}=false" for key in ("save_on_every_step", "check_models", "check_taskpool")
-)
+#: A run loads each model once, and saves none.
+ONE_RUN = tuple(f"++method.{key}=false" for key in ("save_on_every_step", "check_models"))
 
 
 def compare(
@@ -93,7 +91,7 @@ def compare(
     pools = tuple(without_method(everywhere))
     with quiet():
         experiment = Experiment(compose_run(pools), validation)
-        experiment.evaluator  # noqa: B018 -- before any model is loaded
+        experiment.settings  # noqa: B018 -- the test data are loaded before any model
         specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
         # Of two words for one key Hydra takes the later one: a method's own settings come last.
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]

@@ -106,7 +106,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     evaluate: Evaluate
     save_on_every_step: bool
     check_models: bool
-    check_taskpool: bool
     resume: bool
     num_merged: int | None
     verify: bool
@@ -126,14 +125,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """The name of the method in tables and logs."""
         return type(self).__name__
 
-    def check_data(self) -> None:
-        """Raise a ValueError for data of the model pool that the method needs and can't load;
-        nothing is loaded yet.
-        """
-
     def training_data(self) -> Mapping[str, Any]:
-        """Return the data sets, by task, that the weights depend on; called once a run has
-        started.
+        """Load and return the data sets, by task, that the weights depend on; called once, before
+        any model is loaded. A ValueError names a task whose data can't be loaded.
         """
         return {}
 
@@ -295,21 +289,24 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             self.folder.refuse_other_run(self._description())
         self.scores = self._scores(taskpool)
         # Data that are missing are told before any model is downloaded.
-        self.check_data()
         scoring = None
-        if self.folder is not None and self.scores is not None:
-            # As JSON has it, to be compared with what is read from a file.
-            scoring = json.loads(json.dumps(self.scores.evaluator.describe()))
-            self.folder.refuse_other_scores(scoring)
+        if self.scores is not None:
+            with self.stopwatch.part(SCORING):
+                # As JSON has it, to be compared with what is read from a file.
+                scoring = json.loads(json.dumps(self.scores.evaluator.description))
+            if self.folder is not None:
+                self.folder.refuse_other_scores(scoring)
+        with self.stopwatch.part(DATA):
+            training_data = self.training_data()
+        if self.folder is not None:
+            for name, data in training_data.items():
+                self._training_data[name] = describe_items(data)
         # Its download may take minutes.
         log.info("loading %s", PRETRAINED)
         pretrained, self.missing_in_pretrained = self._load(modelpool, PRETRAINED)
         # `check_model` needs the layers to merge, which a layer-wise method chooses here.
         self.start(pretrained, names)
         self.check_model(pretrained, pretrained, PRETRAINED, self.missing_in_pretrained)
-        # One item of each, so that half an hour of merging is not lost to a task that is missing.
-        if self.scores is not None and self.check_taskpool:
-            self.scores.evaluator.check(pretrained, self.scores.matrix.tasks)
         # A resumed run must know all weights, to tell whether they are those of before.
         self._checked_first = self.check_models or self.resume
         if self._checked_first:
@@ -319,8 +316,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                     self._check(pretrained, model, name, missing_keys)
                     del model  # before the next one is loaded
         if self.folder is not None:
-            for name, data in self.training_data().items():
-                self._training_data[name] = describe_items(data)
             self._has_begun = True
             self.folder.begin(self._description(), scoring)
             write_text(self.folder.path / "model_names.json", json.dumps(names))

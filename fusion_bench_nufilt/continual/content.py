@@ -1,10 +1,10 @@
-"""What data and configurations are known by: the content that a run would read, and no path, name
-or time, so that a copy or a renamed folder is the same and a replaced picture is not.
+"""The data of a run: they are loaded before any model, and known by their content, so that a copy
+or a renamed folder is the same and a replaced picture is not.
 """
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,49 +12,19 @@ from typing import Any
 import numpy as np
 import PIL.Image
 from datasets import ClassLabel, Dataset
+from datasets.exceptions import DatasetNotFoundError
+from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import TypedDict
 
-from fusion_bench_nufilt.utils.files import CARD
-from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
+from fusion_bench_nufilt.utils.files import message_in_one_line
 from fusion_bench_nufilt.utils.tensors import raw_bytes
 
-#: Of so many items of a data set, and files of a folder, at most the content is read.
+#: Of so many items of a data set at most the content is read.
 MOST_ITEMS = 1000
 #: Of a larger picture or file, a piece of this size is read, from its middle.
 PIECE_BYTES = 2**16
-
-# What changes no score, wherever it stands in the configuration of a pool.
-_WITHOUT_EFFECT = (
-    "_usage_",
-    "_version_",
-    "cache_dir",
-    "fast_dev_run",  # a description has it by itself
-    "layer_wise_feature_first_token_only",
-    "layer_wise_feature_max_num",
-    "layer_wise_feature_save_path",
-    "move_to_device",
-    "num_workers",
-    "persistent_workers",
-    "pin_memory",
-    "prefetch_factor",
-    "python",
-)
-
-# What may be the name of a folder, also without a separator in it.
-_PATHS = (
-    "base_model",
-    "clip_model",
-    "data_dir",
-    "data_files",
-    "dataset_path",
-    "include_path",
-    "path",
-    "pretrained_model_name_or_path",
-    "processor",
-    "tokenizer",
-)
 
 
 class Items(TypedDict):
@@ -86,58 +56,65 @@ def describe_items(items: Any) -> Items:
 
 
 def describe_config(config: Any) -> Any:
-    """Return a configuration as JSON has it, without what changes no score.
-
-    A folder or a file on this disk, and a module in memory, are known by their content.
-    """
+    """Return a configuration as it was given and as JSON has it; an object in it is its class."""
     if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True)
     if isinstance(config, Mapping):
-        content = {}
-        for key, value in config.items():
-            if key not in _WITHOUT_EFFECT:
-                content[str(key)] = _describe_value(str(key), value)
-        return content
+        return {str(key): describe_config(value) for key, value in config.items()}
     if isinstance(config, list | tuple):
         return [describe_config(value) for value in config]
     if isinstance(config, str | bool | int | float) or config is None:
         return config
-    if isinstance(config, nn.Module):
-        return {"content": fingerprint_tensors(config)}
-    return {"class": f"{type(config).__module__}.{type(config).__qualname__}"}
+    return f"{type(config).__module__}.{type(config).__qualname__}"
 
 
-def _describe_value(key: str, value: Any) -> Any:
-    """Return the value of a key of a configuration, or what is known of the path that it is."""
-    if isinstance(value, str) and (os.sep in value or key in _PATHS):
-        path = Path(value).expanduser()
-        if path.exists():
-            return {"content": digest_of_path(path)}
-    return describe_config(value)
-
-
-def digest_of_path(path: Path) -> str:
-    """Return a digest of a file, or of the names, sizes and content of the files in a folder but
-    for hidden files and the card.
+def load_data(task: str, load: Callable[[], Any], kind: str = "test data") -> Any:
+    """Return what ``load`` returns; a ValueError names the task whose data can't be loaded, and
+    what to do.
     """
-    files = {"": path}
-    if path.is_dir():
-        files = {}
-        for folder, subfolders, names in os.walk(path):
-            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            for name in names:
-                if not name.startswith(".") and name != CARD:
-                    file = Path(folder, name)
-                    files[file.relative_to(path).as_posix()] = file
-    sha = hashlib.sha256()
-    names = sorted(files)
-    read_names = {names[position] for position in _spread(len(names))}
-    for name in names:
-        size = files[name].stat().st_size
-        sha.update(repr((name, size)).encode())
-        if name in read_names:
-            sha.update(_piece_of_file(files[name]))
-    return sha.hexdigest()
+    try:
+        return load()
+    except Exception as error:  # whatever datasets, the client of the hub and loaders raise
+        cause = error
+        while isinstance(cause, InstantiationException) and isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        message = message_in_one_line(cause).rstrip(".")
+        raise ValueError(
+            f"task '{task}': its {kind} can't be loaded: {type(cause).__name__}: {message}: "
+            f"{_remedy(cause)}"
+        ) from error
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, ConnectionError):
+        return "check the network, or give a pool whose data are here"
+    if "gated" in str(error):
+        return "ask for access on its page and log in with `hf auth login`"
+    if isinstance(error, DatasetNotFoundError):
+        # huggingface_hub refuses names without an owner from version 1.16 on.
+        return (
+            "name its owner as well (OWNER/NAME), or log in with `hf auth login` if it is private"
+        )
+    return "correct it in the pool"
+
+
+def refuse_other_spelling(tasks: Iterable[str], names: Iterable[str], place: str) -> None:
+    """Raise a ValueError for a task that is not among the ``names`` in a ``place``, where one of
+    them differs from it in capitals and signs alone.
+    """
+    for task in tasks:
+        for name in names:
+            if task not in names and _spelled(task) == _spelled(name):
+                raise ValueError(
+                    f"{place} has no '{task}', which is a model's name; did you mean its '{name}'? "
+                    "Give both the same name"
+                )
+
+
+def _spelled(name: str) -> str:
+    """Return the letters and digits of a name; a name without any as it is."""
+    letters = [letter for letter in name.casefold() if letter.isalnum()]
+    return "".join(letters) or name
 
 
 def _spread(count: int) -> Sequence[int]:

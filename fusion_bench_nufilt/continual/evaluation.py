@@ -4,11 +4,11 @@ import hashlib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fusion_bench.tasks.clip_classification import (
     CLIPTemplateFactory,
     get_classnames_and_templates,
 )
+from fusion_bench.utils import instantiate
 from fusion_bench.utils.parameters import count_parameters
 from omegaconf import OmegaConf
 from torch import nn
@@ -41,8 +42,7 @@ from fusion_bench_nufilt.pages.page import PAGE
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
 from fusion_bench_nufilt.utils.options import advice
 
-from .content import describe_config, describe_items
-from .data_sets import check_test_sets, refuse_other_spelling
+from .content import describe_config, describe_items, load_data, refuse_other_spelling
 from .models import IN_REPORTS
 from .precision import widened
 from .run_folder import RunFolder
@@ -54,7 +54,7 @@ Results = dict[str, dict[str, float]]  # metrics by task
 SubsetIndices = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
 #: The attribute of a CLIP pool with the class names and prompts of its tasks.
 _CLASSES = "_nufilt_classes"
-Scorer = Callable[[nn.Module, Sequence[str], SubsetIndices | None], Results]
+Scorer = Callable[[nn.Module, Sequence[str]], Results]
 
 
 class Scoring(TypedDict):
@@ -78,16 +78,14 @@ class TasksByName(ABC):
         these are given.
         """
 
-    def check(self) -> None:  # noqa: B027
-        """Raise a ValueError for a package, a task or data that is missing; called before any model
-        is loaded.
-        """
+    @abstractmethod
+    def load_test_data(self) -> dict[str, Sequence[Any]]:
+        """Return the test data by task, as far as they are at hand; they tell a task from another
+        of its name.
 
-    def test_items(self, task: str) -> Sequence[Any] | None:
-        """Return the test data of a task, which tell it from another of its name; None if they are
-        not at hand.
+        This is called before any model is loaded. A ValueError says which package, task or data is
+        missing.
         """
-        return None
 
 
 class Evaluator:
@@ -102,13 +100,12 @@ class Evaluator:
         data: what these items are, in words.
 
     Raises:
-        ValueError: a data set of the task pool can't be loaded, or the pool can't select items.
+        ValueError: the pool can't select items.
     """
 
     def __init__(
         self, taskpool: Any, subset: SubsetIndices | None = None, data: str = ALL_TEST_DATA
     ) -> None:
-        check_test_sets(taskpool)
         self.taskpool = taskpool
         if getattr(taskpool, "_is_setup", False):
             set_up(taskpool)
@@ -118,11 +115,10 @@ class Evaluator:
         if one_batch:
             # A pool may have been given another value than the program.
             taskpool.fast_dev_run = True
-        self._subset = subset
         self._load_task: Callable[[str], Any] | None = None
         if isinstance(taskpool, V01TaskPool):
             self._load_task = cache(taskpool.load_task)  # each task keeps its data
-        self._score, self._names = _scorer(taskpool, self._load_task, fast=one_batch)
+        self._score, self._names = _scorer(taskpool, self._load_task, subset, fast=one_batch)
         self._warned: set[str] = set()
         is_flan_t5 = isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
         if subset is not None and not _is_clip(taskpool) and not is_flan_t5:
@@ -151,50 +147,44 @@ class Evaluator:
             remedy = f"; {advice(task, self._names)}"
         log.warning("the task pool has no task '%s': its scores are missing%s", task, remedy)
 
-    def describe(self) -> Scoring:
-        """Return what scores depend on besides the model; this loads the test data."""
-        # As in `check`, the generators that methods draw from are left as they were.
-        with _scoring_errors(), torch.random.fork_rng(devices=_gpus()):
-            pool = self.taskpool
-            config = _config_of(pool)
-            if isinstance(pool, V01TaskPool) and hasattr(pool, "fabric"):
-                # These pools alone have Fabric set up the model.
-                config["precision"] = str(pool.fabric.strategy.precision.precision)
-            test_data: dict[str, Any] = {}
-            if _is_clip(pool):
-                set_up(pool)
-                # These are known by their content, wherever they come from.
-                del config["test_datasets"], config["clip_model"]
-                test_data = _describe_clip_data(pool)
-            else:
-                for task in self._names:
-                    items = self._test_items(task)
-                    if items is not None:
-                        test_data[task] = describe_items(items)
-            return Scoring(
-                scored=self.scored,
-                taskpool=describe_config(config),
-                test_data=test_data,
-            )
-
-    def _test_items(self, task: str) -> Any:
-        if self._load_task is not None:
-            return getattr(self._load_task(task), "test_dataset", None)
-        if isinstance(self.taskpool, TasksByName):
-            return self.taskpool.test_items(task)
-        return None
-
-    def check(self, model: nn.Module, tasks: Sequence[str]) -> None:
-        """Score one item of each task, and raise a ValueError, before any work, for what can't be
-        scored.
-
-        A FusionBench pool that can't be narrowed scores one batch; a pool from elsewhere is not
-        checked. The state of the random number generator is left as it was.
+    @cached_property
+    def description(self) -> Scoring:
+        """What scores depend on besides the model. This loads the test data; a ValueError names a
+        task whose data can't be loaded.
         """
-        # Methods draw from the global generators, the same with and without this check.
-        with _scoring_errors(), torch.random.fork_rng(devices=_gpus()):
-            # The last step scores the pool's further tasks as well: these are tried, too.
-            self._scores(model, self._with_further(tasks), lambda count: [0])
+        # Methods draw from the global generators, the same with and without a task pool.
+        with torch.random.fork_rng(devices=_gpus()):
+            test_data = self._load_test_data()
+        config = _config_of(self.taskpool)
+        if _is_clip(self.taskpool):
+            # These are known by their content, wherever they come from.
+            del config["test_datasets"], config["clip_model"]
+        if isinstance(self.taskpool, V01TaskPool) and hasattr(self.taskpool, "fabric"):
+            # These pools alone have Fabric set up the model.
+            config["precision"] = str(self.taskpool.fabric.strategy.precision.precision)
+        return Scoring(
+            scored=self.scored,
+            taskpool=describe_config(config),
+            test_data=test_data,
+        )
+
+    def _load_test_data(self) -> dict[str, Any]:
+        """Load the test data of all tasks, and return what they are known by, as far as the pool
+        has them apart.
+        """
+        pool = self.taskpool
+        if _is_clip(pool):
+            set_up(pool)
+            return _describe_clip_data(pool)
+        data: Mapping[str, Any] = {}
+        if isinstance(pool, TasksByName):
+            data = pool.load_test_data()
+        elif self._load_task is not None:
+            tasks = {name: load_data(name, partial(self._load_task, name)) for name in self._names}
+            data = {name: getattr(task, "test_dataset", None) for name, task in tasks.items()}
+        elif hasattr(pool, "_test_datasets"):
+            data = _load_test_sets(pool)
+        return {task: describe_items(items) for task, items in data.items() if items is not None}
 
     def report(
         self, model: nn.Module, tasks: Sequence[str], *, further_tasks: bool = False
@@ -205,7 +195,11 @@ class Evaluator:
         the pool beyond ``tasks``.
         """
         scored_tasks = self._with_further(tasks) if further_tasks else tasks
-        results = self._scores(model, scored_tasks, self._subset)
+        device = next(model.parameters()).device
+        try:
+            results = self._score(model, scored_tasks)
+        finally:
+            model.to(device)  # the task pool may have moved it
         for task in tasks:
             if task not in results:
                 self._warn_of_missing(task)
@@ -228,15 +222,6 @@ class Evaluator:
         have.
         """
         return name_in_pool(task, self._names) is not None
-
-    def _scores(
-        self, model: nn.Module, tasks: Sequence[str], subset: SubsetIndices | None
-    ) -> Results:
-        device = next(model.parameters()).device
-        try:
-            return self._score(model, tasks, subset)
-        finally:
-            model.to(device)  # the task pool may have moved it
 
     def _with_further(self, tasks: Sequence[str]) -> list[str]:
         """Return the tasks, and those of the pool that are none of them."""
@@ -330,12 +315,28 @@ def set_up(pool: Any) -> None:
     may have other classes under that name.
     """
     if not pool._is_setup:
-        pool.setup()
+        configs = pool._test_datasets
+        try:
+            # Loaded here, so that an error names the task.
+            pool._test_datasets = _load_test_sets(pool)
+            pool.setup()
+        finally:
+            pool._test_datasets = configs
     if _is_clip(pool) and not hasattr(pool, _CLASSES):
         setattr(pool, _CLASSES, {})
         for task in pool.test_datasets:
             if task in CLIPTemplateFactory.get_available_datasets():
                 getattr(pool, _CLASSES)[task] = get_classnames_and_templates(task)
+
+
+def _load_test_sets(pool: Any) -> dict[str, Any]:
+    """Return the test sets of a FusionBench pool, which has their configurations."""
+    test_sets = {}
+    for task, config in pool._test_datasets.items():
+        test_sets[task] = config
+        if OmegaConf.is_config(config):
+            test_sets[task] = load_data(task, partial(instantiate, config))
+    return test_sets
 
 
 def classes_and_templates(pool: Any, task: str) -> tuple[list[str], list[Callable[[str], str]]]:
@@ -397,21 +398,12 @@ def _describe_clip_data(pool: Any) -> dict[str, Any]:
     return test_data
 
 
-@contextmanager
-def _scoring_errors() -> Iterator[None]:
-    """Turn whatever a task pool raises into a ValueError."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"the task pool can't score a model: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _scorer(
-    pool: Any, load_task: Callable[[str], Any] | None, *, fast: bool
+    pool: Any,
+    load_task: Callable[[str], Any] | None,
+    subset: SubsetIndices | None,
+    *,
+    fast: bool,
 ) -> tuple[Scorer, Sequence[str]]:
     """Return a function that scores a model on tasks of a pool, and the names of the tasks that it
     can score alone. ``fast`` is for pools that can't be told to score one batch.
@@ -421,13 +413,12 @@ def _scorer(
     what does not change.
     """
     if _is_clip(pool):
-        return partial(_score_clip, pool, {}), list(pool._test_datasets)
+        return partial(_score_clip, pool, {}, subset), list(pool._test_datasets)
     if load_task is not None:
         if fast:
             load_task = partial(_load_first_batch, load_task, pool.config.get("batch_size", 1))
-        return partial(_score_v01, pool, load_task), pool.task_names
+        return partial(_score_v01, pool, load_task, subset), pool.task_names
     if isinstance(pool, TasksByName):
-        pool.check()
         limit = getattr(pool, "batch_size", 1) if fast else None
         return partial(_score_by_name, pool, limit), pool.task_names
     return partial(_score_whole, pool), []
@@ -436,9 +427,9 @@ def _scorer(
 def _score_clip(
     pool: Any,
     heads: dict[str, Any],
+    subset: SubsetIndices | None,
     model: nn.Module,
     tasks: Sequence[str],
-    subset: SubsetIndices | None,
 ) -> Results:
     """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of
     every task.
@@ -495,9 +486,9 @@ def _in_one_dtype(model: nn.Module) -> Iterator[None]:
 def _score_v01(
     pool: V01TaskPool,
     load: Callable[[str], Any],
+    subset: SubsetIndices | None,
     model: nn.Module,
     tasks: Sequence[str],
-    subset: SubsetIndices | None,
 ) -> Results:
     """Score with FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
     fabric = getattr(pool, "fabric", None)
@@ -511,8 +502,6 @@ def _score_v01(
     results = {}
     for name, task in loaded_tasks.items():
         if subset is not None:
-            if not hasattr(task, "test_dataset"):
-                continue
             task = copy(task)  # the loaded one keeps all its items for later steps
             task.test_dataset = task.test_dataset.select(subset(len(task.test_dataset)))
         results[name] = task.evaluate(model)
@@ -520,58 +509,23 @@ def _score_v01(
 
 
 def _score_by_name(
-    pool: TasksByName,
-    limit: int | None,
-    model: nn.Module,
-    tasks: Sequence[str],
-    subset: SubsetIndices | None,
+    pool: TasksByName, limit: int | None, model: nn.Module, tasks: Sequence[str]
 ) -> Results:
-    """Score with an evaluation harness; the only part of a task that it can score is the first
-    item.
-    """
-    if subset is not None:
-        limit = 1
+    """Score with an evaluation harness."""
     if limit is None:
         return pool.evaluate(model, tasks)
     return pool.evaluate(model, tasks, limit=limit)
 
 
-def _score_whole(
-    pool: Any, model: nn.Module, tasks: Sequence[str], subset: SubsetIndices | None
-) -> Results:
-    """Score with any other pool, which reports as it likes; of the parts, FusionBench's pools can
-    score one batch.
-    """
-    # Whether a pool from elsewhere can be narrowed is not known: it might score all its data.
-    if subset is not None and not type(pool).__module__.startswith("fusion_bench."):
-        return {}
-    if subset is None:
-        report = pool.evaluate(model)
-    else:
-        with _one_batch(pool):
-            report = pool.evaluate(model)
+def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str]) -> Results:
+    """Score with any other pool, which reports as it likes."""
+    report = pool.evaluate(model)
     if not isinstance(report, dict):
         raise ValueError(
             f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: "
             "merge with taskpool=dummy and score the saved model by other means"
         )
     return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
-
-
-@contextmanager
-def _one_batch(pool: Any) -> Iterator[None]:
-    """Have a FusionBench pool score one batch of each task; some read their own setting, others the
-    global one.
-    """
-    pool_setting = getattr(pool, "fast_dev_run", False)
-    global_setting = RuntimeConstants.debug
-    pool.fast_dev_run = True
-    RuntimeConstants.debug = True
-    try:
-        yield
-    finally:
-        pool.fast_dev_run = pool_setting
-        RuntimeConstants.debug = global_setting
 
 
 @dataclass

@@ -414,9 +414,6 @@ class ProtocolConfig:
     check_models: bool = _protocol_option(
         True, "Load every model before the first step.", scope="run"
     )
-    check_taskpool: bool = _protocol_option(
-        True, "Score one item of each task before the first step.", scope="run"
-    )
     resume: bool = _protocol_option(
         False, "Go on after the last complete step in the same log directory.", scope="run"
     )

@@ -1,4 +1,4 @@
-"""Data and configurations are known by their content, and by no path, name or time."""
+"""Data are known by their content, and by no path, name or time."""
 
 import shutil
 
@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset, load_from_disk
 from torch.utils.data import Subset
 
-from fusion_bench_nufilt.continual.content import MOST_ITEMS, describe_config, describe_items
+from fusion_bench_nufilt.continual.content import MOST_ITEMS, describe_items
 from fusion_bench_nufilt.continual.taskpools.local_tasks import load_images
 
 
@@ -68,24 +68,3 @@ def test_of_many_items_a_sample_is_read():
     assert before["items"] == 10 * MOST_ITEMS
     many[-10] = 0
     assert describe_items(Dataset.from_dict({"number": many})) != before
-
-
-def test_a_path_in_a_configuration_is_known_by_what_lies_there(tmp_path):
-    processor = tmp_path / "processor"
-    processor.mkdir()
-    (processor / "config.json").write_text("{}")
-    before = describe_config({"processor": str(processor), "name": "cola", "num_workers": 8})
-    assert before["name"] == "cola"
-    shutil.copytree(processor, tmp_path / "copy")
-    (tmp_path / "copy" / "README.md").write_text("a copy")
-    (tmp_path / "copy" / ".cache").mkdir()
-    (tmp_path / "copy" / ".cache" / "file").touch()
-    assert describe_config({"processor": str(tmp_path / "copy"), "name": "cola"}) == before
-    (processor / "config.json").write_text("[]")
-    assert describe_config({"processor": str(processor), "name": "cola"}) != before
-
-
-def test_a_word_that_happens_to_be_a_folder_here_is_a_word(tmp_path, monkeypatch):
-    (tmp_path / "test").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert describe_config({"split": "test"}) == {"split": "test"}

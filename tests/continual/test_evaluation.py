@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
-from fusion_bench import BaseModelPool, RuntimeConstants
+from fusion_bench import BaseModelPool
 from fusion_bench.compat.taskpool import TaskPool as V01TaskPool
 from fusion_bench.taskpool import BaseTaskPool
 from omegaconf import OmegaConf
@@ -105,63 +104,11 @@ def test_what_is_scored_after_which_step_and_every_task_is_loaded_once(
     )
 
 
-class Items(V01Pool):
-    """A v0.1 pool of tasks with three items each; one task fails."""
-
-    def load_task(self, name):
-        return Item(name, Dataset.from_dict({"item": [0, 1, 2]}), self)
-
-
-class Item:
-    def __init__(self, name, test_dataset, pool):
-        self.name = name
-        self.test_dataset = test_dataset
-        self.pool = pool
-
-    def evaluate(self, model):
-        self.pool.evaluated.append((int(model.weight), self.name, len(self.test_dataset)))
-        if self.name == "broken":
-            raise KeyError("label")
-        return {"accuracy": torch.rand(()).item()}
-
-
-def test_one_item_of_each_task_is_scored_before_the_first_step_and_nothing_drawn_changes():
-    pool = Items(TASKS)
-    torch.manual_seed(0)
-    matrix = run(pool, "last")
-    assert pool.evaluated[:5] == [(0, "a", 1), (0, "b", 1), (0, "c", 1), (0, "d", 1), (4, "a", 3)]
-    torch.manual_seed(0)
-    assert run(Items(TASKS), "last", check_taskpool=False).acc == matrix.acc
-
-
-def test_a_task_that_can_not_be_scored_is_known_before_any_model_is_merged(monkeypatch):
-    monkeypatch.setattr(Counting, "merge_step", lambda *args: pytest.fail("a model was merged"))
-    with pytest.raises(ValueError, match="the task pool can't score a model: KeyError: 'label'"):
-        run(Items(["a", "broken"]), "last", names=["a", "broken"])
-
-
 def test_a_pool_that_can_not_be_narrowed_is_asked_as_a_whole():
     pool = WholePool(TASKS)
     result = run(pool, "diagonal")
     assert pool.calls == [1, 2, 3, 4]
     assert result.bwt == pytest.approx(BWT)
-
-
-def test_a_pool_of_fusion_bench_that_can_not_be_narrowed_scores_one_batch_before_the_first_step():
-    class Batches:
-        __module__ = "fusion_bench.taskpool.some"
-        seen = ()
-
-        def evaluate(self, model):
-            self.seen = (
-                *self.seen,
-                (bool(getattr(self, "fast_dev_run", False)), RuntimeConstants.debug),
-            )
-            return {task: {"accuracy": 0.5} for task in TASKS}
-
-    pool = Batches()
-    run(pool, "last")
-    assert pool.seen == ((True, True), (False, False))
 
 
 def test_a_task_that_the_pool_lacks_is_missing_and_the_merge_goes_on(caplog):

@@ -38,7 +38,7 @@ class Task:
 
 
 def run(folder, taskpool, **options):
-    algorithm = logging_to(folder, Counting(shuffle_order=False, check_taskpool=False, **options))
+    algorithm = logging_to(folder, Counting(shuffle_order=False, **options))
     algorithm.run({name: Counter() for name in ("_pretrained_", *TASKS)}, taskpool)
     return algorithm.matrix.rows()
 
@@ -66,7 +66,7 @@ def test_a_pool_that_is_told_so_scores_one_batch(tmp_path):
 
 def test_scores_of_the_same_pool_on_the_same_data_come_back(tmp_path):
     rows = run(tmp_path, Pool())
-    again = Pool(num_workers=4)
+    again = Pool()
     assert run(tmp_path, again, resume=True) == rows
     assert again.scored == 0
 

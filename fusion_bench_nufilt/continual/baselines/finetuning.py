@@ -14,13 +14,13 @@ from omegaconf import DictConfig
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.continual.data_sets import check_train_sets
+from fusion_bench_nufilt.continual.content import refuse_other_spelling
 from fusion_bench_nufilt.continual.precision import widened
 from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.options import option, options_of, split_options, takes_options
 
-from .task_data import classifier, clip_pool
+from .task_data import classifier, clip_pool, load_train_set
 
 _FineTuning: Any = ContinualImageClassificationFineTuningForCLIP
 
@@ -56,29 +56,27 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
         _, other_options = split_options([FineTuningConfig], kwargs)
         super().__init__(**other_options)
 
-    def check_data(self) -> None:
-        check_train_sets(self.modelpool)
-        missing = [name for name in self.names if name not in self.modelpool.train_dataset_names]
+    def training_data(self) -> dict[str, Any]:
+        names = self.modelpool.train_dataset_names
+        refuse_other_spelling(self.names, names, "train_datasets")
+        missing = [name for name in self.names if name not in names]
         if missing:
             raise ValueError(
                 f"{self.name} needs training data: the model pool has no train_datasets of "
                 f"{', '.join(missing)}"
             )
+        self._taskpool = clip_pool(self.name, self.taskpool, self.names)
+        return {name: load_train_set(self.modelpool, name) for name in self.names}
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self._options = options_of(FineTuningConfig, self)
-        with self.stopwatch.part(DATA):
-            self._taskpool = clip_pool(self.name, self.taskpool, names)
-
-    def training_data(self) -> dict[str, Any]:
-        return {name: self.modelpool.load_train_dataset(name) for name in self.names}
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
         device = next(merged.parameters()).device
         with self.stopwatch.part(DATA):
-            images = self.modelpool.load_train_dataset(name)
+            images = load_train_set(self.modelpool, name)
             head = classifier(self._taskpool, merged.requires_grad_(), name)
         # A pool with this task alone, whose pretrained model is the one that is trained on.
         pool: Any = BaseModelPool(

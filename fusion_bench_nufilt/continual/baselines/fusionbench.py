@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
 from fusion_bench_nufilt.continual.precision import dtypes_of, round_to, widen, widened
 from fusion_bench_nufilt.continual.stopwatch import CHECKING, LOADING, MERGING
@@ -169,10 +168,6 @@ class BatchMethodBaseline(_Baseline):
     @property
     def _needs_data(self) -> bool:
         return getattr(import_object(self.base_method._target_), "uses_training_data", False)
-
-    def check_data(self) -> None:
-        if self._needs_data:
-            check_train_sets(self.modelpool)
 
     def training_data(self) -> dict[str, Any]:
         if not self._needs_data:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
+from fusion_bench_nufilt.continual.content import load_data, refuse_other_spelling
 from fusion_bench_nufilt.continual.evaluation import classes_and_templates, name_in_pool, set_up
 from fusion_bench_nufilt.continual.precision import widened
 from fusion_bench_nufilt.continual.stopwatch import DATA, Stopwatch
@@ -101,7 +103,7 @@ class Images(TaskData):
 
     def __init__(self, pool: Any, task: str, modelpool: BaseModelPool) -> None:
         if task in modelpool.train_dataset_names:
-            images = CLIPDataset(modelpool.load_train_dataset(task), pool.data_processor)
+            images = CLIPDataset(load_train_set(modelpool, task), pool.data_processor)
         else:
             images = pool.test_datasets[task]
         super().__init__(images)
@@ -151,6 +153,7 @@ def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> Ta
     """Return the data of a task in the two pools; a ValueError names the method if there is
     none.
     """
+    refuse_other_spelling([task], modelpool.train_dataset_names, "train_datasets")
     if not isinstance(pool, FlanT5GLUETextGenerationTaskPool):
         return Images(clip_pool(method, pool, [task]), task, modelpool)
     name = name_in_pool(task, pool.task_names)
@@ -159,6 +162,13 @@ def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> Ta
     raise ValueError(
         f"{method} needs data of '{task}'; the task pool has {', '.join(pool.task_names)}"
     )
+
+
+def load_train_set(modelpool: BaseModelPool, task: str) -> Any:
+    """Return the training data of a task; a ValueError names the task whose data can't be
+    loaded.
+    """
+    return load_data(task, partial(modelpool.load_train_dataset, task), "training data")
 
 
 def clip_pool(method: str, pool: Any, tasks: Sequence[str]) -> Any:

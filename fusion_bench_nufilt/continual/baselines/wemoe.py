@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.continual.data_sets import check_train_sets
 from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.continual.precision import widen
-from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.nufilt.bases import right_singular_basis
 from fusion_bench_nufilt.utils.options import (
@@ -250,9 +248,6 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         _, other_options = split_options([WEMoEConfig], kwargs)
         super().__init__(**other_options)
 
-    def check_data(self) -> None:
-        check_train_sets(self.modelpool)
-
     @property
     def _options(self) -> WEMoEConfig:
         return options_of(WEMoEConfig, self)
@@ -261,12 +256,11 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         if self.first_step > 1:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         self._mixture = mixture_of(pretrained, self._options)
-        self._data = {}
-        for name in names:
-            with self.stopwatch.part(DATA):
-                self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
 
     def training_data(self) -> dict[str, Any]:
+        self._data = {}
+        for name in self.names:
+            self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
         return {name: data.dataset for name, data in self._data.items()}
 
     def expert_rank(self, step: int) -> int:

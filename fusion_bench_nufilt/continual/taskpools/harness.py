@@ -7,7 +7,7 @@ import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoProcessor, AutoTokenizer
 from typing_extensions import TypedDict
 
+from fusion_bench_nufilt.continual.content import load_data
 from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.utils.files import read_json
 
@@ -162,16 +163,6 @@ class LMEvalTaskPool(HarnessTaskPool):
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
 
-    def check(self) -> None:
-        manager = self._manager()
-        for task in sorted(set(self._names.values())):
-            try:
-                manager.load([task])
-            except Exception as error:  # whatever a loader of data sets raises
-                raise ValueError(
-                    f"lm-eval can't load task '{task}': {type(error).__name__}: {error}"
-                ) from error
-
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
         lm_eval = _lm_eval()
         manager = self._manager()
@@ -205,6 +196,10 @@ class LMEvalTaskPool(HarnessTaskPool):
         answers.
         """
         prompts: Any = []
+        if task not in self._names:
+            raise ValueError(
+                f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
+            )
         for loaded_task in self._load(task):
             prompts += [loaded_task.doc_to_text(document) for document in loaded_task.eval_docs]
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
@@ -215,18 +210,17 @@ class LMEvalTaskPool(HarnessTaskPool):
 
         return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
 
-    def test_items(self, task: str) -> list[Any]:
-        documents: list[Any] = []
-        for loaded_task in self._load(task):
-            documents += loaded_task.eval_docs
-        return documents
+    def load_test_data(self) -> dict[str, Sequence[Any]]:
+        data = {}
+        for name in self._names:
+            documents: list[Any] = []
+            for loaded_task in load_data(name, partial(self._load, name)):
+                documents += loaded_task.eval_docs
+            data[name] = documents
+        return data
 
     def _load(self, task: str) -> list[Any]:
         """Return the tasks of lm-eval for a model's, more than one if it is a group."""
-        if task not in self._names:
-            raise ValueError(
-                f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
-            )
         return list(self._manager().load([self._names[task]])["tasks"].values())
 
     def _manager(self) -> Any:
@@ -369,12 +363,13 @@ class LMMSEvalTaskPool(HarnessTaskPool):
                 "merge without scores"
             ) from None
 
-    def check(self) -> None:
+    def load_test_data(self) -> dict[str, Sequence[Any]]:
         words = json.dumps([self._task_folder, *sorted(set(self._names.values()))])
         with TemporaryDirectory() as temporary:
             process = self._run([self._python, "-c", _LOAD_TASKS, words], temporary)
         if process.returncode != 0:
             raise ValueError(process.stdout.strip().splitlines()[-1])
+        return {}  # they are in the other environment
 
     def scale(self, task: str, metric: str, value: float) -> float | None:
         if metric == "CIDEr":  # 1 by convention, and above it in rare cases

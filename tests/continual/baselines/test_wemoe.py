@@ -261,7 +261,6 @@ class KilledWhileScoring(GLUE):
 def test_a_run_that_is_killed_while_it_scores_goes_on_with_the_same_bits(tmp_path, scoring):
     models, taskpool = texts()
     options = {"shuffle_order": False, "form": "released", "lr": 0.01, "max_steps": 1}
-    options["check_taskpool"] = False
     whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
     with pytest.raises(InterruptedRunError):
         logging_to(tmp_path, LoRAWEMoE(**options)).run(models, KilledWhileScoring(scoring))

@@ -210,10 +210,10 @@ def test_what_lmms_eval_lacks_is_named_before_any_model_is_loaded(tmp_path, task
         {"one": task.format(folder=tmp_path)}, "", str(python), include_path=str(tmp_path)
     )
     if said is None:
-        taskpool.check()
+        assert Evaluator(taskpool).description["test_data"] == {}
         return
     with pytest.raises(ValueError, match=f"^{said}$"):
-        Evaluator(taskpool)
+        Evaluator(taskpool).description  # noqa: B018
 
 
 def test_as_many_examples_are_scored_as_are_asked_for(folder, tmp_path):

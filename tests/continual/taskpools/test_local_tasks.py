@@ -85,7 +85,7 @@ def test_pools_that_share_a_tasks_name_score_each_with_its_own_classes(demo, tmp
         evaluators = {}
         for name in (first, second):
             evaluators[name] = evaluator(pools[name])
-            evaluators[name].describe()  # this sets the pool up
+            evaluators[name].description  # noqa: B018 -- this sets the pool up
         for name in (first, second):
             report = evaluators[name].report(load_vision_model("shapes"), ["shapes"])
             assert report["shapes"] == alone[name], (first, name)
