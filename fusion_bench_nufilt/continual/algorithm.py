@@ -373,6 +373,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             merged.load_state_dict(previous.state_dict())
             if self.scores is not None:
                 with self.stopwatch.part(SCORING):
+                    self.scores.take_earlier_scores(folder)
                     self.scores.score_earlier_tasks(previous)
             # At no time are more than three models held.
             del previous
@@ -653,9 +654,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Return the last lines of a run: its scores, its files and how to load its model."""
         lines = []
         if self.scores is not None:
-            metrics = self.scores.matrix.metrics()
-            acc = percent(metrics["ACC"])
-            bwt = percent(metrics["BWT"], sign=True)
+            acc = self.scores.matrix.shown("ACC")
+            bwt = self.scores.matrix.shown("BWT")
             lines.append(f"ACC    {acc}, the mean score of the final model in per cent")
             lines.append(f"BWT    {bwt}, the mean change of a task since its own step")
             lines.append(f"       scored on {self.scores.evaluator.scored}")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -551,6 +552,22 @@ class RunScores:
 
     def is_last(self, step: int) -> bool:
         return self.row(step) == len(self.matrix.tasks)
+
+    def take_earlier_scores(self, merged_before: Path | None) -> None:
+        """Enter the scores of the tasks of ``_merged_`` after their own steps, if the folder of its
+        run has them, of the same test data; BWT needs them.
+        """
+        if merged_before is None:
+            return
+        run_before = RunFolder(merged_before.resolve().parent.parent)
+        scores = run_before.finished_scores(self.evaluator.description)
+        earlier_tasks = self.matrix.tasks[: self.earlier]
+        for step, task in enumerate(earlier_tasks, 1):
+            if scores is not None and task in scores.tasks:
+                row = scores.values[scores.tasks.index(task)]
+                by_task = dict(zip(scores.tasks, row, strict=True))
+                known = {name: by_task[name] for name in earlier_tasks[:step] if name in by_task}
+                self.matrix.record(step, known)
 
     def score_earlier_tasks(self, merged_before: nn.Module) -> None:
         """Score the model that the run goes on from on its own tasks, to see what they lose."""

@@ -11,10 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import TypedDict
 
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
 from fusion_bench_nufilt.utils.files import (
     MANIFEST,
     RUN,
     Manifest,
+    Score,
     lock_folder,
     read_json,
     write_text,
@@ -37,6 +39,11 @@ _ADVICE = "it is made again"
 
 class _SavedRun(TypedDict, total=False):
     scoring: dict[str, Any] | None
+
+
+class _SavedScores(TypedDict):
+    tasks: list[str]
+    accuracy_matrix: list[list[Score | None]]
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,29 @@ class RunFolder:
         if saved is None:
             return None
         return saved.get("scoring")
+
+    def finished_scores(self, scoring: Mapping[str, Any]) -> AccuracyMatrix | None:
+        """Return the scores of the finished run in this folder, as far as another run's task pool
+        would give the same: None if it has another configuration, but for further tasks, or if the
+        test data of a task that both have differ.
+        """
+        try:
+            saved_scoring = self._saved_scoring()
+            advice = "its scores are left out"
+            saved = read_json(self.path / "accuracy_matrix.json", _SavedScores, advice)
+            if saved is None or saved_scoring is None:
+                return None
+            matrix = AccuracyMatrix.from_rows(saved["tasks"], saved["accuracy_matrix"])
+        except ValueError as error:
+            log.warning("%s", error)
+            return None
+        wanted = json.loads(json.dumps(scoring))
+        for part in (saved_scoring, wanted):
+            part["taskpool"].pop("tasks", None)
+        for task in saved_scoring["test_data"].keys() ^ wanted["test_data"].keys():
+            for part in (saved_scoring, wanted):
+                part["test_data"].pop(task, None)
+        return None if differences(saved_scoring, wanted) else matrix
 
     def _delete_reports(self) -> None:
         reports = sorted(self.path.glob("report_*.json"))

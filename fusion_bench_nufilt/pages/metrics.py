@@ -277,15 +277,22 @@ class AccuracyMatrix:
         texts = []
         for name in HEADLINE:
             if not math.isnan(metrics[name]):
-                value = percent(metrics[name], sign=METRICS[name].signed)
-                texts.append(f"{METRICS[name].word} {value}")
+                texts.append(f"{METRICS[name].word} {self.shown(name)}")
         line = "   ".join(texts) or "no score"
         missing = self.missing
-        count = len(self.tasks)
-        if 0 < len(missing) < count:
-            scored = f"{count - len(missing)} of {count} tasks"
-            line += f"   ({scored}; no score for {', '.join(missing)})"
+        if 0 < len(missing) < len(self.tasks):
+            line += f"   (no score for {', '.join(missing)})"
         return line
+
+    def shown(self, metric: str) -> str:
+        """Return a metric in per cent, and of how many tasks it is the mean if not of all of them,
+        such as ``-1.9 (1 of 4 tasks)``.
+        """
+        text = percent(self.metrics()[metric], sign=METRICS[metric].signed)
+        count, all_tasks = self.task_counts()[metric]
+        if 0 < count < all_tasks:
+            text += f" ({count} of {all_tasks} tasks)"
+        return text
 
     def save(self, folder: Path, about: dict[str, Any]) -> None:
         """Write ``accuracy_matrix.json``: ``about``, and the scores as fractions; a missing one is

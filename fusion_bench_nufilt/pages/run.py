@@ -67,5 +67,7 @@ def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     steps["score right after it"] = 100 * matrix.values.diagonal()
     steps["score at the end"] = 100 * matrix.values[-1]
     steps["change"] = steps["score at the end"] - steps["score right after it"]
-    steps["merging s"] = pd.Series(seconds, dtype=float)
+    # The first tasks may be those of `_merged_`, which took no time of this run.
+    last_steps = steps.index[len(steps) - len(seconds) :]
+    steps["merging s"] = pd.Series(seconds, last_steps, dtype=float)
     return steps

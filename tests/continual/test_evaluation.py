@@ -16,6 +16,7 @@ from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.continual.evaluation import score
+from fusion_bench_nufilt.pages import run as run_page
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.utils.manifest import load_checkpoint
 from tests.continual.helpers import logging_to
@@ -186,10 +187,10 @@ def load_counter(pretrained_model_name_or_path):
     return model
 
 
-def go_on(tmp_path, pool, evaluate):
+def go_on(tmp_path, pool, evaluate, pool_before=None):
     """Merge c and d onto a saved merge of a and b."""
     first = logging_to(tmp_path / "first", Counting(shuffle_order=False))
-    first.run({name: Counter() for name in ("_pretrained_", "a", "b")})
+    first.run({name: Counter() for name in ("_pretrained_", "a", "b")}, pool_before)
     merged = tmp_path / "first" / "checkpoints" / "merged_model_1"
     new = {"_target_": "tests.continual.test_evaluation.Counter"}
     models = dict.fromkeys(("_pretrained_", "c", "d"), new)
@@ -219,6 +220,34 @@ def test_the_tasks_of_the_earlier_merge_are_scored_before_and_after(tmp_path, ev
     assert algorithm.scores.means_of_earlier() == pytest.approx((before, 0.25), nan_ok=True)
     saved = json.loads((tmp_path / "second" / "accuracy_matrix.json").read_text())
     assert saved["tasks"] == TASKS
+
+
+@pytest.mark.parametrize("before", ["the same", "none", "of one batch"])
+def test_bwt_is_over_both_runs_or_says_of_how_many_tasks_it_is(tmp_path, before, capsys, pages):
+    pool_before = {"the same": V01Pool(["a", "b"]), "none": None}.get(before)
+    if before == "of one batch":
+        pool_before = V01Pool(["a", "b"])
+        pool_before.fast_dev_run = True
+    algorithm = go_on(tmp_path, V01Pool(TASKS), "diagonal", pool_before)
+    whole = run(V01Pool(TASKS), "diagonal").bwt
+    if before == "the same":
+        assert algorithm.matrix.bwt == pytest.approx(whole)
+        assert "of 3 tasks" not in capsys.readouterr().out
+    else:
+        assert algorithm.matrix.bwt == pytest.approx(((0.25 - 0.5) + (0.25 - 1 / 3)) / 2)
+        summary = algorithm.matrix.summary()
+        assert summary == "ACC 25.0   BWT -16.7 (2 of 3 tasks)"
+        assert summary in " ".join(capsys.readouterr().out.split()).replace("BWT", "  BWT")
+        assert "BWT -16.7 (2 of 3 tasks)" in " ".join(
+            (tmp_path / "second" / "index.html").read_text().split()
+        )
+
+
+def test_the_seconds_of_a_step_stand_beside_it_also_after_an_earlier_merge(tmp_path):
+    algorithm = go_on(tmp_path, V01Pool(TASKS), "diagonal")
+    seconds = run_page._steps(algorithm.matrix, algorithm.merge_seconds)["merging s"]
+    assert seconds.isna().tolist() == [True, True, False, False]
+    assert seconds.tolist()[2:] == algorithm.merge_seconds
 
 
 def test_an_earlier_task_that_the_task_pool_lacks_is_not_missed(tmp_path, caplog):
