@@ -79,8 +79,7 @@ docs: $(READY)
 
 figures: $(READY) demo
 	$(COMPARE) --evaluate diagonal --out $(FIGURES)/more \
-		--methods "nufilt, dop, nufilt/all_linear:$(RANKS), nufilt/all_linear:null_rank=128"
-	$(COMPARE) --evaluate diagonal --out $(FIGURES)/order_free --methods order_free
+		--methods "nufilt, dop, sum, tsv_stream, nufilt/all_linear:$(RANKS), nufilt/all_linear:null_rank=128"
 	$(COMPARE) --evaluate diagonal --out $(FIGURES)/data --methods "sequential_finetuning, adamerging, \
 		adamerging:form=released, lora_wemoe, lora_wemoe:form=released, nufilt:$(RANKS)"
 	rm -rf $(FIGURES)/run $(FIGURES)/analysis
@@ -88,7 +87,7 @@ figures: $(READY) demo
 		fabric.accelerator=cpu path.log_dir=$(FIGURES)/run > $(FIGURES)/terminal.txt
 	mv $(FIGURES)/terminal.txt $(FIGURES)/run
 	$(BIN)/nufilt analyze fabric.accelerator=cpu --out $(FIGURES)/analysis
-	$(BIN)/python tools/figures.py outputs/demo $(FIGURES)/more $(FIGURES)/order_free $(FIGURES)/data \
+	$(BIN)/python tools/figures.py outputs/demo $(FIGURES)/more $(FIGURES)/data \
 		$(FIGURES)/run $(FIGURES)/analysis
 
 release: $(READY)

@@ -99,8 +99,9 @@ def save_clips_and_images(folder, demo):
     models = folder / "models"
     models.mkdir()
     rng = np.random.default_rng(0)
-    for name, of_demo in {"clip": "clip", "birds": "digits", "cars": "shapes"}.items():
-        (models / name).symlink_to(demo / of_demo)
+    of_demo = {"clip": "clip", "birds": "digits", "cars": "shapes", "planes": "letters"}
+    for name, demo_name in of_demo.items():
+        (models / name).symlink_to(demo / demo_name)
     for task in ("birds", "cars"):
         for label in ("red", "blue"):
             images = folder / "images" / task / label

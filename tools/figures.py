@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Write the demo's numbers and pictures into README and pages: ``make figures``.
 
-    python tools/figures.py DEMO MORE SUMS DATA RUN ANALYSIS
+    python tools/figures.py DEMO MORE DATA RUN ANALYSIS
 
-DEMO, MORE, SUMS and DATA are folders of `nufilt compare`, RUN is one of `fusion_bench` with its
+DEMO, MORE and DATA are folders of `nufilt compare`, RUN is one of `fusion_bench` with its
 output in terminal.txt, ANALYSIS one of `nufilt analyze`: made on this machine by the commands in
 the Makefile. A page has a number where it says ``<!-- figures: NAME -->``, up to ``<!-- end of
 figures -->``; pictures of the pages are taken by Chromium.
@@ -33,7 +33,6 @@ README_ROWS = {
     "weight averaging": "weight averaging",
 }
 COMMAND = "fusion_bench method=nufilt modelpool=nufilt_demo method.null_rank=21 method.lora_rank=10"
-ORDER_FREE = ("sum", "tsv_stream", "spectral", "best")
 
 
 def read_table(folder: Path) -> pd.DataFrame:
@@ -77,11 +76,10 @@ def result_table(rows: list[tuple[str, pd.Series]]) -> str:
     return "\n".join(lines)
 
 
-def blocks(demo: Path, more: Path, sums: Path, data: Path) -> dict[str, str]:
+def blocks(demo: Path, more: Path, data: Path) -> dict[str, str]:
     """Return the text of each block."""
     rows = read_table(demo)
     others = read_table(more).drop(["pretrained", "individual"])
-    order_free = read_table(sums)
     with_data = read_table(data)
     of_readme = [(label, rows.loc[name]) for name, label in README_ROWS.items()]
     single = rows.loc["individual"]
@@ -89,8 +87,6 @@ def blocks(demo: Path, more: Path, sums: Path, data: Path) -> dict[str, str]:
     ranked = [(name.replace("pretrained *", "pretrained (zero-shot)"), row) for name, row in ranked]
     ranked += [(name, row) for name, row in others.iterrows()]
     ranked.sort(key=lambda pair: -pair[1].ACC_mean)
-    results = [order_free.loc[name] for name in ORDER_FREE]
-    scores = [f"{per_cent(row.ACC_mean)} / {per_cent(row.BWT_mean, '+')}" for row in results]
     data_rows = with_data.drop(["pretrained", "individual"])
     return {
         "machine": wrapped(
@@ -99,13 +95,6 @@ def blocks(demo: Path, more: Path, sums: Path, data: Path) -> dict[str, str]:
         "readme": result_table(of_readme),
         "where": wrapped(f"`make demo`: eight image tasks, seed 42, {machine()}."),
         "demo": result_table([("individual models", single), *ranked]),
-        "order_free": "\n".join(
-            [
-                "| " + " | ".join(f"`{name}`" for name in ORDER_FREE) + " |",
-                "| " + " | ".join("---:" for _ in ORDER_FREE) + " |",
-                "| " + " | ".join(scores) + " |",
-            ]
-        ),
         "data": result_table(list(data_rows.iterrows())),
     }
 
@@ -161,10 +150,10 @@ def take_pictures(pages: dict[str, Path], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("demo", "more", "sums", "data", "run", "analysis"):
+    for name in ("demo", "more", "data", "run", "analysis"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
-    values = blocks(arguments.demo, arguments.more, arguments.sums, arguments.data)
+    values = blocks(arguments.demo, arguments.more, arguments.data)
     values["run"] = console(arguments.run)
     for name in PAGES:
         page = REPO / name

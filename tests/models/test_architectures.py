@@ -1,20 +1,15 @@
-"""The documentation's tables of architectures are those that their command writes."""
+"""The documentation's table of architectures is the one that its command writes."""
 
 import pytest
 from transformers import __version__
 
-from tests.models.architectures import BEGIN, MODELS, PAGES, cells, replaced
+from tests.models.architectures import BEGIN, END, MODELS, PAGE, cells, replaced
 
 
 @pytest.fixture
 def rows():
     """What the table on the page says, by family."""
-    table = (
-        PAGES["families"]
-        .read_text()
-        .partition(BEGIN.format("families"))[2]
-        .partition("<!-- end")[0]
-    )
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     _, _, *lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line]
     by_family = {}
     for families, *rest in lines:
@@ -34,8 +29,8 @@ def test_the_table_has_every_family(rows):
 
 
 def test_only_the_generated_part_is_replaced():
-    page = PAGES["pools"].read_text()
-    changed = replaced(page, "pools", "new")
+    page = PAGE.read_text()
+    changed = replaced(page, "new")
     assert changed != page
-    assert changed.split(BEGIN.format("pools"))[0] == page.split(BEGIN.format("pools"))[0]
-    assert changed.endswith(page.split("<!-- end of pools -->")[1])
+    assert changed.split(BEGIN)[0] == page.split(BEGIN)[0]
+    assert changed.endswith(page.split(END)[1])
