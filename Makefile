@@ -78,17 +78,14 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 figures: $(READY) demo
-	$(COMPARE) --evaluate diagonal --out $(FIGURES)/more \
-		--methods "nufilt, dop, sum, tsv_stream, nufilt/all_linear:$(RANKS), nufilt/all_linear:null_rank=128"
-	$(COMPARE) --evaluate diagonal --out $(FIGURES)/data --methods "sequential_finetuning, adamerging, \
-		adamerging:form=released, lora_wemoe, lora_wemoe:form=released, nufilt:$(RANKS)"
+	$(COMPARE) --evaluate diagonal --out $(FIGURES)/more --methods "nufilt, dop, sum, tsv_stream, \
+		nufilt/all_linear:$(RANKS), nufilt/all_linear:null_rank=128, sequential_finetuning, adamerging, lora_wemoe"
 	rm -rf $(FIGURES)/run $(FIGURES)/analysis
 	$(BIN)/fusion_bench method=nufilt modelpool=nufilt_demo method.null_rank=21 method.lora_rank=10 \
 		fabric.accelerator=cpu path.log_dir=$(FIGURES)/run > $(FIGURES)/terminal.txt
 	mv $(FIGURES)/terminal.txt $(FIGURES)/run
 	$(BIN)/nufilt analyze fabric.accelerator=cpu --out $(FIGURES)/analysis
-	$(BIN)/python tools/figures.py outputs/demo $(FIGURES)/more $(FIGURES)/data \
-		$(FIGURES)/run $(FIGURES)/analysis
+	$(BIN)/python tools/figures.py outputs/demo $(FIGURES)/more $(FIGURES)/run $(FIGURES)/analysis
 
 release: $(READY)
 	$(BIN)/python tools/release.py

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Write the demo's numbers and pictures into README and pages: ``make figures``.
 
-    python tools/figures.py DEMO MORE DATA RUN ANALYSIS
+    python tools/figures.py DEMO MORE RUN ANALYSIS
 
-DEMO, MORE and DATA are folders of `nufilt compare`, RUN is one of `fusion_bench` with its
+DEMO and MORE are folders of `nufilt compare`, RUN is one of `fusion_bench` with its
 output in terminal.txt, ANALYSIS one of `nufilt analyze`: made on this machine by the commands in
 the Makefile. A page has a number where it says ``<!-- figures: NAME -->``, up to ``<!-- end of
 figures -->``; pictures of the pages are taken by Chromium.
@@ -76,18 +76,16 @@ def result_table(rows: list[tuple[str, pd.Series]]) -> str:
     return "\n".join(lines)
 
 
-def blocks(demo: Path, more: Path, data: Path) -> dict[str, str]:
+def blocks(demo: Path, more: Path) -> dict[str, str]:
     """Return the text of each block."""
     rows = read_table(demo)
     others = read_table(more).drop(["pretrained", "individual"])
-    with_data = read_table(data)
     of_readme = [(label, rows.loc[name]) for name, label in README_ROWS.items()]
     single = rows.loc["individual"]
     ranked = [(f"{name} *", row) for name, row in rows.drop("individual").iterrows()]
     ranked = [(name.replace("pretrained *", "pretrained (zero-shot)"), row) for name, row in ranked]
     ranked += [(name, row) for name, row in others.iterrows()]
     ranked.sort(key=lambda pair: -pair[1].ACC_mean)
-    data_rows = with_data.drop(["pretrained", "individual"])
     return {
         "machine": wrapped(
             f"All on one machine: {machine()}, fusion-bench {version('fusion-bench')}."
@@ -95,7 +93,6 @@ def blocks(demo: Path, more: Path, data: Path) -> dict[str, str]:
         "readme": result_table(of_readme),
         "where": wrapped(f"`make demo`: eight image tasks, seed 42, {machine()}."),
         "demo": result_table([("individual models", single), *ranked]),
-        "data": result_table(list(data_rows.iterrows())),
     }
 
 
@@ -150,10 +147,10 @@ def take_pictures(pages: dict[str, Path], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("demo", "more", "data", "run", "analysis"):
+    for name in ("demo", "more", "run", "analysis"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
-    values = blocks(arguments.demo, arguments.more, arguments.data)
+    values = blocks(arguments.demo, arguments.more)
     values["run"] = console(arguments.run)
     for name in PAGES:
         page = REPO / name
