@@ -7,20 +7,14 @@ mean, for which the base must be given. What no adapter holds is refused.
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.absent_base import AbsentBase
-from fusion_bench_nufilt.models.adapters import (
-    EMBEDDING_A,
-    PREFIX,
-    TRAINED_ROWS,
-    LoraAdapter,
-    adapter_config,
-)
+from fusion_bench_nufilt.models.adapters import EMBEDDING_A, LoraAdapter, adapter_config
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import (
     ADAPTER_CONFIG,
@@ -30,6 +24,15 @@ from fusion_bench_nufilt.models.checkpoint import (
 )
 from fusion_bench_nufilt.models.layers import coverage
 from fusion_bench_nufilt.models.model import ModelWeights, complete_base
+from fusion_bench_nufilt.models.reader import (
+    ROWS,
+    WHOLE,
+    Place,
+    Reader,
+    module_of,
+    reader_of,
+    skeleton,
+)
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.files import Manifest
@@ -95,6 +98,7 @@ def plan_adapter(
     complete_base(architecture, draft.pretrained, adapters)
     draft.keep_heads(merged_manifest, rule="none")
     draft.select()
+    layers_of_model = draft.selection.layers
     selection = _adapted(draft.selection, models, first_step)
     views = {layer.name: layer.view for layer in selection.layers}
     covered = coverage(architecture.model, views, targets)
@@ -106,15 +110,20 @@ def plan_adapter(
         _refuse_full_layers(adapter, selection)
     method = draft.method(method_class, options, settings.seed)
     plan = draft.plan(opened, method, settings, merged_manifest, merged=merged_adapter, state=state)
-    saved = _saved_tensors(plan, models.sources_outside(targets, first_step))
-    keys = _keys_by_param(selection, adapters, saved)
+    tokens = _tokens_of_saved(plan, models.sources_outside(targets, first_step))
+    saved = {param: SavedTensor((), tokens[param]) for param in tokens}
+    plan = dataclasses.replace(plan, layers_of_model=layers_of_model, saved_tensors=saved)
+    ranks = _ranks(plan, adapters)
+    reader = reader_of(adapters, models.base, architecture)
+    if reader is None:
+        reader = _reader_by_names(plan, adapters, architecture, ranks)
+    config = _config(plan, adapters, absent_base.trained_on, reader, ranks)
+    keys, saved = _keys(reader.wrap(config), reader, ranks, plan.saved_tensors)
     plan = dataclasses.replace(plan, adapter_keys=keys, saved_tensors=saved)
-    ranks = _ranks(plan)
     plan = dataclasses.replace(
-        plan,
-        files=_files(plan, ranks),
-        small_files=_small_files(plan, adapters, absent_base.trained_on, ranks),
+        plan, files=_files(plan, ranks), small_files=_small_files(adapters, config)
     )
+    reader.check(plan.files[ADAPTER_WEIGHTS], [*keys, *saved])
     warnings = _check_tokenizers(plan)
     if max(ranks.values()) > _HIGHEST_RANK_OF_VLLM:
         warnings.append(
@@ -253,57 +262,132 @@ def _adapted(selection: Selection, models: _Models, first_step: int) -> Selectio
     return dataclasses.replace(selection, layers=layers, other_keys=other_keys)
 
 
-def _saved_tensors(plan: Plan, sources: Sequence[LoraAdapter]) -> dict[str, SavedTensor]:
-    """Return what the result holds in full, as the first adapter that does calls it.
+def _tokens_of_saved(
+    plan: Plan, sources: Sequence[LoraAdapter]
+) -> dict[str, tuple[int, ...] | None]:
+    """Return by param what the result holds in full, with the tokens whose rows these are, if it is
+    not all of it.
 
     Rows that were trained stay the rows of these tokens, unless an adapter changes others, too.
     """
-    saved = {}
+    tokens_by_param: dict[str, tuple[int, ...] | None] = {}
     for param in plan.other_keys:
         changing = [adapter for adapter in sources if param in adapter.params]
-        holding = [adapter for adapter in changing if param in adapter.keys]
-        if not holding:
+        if not any(param in adapter.keys for adapter in changing):
             continue
-        first = holding[0]
+        tokens_by_param[param] = None
         if all(param in adapter.trained_rows for adapter in changing):
             tokens: set[int] = set()
             for adapter in changing:
                 tokens.update(adapter.trained_rows[param])
-            saved[param] = SavedTensor(first.keys[param], tuple(sorted(tokens)))
-            continue
-        name = first.name_of(first.keys[param])
-        if param in first.trained_rows:
-            name = f"{name.removesuffix(TRAINED_ROWS)}.weight"
-        module, _, kind = name.rpartition(".")
-        # peft wraps a layer that has factors, and its bias with it.
-        if kind == "bias" and any(f"{module}.weight" in adapter.updates for adapter in sources):
-            name = f"{module}.base_layer.bias"
-        saved[param] = SavedTensor(PREFIX + name)
-    return saved
+            tokens_by_param[param] = tuple(sorted(tokens))
+    return tokens_by_param
 
 
-def _keys_by_param(
-    selection: Selection, adapters: Sequence[LoraAdapter], saved: Collection[str]
-) -> dict[str, FactorKeys]:
-    """Return the keys of A and B of each tensor that is changed and not ``saved`` in full, as the
-    first adapter has them.
+def _reader_by_names(
+    plan: Plan,
+    adapters: Sequence[LoraAdapter],
+    architecture: Architecture,
+    ranks: Mapping[str, int],
+) -> Reader:
+    """Return what reads an adapter for a base of a class that is not known: the modules that the
+    names tell.
     """
-    keys: dict[str, FactorKeys] = {}
-    for param in (*(layer.param for layer in selection.layers), *selection.other_keys):
+    shapes: dict[str, tuple[int, ...]] = {}
+    embeddings = set()
+    names = dict.fromkeys([*ranks, *plan.saved_tensors])
+    for param in names:
+        shapes[param] = plan.pretrained.params[param]
         for adapter in adapters:
-            if param in adapter.updates and param not in saved:
-                update = adapter.updates[param]
-                of_update = FactorKeys(update.key_a, update.key_b, update.of_embedding)
-                keys.setdefault(param, of_update)
-    return keys
+            is_update = param in adapter.updates and adapter.updates[param].of_embedding
+            if is_update or param in adapter.trained_rows:
+                embeddings.add(param)
+        parts = param.split(".")
+        for start in range(1, len(parts)):
+            shorter = ".".join(parts[start:])
+            if shorter in names:
+                raise ValueError(
+                    f"the adapters change '{shorter}' and '{param}', which may be one layer in two "
+                    "classes of the model: --base FOLDER names a base whose config.json tells"
+                )
+    return Reader(skeleton(shapes, embeddings), architecture)
 
 
-def _ranks(plan: Plan) -> dict[str, int]:
+def _config(
+    plan: Plan,
+    adapters: Sequence[LoraAdapter],
+    base_name: str | None,
+    reader: Reader,
+    ranks: Mapping[str, int],
+) -> dict[str, Any]:
+    """Return the configuration of the result."""
+    modules = {module_of(reader.name(param)): rank for param, rank in ranks.items()}
+    configs = [adapter.checkpoint.adapter_config for adapter in adapters]
+    content = adapter_config(configs, base_name, modules, reader.class_of_model)
+    saved_modules: dict[str, None] = {}
+    tokens_by_module = {}
+    in_full = [*ranks]
+    for param, saved in plan.saved_tensors.items():
+        name = reader.name(param)
+        if saved.tokens is not None:
+            tokens_by_module[module_of(name)] = list(saved.tokens)
+        elif name.endswith(".bias") and not any(
+            param in adapter.trained_params for adapter in adapters
+        ):
+            content["bias"] = "all"
+        else:
+            saved_modules[module_of(name)] = None
+            in_full.append(param)
+    if saved_modules:
+        content["modules_to_save"] = list(saved_modules)
+    if tokens_by_module:
+        content["trainable_token_indices"] = tokens_by_module
+    # Rows of tokens are those of all names by themselves.
+    if any(len(reader.names[param]) > 1 for param in in_full):
+        content["ensure_weight_tying"] = True
+    return content
+
+
+def _keys(
+    places: Mapping[str, Place],
+    reader: Reader,
+    ranks: Mapping[str, int],
+    saved: Mapping[str, SavedTensor],
+) -> tuple[dict[str, list[FactorKeys]], dict[str, SavedTensor]]:
+    """Return the keys of what has factors in the result, and of what it holds in full, given what
+    an adapter of its configuration has.
+    """
+    keys_by_name: dict[str, dict[str, str]] = {}
+    for key, place in places.items():
+        keys_by_name.setdefault(place.name, {})[place.part] = key
+    factor_keys: dict[str, list[FactorKeys]] = {}
+    saved_keys: dict[str, SavedTensor] = {}
+    for name, keys in keys_by_name.items():
+        param = reader.param(name)
+        if param in ranks and "A" in keys:
+            of_embedding = keys["A"].endswith(EMBEDDING_A)
+            pair = FactorKeys(keys["A"], keys["B"], of_embedding)
+            factor_keys.setdefault(param, []).append(pair)
+        elif param in saved:
+            tokens = saved[param].tokens
+            key = keys[WHOLE if tokens is None else ROWS]
+            earlier = saved_keys.get(param, SavedTensor(()))
+            saved_keys[param] = SavedTensor((*earlier.keys, key), tokens)
+        # With some biases, peft saves all tensors of such a name.
+        elif "bias" not in name:
+            reader.refuse(f"it would have '{name}' as well")
+    for param in (*ranks, *saved):
+        if param not in factor_keys and param not in saved_keys:
+            reader.refuse(f"it would not have '{param}' by itself")
+    return factor_keys, saved_keys
+
+
+def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
     """Return the rank of each tensor in the result that has factors, by param."""
     ranks = {}
     kept = KeptStateOfAdapter(plan)
     for layer in plan.layers:
-        if layer.param in plan.adapter_keys:
+        if any(layer.param in adapter.updates for adapter in adapters):
             ranks[layer.param] = min(kept.shape_in_basis(layer))
     for param in plan.other_keys:
         if param not in plan.saved_tensors:
@@ -320,20 +404,20 @@ def _files(plan: Plan, ranks: Mapping[str, int]) -> Files:
     shapes: dict[str, tuple[int, ...]] = {}
     views = {layer.param: layer.view for layer in plan.layers}
     for param, rank in ranks.items():
-        keys = plan.adapter_keys[param]
-        if param in views:
-            d_o, d_i = views[param].shape
-        else:
-            d_o, d_i = plan.pretrained.params[param]
-        if keys.of_embedding:
-            d_o, d_i = d_i, d_o
-        shapes[keys.a] = (rank, d_i)
-        shapes[keys.b] = (d_o, rank)
+        for keys in plan.adapter_keys.get(param, ()):
+            if param in views:
+                d_o, d_i = views[param].shape
+            else:
+                d_o, d_i = plan.pretrained.params[param]
+            if keys.of_embedding:
+                d_o, d_i = d_i, d_o
+            shapes[keys.a] = (rank, d_i)
+            shapes[keys.b] = (d_o, rank)
     for param, saved in plan.saved_tensors.items():
         shape = plan.pretrained.params[param]
         if saved.tokens is not None:
             shape = (len(saved.tokens), *shape[1:])
-        shapes[saved.key] = shape
+        shapes |= dict.fromkeys(saved.keys, shape)
     dtype = DTYPES.get(plan.settings.dtype, "F32")
     tensors = {}
     for key, shape in shapes.items():
@@ -341,31 +425,9 @@ def _files(plan: Plan, ranks: Mapping[str, int]) -> Files:
     return {ADAPTER_WEIGHTS: tensors}
 
 
-def _small_files(
-    plan: Plan, adapters: Sequence[LoraAdapter], base_name: str | None, ranks: Mapping[str, int]
-) -> dict[str, bytes]:
+def _small_files(adapters: Sequence[LoraAdapter], config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the configuration of the result, and the tokenizer of the first adapter with one."""
-    ranks_by_module = {}
-    for param, rank in ranks.items():
-        module = plan.adapter_keys[param].a.removeprefix(PREFIX).removesuffix(EMBEDDING_A)
-        ranks_by_module[module.removesuffix(".lora_A.weight")] = rank
-    configs = [adapter.checkpoint.adapter_config for adapter in adapters]
-    content = adapter_config(configs, base_name, ranks_by_module)
-    modules: dict[str, None] = {}
-    tokens_by_module = {}
-    for param, saved in plan.saved_tensors.items():
-        name = saved.key.removeprefix(PREFIX)
-        if saved.tokens is not None:
-            tokens_by_module[name.removesuffix(TRAINED_ROWS)] = list(saved.tokens)
-        elif any(param in adapter.trained_params for adapter in adapters):
-            modules[name.rpartition(".")[0]] = None
-        elif name.endswith(".bias"):
-            content["bias"] = "all"
-    if modules:
-        content["modules_to_save"] = list(modules)
-    if tokens_by_module:
-        content["trainable_token_indices"] = tokens_by_module
-    files = {ADAPTER_CONFIG: (json.dumps(content, indent=2) + "\n").encode()}
+    files = {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
     for adapter in adapters:
         tokenizer = adapter.checkpoint.small_files(TOKENIZER_FILES)
         if tokenizer:

@@ -227,12 +227,14 @@ def _write_saved(plan: Plan, param: str, output: Output | _NoOutput) -> None:
     if saved.tokens is not None:
         width = tensor.numel // tensor.info.shape[0]
         parts = [(token * width, (token + 1) * width) for token in saved.tokens]
-    writer = _Writer(output, plan.places[saved.key])
+    writers = {key: _Writer(output, plan.places[key]) for key in saved.keys}
     for first, end in parts:
         for start, stop in _bounds(first, end, tensor.piece_length):
             value = tensor.piece(start, stop)
-            writer.write(_rounded(value, saved.key, FLOATS[writer.place.dtype]))
-    record: Record = {"param": param, "written": [writer.entry()], "read": {}, "reports": []}
+            for key, writer in writers.items():
+                writer.write(_rounded(value, key, FLOATS[writer.place.dtype]))
+    entries = [writer.entry() for writer in writers.values()]
+    record: Record = {"param": param, "written": entries, "read": {}, "reports": []}
     record["read"] = digests.by_role()
     output.record(record)
 

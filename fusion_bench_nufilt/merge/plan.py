@@ -112,9 +112,11 @@ class FactorKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What an adapter holds in full of a tensor outside the merged layers."""
+    """What an adapter holds in full of a tensor outside the merged layers, once for each of the
+    names that it is tied to.
+    """
 
-    key: str
+    keys: tuple[str, ...]
     tokens: tuple[int, ...] | None = None  # whose rows these are, of an embedding; else all of it
 
 
@@ -138,8 +140,11 @@ class Plan(Selection):
     small_files: dict[str, bytes] = field(default_factory=dict)
     files: Files = field(default_factory=dict)  # the tensors in each file of the result
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
-    #: Of an adapter, the keys of each tensor that it changes by factors, by param.
-    adapter_keys: dict[str, FactorKeys] = field(default_factory=dict)
+    #: Of an adapter, the keys of each tensor that it changes by factors, by param; one that is tied
+    #: is there under each of its names.
+    adapter_keys: dict[str, list[FactorKeys]] = field(default_factory=dict)
+    #: All layers of the model that an adapter is for, of which it may change a part.
+    layers_of_model: list[Layer] = field(default_factory=list)
     #: Of an adapter, what it holds in full, by param.
     saved_tensors: dict[str, SavedTensor] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)  # of the checks

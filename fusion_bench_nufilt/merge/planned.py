@@ -456,8 +456,12 @@ def factors_by_key(plan: Plan, param: str, update: LowRank, record: Record) -> d
     """Return A and B of an update in an adapter, by their keys in it, in the rank that it has
     there; note the energies of what stays and of the whole.
     """
-    keys = plan.adapter_keys[param]
-    factors, record["energy"] = best_factors(update, plan.places[keys.a].shape[0])
-    if keys.of_embedding:
-        return {keys.a: factors.left.mT, keys.b: factors.right.mT}
-    return {keys.a: factors.right, keys.b: factors.left}
+    keys_of_names = plan.adapter_keys[param]
+    rank = plan.places[keys_of_names[0].a].shape[0]
+    factors, record["energy"] = best_factors(update, rank)
+    values = {}
+    for keys in keys_of_names:
+        values[keys.a], values[keys.b] = factors.right, factors.left
+        if keys.of_embedding:
+            values[keys.a], values[keys.b] = factors.left.mT, factors.right.mT
+    return values

@@ -39,9 +39,10 @@ def measure_strengths(
 
     So many workers measure a layer each at a time, on devices of one kind.
     """
+    layers = plan.layers_of_model or plan.layers
     strengths = []
     for task in plan.tasks:
-        strengths.append(strength_of(plan.pretrained, plan.layers, task, devices, workers, reserve))
+        strengths.append(strength_of(plan.pretrained, layers, task, devices, workers, reserve))
     return strengths
 
 
@@ -60,6 +61,8 @@ def strength_of(
     pool = DevicePool(devices)
 
     def measure(layer: Layer, by: Measure) -> Spectrum | None:
+        if layer.param not in task.params:
+            return None
         with reserve(layer), pool.free() as device:
             try:
                 return _spectrum_of(base, task, layer, device, by)
@@ -77,10 +80,8 @@ def strength_of(
 @torch.no_grad()
 def _spectrum_of(
     base: ModelWeights, task: ModelWeights, layer: Layer, device: torch.device, measure: Measure
-) -> Spectrum | None:
-    """Return the spectrum of what a task changed in a layer, or None if it does not have it."""
-    if layer.param not in task.params:
-        return None
+) -> Spectrum:
+    """Return the spectrum of what a task changed in a layer."""
     if task.rank_of(layer.param) is not None:
         factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
         # Factors have not been rounded to the digits of a whole weight.

@@ -9,7 +9,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,14 @@ class LoraAdapter(ModelWeights):
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths
         self.saved_experts: dict[str, ExpertRows] = {}  # places in whole stacks
         self.trained_rows: dict[str, dict[int, int]] = {}  # the stored place of each trained row
+        self.rows_of_embedding: list[str] = []  # further weights that get the embedding's rows
         self.trained_params: set[str] = set()  # of modules in modules_to_save
         # Whether a layer is stored transposed, as (d_i, d_o).
         self._transposed = {param for param, view in architecture.views.items() if view.transposed}
         self._last_factors = _LastFactors()
         _check_config(checkpoint, architecture)
         _check_alone(checkpoint)
+        self._prefix = _prefix_in(checkpoint, architecture)
         super().__init__(checkpoint, architecture)
 
     # Which tensors there are
@@ -105,7 +107,7 @@ class LoraAdapter(ModelWeights):
             is_second_copy = _SAVED in key and key.replace(_SAVED, ".") in tensors
             if _ORIGINAL in key or is_second_copy:  # the former is of the base
                 continue
-            name = self.name_of(key)
+            name = self._prefix + self.name_of(key)
             suffix_of_a = EMBEDDING_A if name.endswith(EMBEDDING_A) else ".lora_A.weight"
             module, is_a, _ = name.partition(suffix_of_a)
             partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
@@ -282,12 +284,20 @@ class LoraAdapter(ModelWeights):
                     continue
                 if name in self.trained_rows and name != architecture.embedding:
                     continue
-                for other in set(names) - self.keys.keys() - self.updates.keys():
-                    self.keys[other] = self.keys[name]
-                    self.params[other] = self.params[name]
-                    if name in self.trained_rows:
-                        self.trained_rows[other] = self.trained_rows[name]
-                        self.matched_rows[other] = self.matched_rows[name]
+                self._share_tensor(name, names)
+        # It has these rows in all that the class ties to the embedding, two weights or not.
+        embedding = architecture.embedding
+        for other in architecture.tied_by_class(embedding):
+            if embedding in self.trained_rows and other not in self.params:
+                self._share_tensor(embedding, [other])
+                self.rows_of_embedding.append(other)
+
+    def _share_tensor(self, stored: str, names: Iterable[str]) -> None:
+        for name in set(names) - self.params.keys():
+            super()._share_tensor(stored, [name])
+            if stored in self.trained_rows:
+                self.trained_rows[name] = self.trained_rows[stored]
+                self.matched_rows[name] = self.matched_rows[stored]
 
     def _refuse_named(self, unknown: Sequence[str]) -> None:
         """Refuse tensors whose names have the adapter's own, and say how it is taken out."""
@@ -530,17 +540,25 @@ class LoraAdapter(ModelWeights):
         raise ValueError(f"{adapter} is for another base: {lacks}")
 
     def check_base(self, base: Source) -> list[str]:
+        warnings = []
+        if self.rows_of_embedding:
+            others = format_names(self.rows_of_embedding)
+            warnings.append(
+                f"adapter '{self.source.name}' trained rows of the embedding, which peft also puts "
+                f"into {others}, as do we: the model's class ties the two, and its files do not"
+            )
         trained_on = self.checkpoint.adapter_config.get("base_model_name_or_path")
         if not trained_on:
-            return []
+            return warnings
         # A local folder may be called anything, and its config.json may still have the hub's name.
         given = [base.name, base.label, base.config.get("_name_or_path")]
         names = {base_name_key(name) for name in given if isinstance(name, str)}
         if base_name_key(trained_on) in names:
-            return []
+            return warnings
         return [
+            *warnings,
             f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the base "
-            f"given is '{base.name}': make sure that these are the same model"
+            f"given is '{base.name}': make sure that these are the same model",
         ]
 
     def check_outside(
@@ -703,6 +721,19 @@ def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
         )
 
 
+def _prefix_in(checkpoint: Checkpoint, architecture: Architecture) -> str:
+    """Return what comes before an adapter's names in those of the base, of which the model that it
+    is for may be a part.
+    """
+    auto_mapping = checkpoint.adapter_config.get("auto_mapping") or {}
+    prefix = architecture.prefix_of(str(auto_mapping.get("base_model_class")))
+    for key in checkpoint.tensors:
+        module, is_a, _ = key.removeprefix(PREFIX).partition(".lora_A.weight")
+        if is_a and architecture.has(f"{module}.weight"):
+            return ""
+    return prefix
+
+
 def _check_alone(checkpoint: Checkpoint) -> None:
     """Refuse an adapter beside which there are other weights, such as a projector that was trained
     with it: they would be left out.
@@ -742,10 +773,13 @@ def _with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
 
 
 def adapter_config(
-    configs: Sequence[Mapping[str, Any]], base_name: str | None, ranks: Mapping[str, int]
+    configs: Sequence[Mapping[str, Any]],
+    base_name: str | None,
+    ranks: Mapping[str, int],
+    class_of_model: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """Return the adapter_config.json of an adapter of scaling 1, given those that it was merged
-    from and the rank of each module.
+    from, the rank of each module, and what peft notes of the class that it is for.
 
     The highest rank is the one that every server looks at; it also is lora_alpha, so that one which
     does not know patterns scales by 1, too.
@@ -754,7 +788,8 @@ def adapter_config(
     lower = {module: rank for module, rank in ranks.items() if rank < highest}
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": configs[0].get("task_type"),
+        "task_type": None,
+        "auto_mapping": class_of_model,
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "r": highest,
@@ -769,7 +804,10 @@ def adapter_config(
         "use_dora": False,
         "modules_to_save": None,
     }
-    for field in ("auto_mapping", "revision"):
+    fields = ["task_type", "revision"]
+    if class_of_model is None:
+        fields.append("auto_mapping")
+    for field in fields:
         values = [each.get(field) for each in configs]
         if all(value == values[0] for value in values):
             config[field] = values[0]

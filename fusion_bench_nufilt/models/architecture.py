@@ -84,6 +84,11 @@ class Architecture:
         for name, parameter in loaded.named_parameters():
             if parameter.ndim == 3:
                 self._stacks[name] = tuple(parameter.shape)
+        # Where the model has parts that are models by themselves, by the names of their classes.
+        self._paths_of_parts: dict[str, str] = {}
+        for path, module in loaded.named_modules():
+            if hasattr(module, "base_model_prefix"):
+                self._paths_of_parts.setdefault(type(module).__name__, path)
         self.backbone = getattr(self.model, "base_model_prefix", "")
         self.embedding, self.head, self._tables = _token_tables(self.model)
         # By the name of what transformers 5 ties, that of what it is tied to.
@@ -141,6 +146,15 @@ class Architecture:
         name = self.naming.name(key)
         return name, f"{self.backbone}.{name}", name.removeprefix(f"{self.backbone}.")
 
+    def prefix_of(self, class_name: str) -> str:
+        """Return what comes before a name in a part of the model that is of a class."""
+        path = self._paths_of_parts.get(class_name)
+        return f"{path}." if path else ""
+
+    def has(self, key: str) -> bool:
+        """Tell whether a tensor that a checkpoint stores under ``key`` is one of the model's."""
+        return self.model_name(key) in self._params
+
     def untied_name(self, key: str) -> str:
         """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
         it is tied to.
@@ -194,6 +208,12 @@ class Architecture:
         for name in chain(*self.shared):
             names[self._params[name]].append(name)
         return list(names.values())
+
+    def tied_by_class(self, name: str) -> list[str]:
+        """Return the names that the model's class ties to a weight, whether it is one with theirs
+        in this model or not.
+        """
+        return [tied for tied, source in self._sources.items() if source == name]
 
     def may_untie(self, config: Mapping[str, Any]) -> bool:
         """Tell whether a configuration that ties the head to the embedding may say from now on that

@@ -1,0 +1,228 @@
+"""peft reads a merged adapter, on the class that it is for, as the update that was merged."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    __version__,
+)
+
+from fusion_bench_nufilt.merge import merge_folders
+from tests.merge.helpers import change_json, merge, plan
+from tests.tiny_models import SMALL, T5, build, clip, full_clip, llama, llava
+
+SUM = {"method": "sum", "scale": 1.0}
+MEAN = {"target_modules": "all-linear", "other_params": "mean", **SUM}
+modern = pytest.mark.skipif(__version__ < "5", reason="transformers 4 has the old names")
+
+
+def vit():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = ViTConfig(**sizes, num_attention_heads=2, image_size=32, patch_size=16)
+    return build(ViTForImageClassification, config, 0)
+
+
+def biased_llama():
+    config = LlamaConfig(**SMALL, vocab_size=50, attention_bias=True, tie_word_embeddings=False)
+    return build(LlamaForCausalLM, config, 0)
+
+
+def save_base(folder, model):
+    model.double().save_pretrained(folder / "base")
+    return type(model)
+
+
+def save_adapter(folder, kind, seed=1, rename=str, **config):
+    """Save a random adapter of a class, whose keys may be renamed."""
+    base = kind.from_pretrained(folder / "base", dtype=torch.float64)
+    model = get_peft_model(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **config}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    target = folder / f"adapter{seed}"
+    model.save_pretrained(target)
+    path = target / "adapter_model.safetensors"
+    save_file({rename(key): value for key, value in load_file(path).items()}, path)
+    return target.name
+
+
+def answers(model, inputs):
+    model.eval()
+    with torch.no_grad():
+        result = model(**inputs)
+    return getattr(result, "logits", result[0])
+
+
+def assert_read_as_merged(folder, kind, inputs, adapters, options=MEAN):
+    """The adapter on its base answers as the base into which the same is merged, and that of one
+    adapter as this one.
+    """
+    name = "_".join(adapters)
+    merge(folder, adapters, f"{name}_whole", **options)
+    options = {**options, "base": "base", "settings": {"adapter": True}}
+    out = merge(folder, adapters, f"{name}_out", **options)
+    expected = answers(kind.from_pretrained(folder / f"{name}_whole", dtype=torch.float64), inputs)
+    assert_answers(folder, kind, inputs, out, expected)
+    if len(adapters) == 1:
+        assert_answers(folder, kind, inputs, folder / name, expected)
+    return out
+
+
+def assert_answers(folder, kind, inputs, adapter, expected):
+    base = kind.from_pretrained(folder / "base", dtype=torch.float64)
+    before = answers(base, inputs)
+    found = answers(PeftModel.from_pretrained(base, adapter), inputs)
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def pixels(size=32):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1, 3, size, size, generator=generator, dtype=torch.float64)
+    return {"pixel_values": values}
+
+
+TEXT = {"input_ids": torch.arange(20)[None]}
+OLD_NAMES = {
+    "CLIP": (clip, None, lambda key: key.replace("model.encoder", "model.vision_model.encoder")),
+    "ViT": (
+        vit,
+        pixels(),
+        lambda key: key.replace("layers.", "encoder.layer.").replace(
+            "attention.q_proj", "attention.attention.query"
+        ),
+    ),
+    "LLaVA": (
+        llava,
+        TEXT,
+        lambda key: key.replace("model.language_model", "language_model.model"),
+    ),
+}
+
+
+@modern
+@pytest.mark.parametrize("family", OLD_NAMES)
+def test_names_of_before_and_of_today_are_those_of_the_class(tmp_path, family):
+    make, inputs, rename = OLD_NAMES[family]
+    kind = save_base(tmp_path, make())
+    inputs = inputs or pixels(kind.from_pretrained(tmp_path / "base").config.image_size)
+    names = [
+        save_adapter(tmp_path, kind, 1, rename),
+        save_adapter(tmp_path, kind, 2),
+        save_adapter(tmp_path, kind, 3, rename),
+    ]
+    assert_read_as_merged(tmp_path, kind, inputs, names[:2])
+    assert_read_as_merged(tmp_path, kind, inputs, names[::2])
+
+
+def test_adapters_of_two_classes_are_one_for_the_class_of_the_base(tmp_path):
+    kind = save_base(tmp_path, llama())
+    names = [save_adapter(tmp_path, LlamaModel, 1), save_adapter(tmp_path, kind, 2)]
+    out = assert_read_as_merged(tmp_path, kind, TEXT, names)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["auto_mapping"]["base_model_class"] == "LlamaForCausalLM"
+    # And those of one class stay for it.
+    assert_read_as_merged(tmp_path, LlamaModel, TEXT, names[:1])
+
+
+def test_a_layer_that_the_class_of_the_base_lacks_is_named(tmp_path):
+    model = llama(tie_word_embeddings=False)
+    save_base(tmp_path, model)
+    config = tmp_path / "base" / "config.json"
+    first = save_adapter(tmp_path, LlamaForCausalLM, 1, target_modules=["q_proj", "lm_head"])
+    second = save_adapter(tmp_path, LlamaModel, 2)
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "architectures": ["LlamaModel"]}))
+    with pytest.raises(ValueError, match="lm_head"):
+        plan(tmp_path, [first, second], settings={"adapter": True}, **MEAN)
+
+
+def test_without_a_config_two_names_of_one_layer_are_refused(tmp_path):
+    kind = save_base(tmp_path, llama())
+    names = [save_adapter(tmp_path, LlamaModel, 1), save_adapter(tmp_path, kind, 2)]
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"'layers\.0.*' and 'model\.layers\.0.*may be one layer"):
+        plan(tmp_path, names, settings={"adapter": True}, **MEAN)
+
+
+TIED = {
+    "LoRA of the embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "LoRA of the head": {"target_modules": ["q_proj", "lm_head"]},
+    "saved embedding": {"modules_to_save": ["embed_tokens"]},
+    "saved head": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("what", TIED)
+def test_a_tie_that_adapters_keep_is_in_their_merge(tmp_path, what):
+    kind = save_base(tmp_path, llama())
+    names = []
+    for seed in (1, 2):
+        names.append(save_adapter(tmp_path, kind, seed, ensure_weight_tying=True, **TIED[what]))
+    assert_read_as_merged(tmp_path, kind, TEXT, names)
+    assert_read_as_merged(tmp_path, kind, TEXT, names[:1])
+
+
+def test_a_saved_bias_of_a_layer_that_another_adapter_changes_is_read(tmp_path):
+    kind = save_base(tmp_path, biased_llama())
+    names = [
+        save_adapter(tmp_path, kind, 1, target_modules=["q_proj"], bias="all"),
+        save_adapter(tmp_path, kind, 2, target_modules=["q_proj", "k_proj"]),
+    ]
+    assert_read_as_merged(tmp_path, kind, TEXT, names, {**MEAN, "other_params": "first"})
+
+
+def test_the_strength_is_that_of_the_whole_model(tmp_path):
+    """Most of whose layers are left alone here, and are larger."""
+    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 4}, vocab_size=50, num_key_value_heads=1)
+    kind = save_base(tmp_path, build(LlamaForCausalLM, config, 0))
+    names = []
+    for seed in (1, 2):
+        names.append(save_adapter(tmp_path, kind, seed, r=4, target_modules=["k_proj"]))
+    best = {"method": "best", "target_modules": "all-linear", "other_params": "mean"}
+    assert_read_as_merged(tmp_path, kind, TEXT, names, best)
+
+
+def test_rows_of_tokens_are_in_a_head_that_transformers_ties(tmp_path):
+    config = T5Config(**T5, decoder_start_token_id=0, tie_word_embeddings=False)
+    kind = save_base(tmp_path, build(T5ForConditionalGeneration, config, 0))
+    change_json(tmp_path / "base" / "config.json", tie_word_embeddings=False)
+    path = tmp_path / "base" / "model.safetensors"
+    state = load_file(path)
+    save_file({**state, "lm_head.weight": state["shared.weight"] * 1.1}, path, {"format": "pt"})
+    options = {"target_modules": ["q"], "trainable_token_indices": {"shared": [3, 7]}}
+    names = [save_adapter(tmp_path, kind, seed, **options) for seed in (1, 2)]
+    inputs = {**TEXT, "decoder_input_ids": TEXT["input_ids"]}
+    planned = plan(tmp_path, names[:1], **MEAN)
+    is_tied = __version__ >= "5"
+    assert any("also puts into 'lm_head.weight'" in line for line in planned.warnings) == is_tied
+    merge_folders(planned, tmp_path / "whole")
+    whole = kind.from_pretrained(tmp_path / "whole", dtype=torch.float64)
+    assert_answers(tmp_path, kind, inputs, tmp_path / names[0], answers(whole, inputs))
+    if is_tied:
+        with pytest.raises(ValueError, match=r"would not have 'lm_head\.weight' by itself"):
+            plan(tmp_path, names, base="base", settings={"adapter": True}, **MEAN)
+
+
+@modern
+def test_an_adapter_of_a_tower_is_merged_on_the_model_that_has_it(tmp_path):
+    save_base(tmp_path, full_clip())
+    kind = type(AutoModel.from_pretrained(tmp_path / "base").vision_model)
+    names = [save_adapter(tmp_path, kind, seed) for seed in (1, 2)]
+    config = kind.from_pretrained(tmp_path / "base").config
+    out = assert_read_as_merged(tmp_path, kind, pixels(config.image_size), names)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["auto_mapping"]["base_model_class"] == kind.__name__
