@@ -14,7 +14,12 @@ from typing import Any
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.absent_base import AbsentBase
-from fusion_bench_nufilt.models.adapters import EMBEDDING_A, LoraAdapter, adapter_config
+from fusion_bench_nufilt.models.adapters import (
+    EMBEDDING_A,
+    LoraAdapter,
+    adapter_config,
+    refuse_adapter_of_others,
+)
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import (
     ADAPTER_CONFIG,
@@ -141,6 +146,7 @@ def plan_adapter(
 def _open_adapter(name: str) -> Checkpoint:
     checkpoint = Checkpoint.open(name)
     if not is_adapter(checkpoint.folder):
+        refuse_adapter_of_others(checkpoint)
         raise ValueError(
             f"'{name}' is a whole model, and --adapter merges adapters alone: leave it out, and "
             "name the base with --base"

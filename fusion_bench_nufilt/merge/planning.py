@@ -214,11 +214,12 @@ def _open(role: str, name: str, advice: str) -> Checkpoint:
 def _open_task(name: str, architecture: Architecture, coefficient: float) -> ModelWeights:
     checkpoint = Checkpoint.open(name)
     task: ModelWeights
-    if is_adapter(checkpoint.folder):
-        from fusion_bench_nufilt.models.adapters import LoraAdapter
+    from fusion_bench_nufilt.models.adapters import LoraAdapter, refuse_adapter_of_others
 
+    if is_adapter(checkpoint.folder):
         task = LoraAdapter(checkpoint, architecture)
     else:
+        refuse_adapter_of_others(checkpoint)
         task = ModelWeights(checkpoint, architecture)
     task.coefficient = coefficient
     return task

@@ -114,10 +114,11 @@ def _cached_config(name: str) -> Path | None:
 
 
 def _adapted(adapters: Sequence[Checkpoint]) -> dict[str, TensorInfo]:
-    """Return the weights that adapters change, by their names in the model."""
+    """Return the weights that adapters change, by their names in the model, as those of linear
+    layers: where the model has others, such as GPT-2, factors are the same.
+    """
     tensors: dict[str, TensorInfo] = {}
     for adapter in adapters:
-        is_transposed = bool(adapter.adapter_config.get("fan_in_fan_out"))
         for key, info in adapter.tensors.items():
             name = key.removeprefix(PREFIX)
             for suffix in (".lora_A.weight", ".lora_embedding_A"):
@@ -128,7 +129,7 @@ def _adapted(adapters: Sequence[Checkpoint]) -> dict[str, TensorInfo]:
                 d_i = info.shape[1]
                 d_o = adapter.tensors[partner].shape[0]
                 shape = (d_o, d_i)
-                if is_transposed or suffix != ".lora_A.weight":
+                if suffix != ".lora_A.weight":  # of an embedding, which is never read
                     shape = (d_i, d_o)
                 tensors.setdefault(f"{module}.weight", _described(shape))
     return tensors

@@ -100,12 +100,13 @@ class LoraAdapter(ModelWeights):
         tensors = self.source.tensors
         if not tensors:
             raise ValueError(f"adapter '{self.source.name}' has no tensors: {_SAVE_AGAIN}")
-        self.source.check_not_empty(tensors)
+        # Those of ZeRO-3 may stand where peft takes nothing from an adapter.
+        self.source.check_not_empty(key for key in tensors if not _is_of_base(key))
         unknown = []
         modules_of_experts = {}  # by the key of A
         for key, info in tensors.items():
             is_second_copy = _SAVED in key and key.replace(_SAVED, ".") in tensors
-            if _ORIGINAL in key or is_second_copy:  # the former is of the base
+            if _is_of_base(key) or is_second_copy:
                 continue
             name = self._prefix + self.name_of(key)
             suffix_of_a = EMBEDDING_A if name.endswith(EMBEDDING_A) else ".lora_A.weight"
@@ -130,8 +131,6 @@ class LoraAdapter(ModelWeights):
             elif self.config.get("use_dora") and name.endswith(_MAGNITUDE):
                 param = architecture.untied_name(name.removesuffix(_MAGNITUDE) + ".weight")
                 self.magnitudes[param] = key
-            elif ".base_layer." in name:
-                continue  # the base's own, which peft saves with an adapted embedding or head
             elif ".lora_" not in name:
                 self._add_saved(architecture, name, key)
             elif partner == key:
@@ -471,7 +470,7 @@ class LoraAdapter(ModelWeights):
         return _dora(theta_0[None], of_row, lengths[row : row + 1])[0]
 
     def name_of(self, key: str) -> str:
-        name = key.removeprefix(PREFIX).replace(_SAVED, ".")
+        name = _without_prefix(key).replace(_SAVED, ".")
         return name.replace(".base_layer.bias", ".bias")  # of trained biases
 
     def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -672,6 +671,21 @@ _WITHOUT_WEIGHTS = (
 _REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+def _without_prefix(key: str) -> str:
+    """Return the name in the model of what an adapter has under a key."""
+    while key.startswith(PREFIX):  # more than once, where peft wrapped what it had wrapped
+        key = key.removeprefix(PREFIX)
+    return key
+
+
+def _is_of_base(key: str) -> bool:
+    """Tell whether a tensor is the base's own, which peft saves with an adapted embedding or head,
+    or with the wrapper of a module.
+    """
+    is_own = ".base_layer." in key and ".lora_" not in key and not key.endswith(".bias")
+    return is_own or _ORIGINAL in key
+
+
 def _is_found(module: str, ends: Sequence[str]) -> bool:
     """Tell whether peft finds a module to train in full, or some rows of it, by one of some ends of
     its path, which need not begin at a dot: ``head`` is the end of ``lm_head``.
@@ -728,7 +742,7 @@ def _prefix_in(checkpoint: Checkpoint, architecture: Architecture) -> str:
     auto_mapping = checkpoint.adapter_config.get("auto_mapping") or {}
     prefix = architecture.prefix_of(str(auto_mapping.get("base_model_class")))
     for key in checkpoint.tensors:
-        module, is_a, _ = key.removeprefix(PREFIX).partition(".lora_A.weight")
+        module, is_a, _ = _without_prefix(key).partition(".lora_A.weight")
         if is_a and architecture.has(f"{module}.weight"):
             return ""
     return prefix
@@ -812,6 +826,20 @@ def adapter_config(
         if all(value == values[0] for value in values):
             config[field] = values[0]
     return config
+
+
+# How keys of mlx-lm end, and those of kohya and diffusers.
+_OF_OTHERS = re.compile(r"\.lora_[ab]|\.lora[._](up|down)\.weight")
+
+
+def refuse_adapter_of_others(checkpoint: Checkpoint) -> None:
+    """Refuse what is no whole model, and no adapter that peft would read."""
+    for key in checkpoint.tensors:
+        if _OF_OTHERS.search(key):
+            raise ValueError(
+                f"'{checkpoint.name}' is an adapter that is not peft's ('{key}'): merge it into "
+                "its base with the program that trained it, and give that folder"
+            )
 
 
 def base_name_key(model: str) -> str:

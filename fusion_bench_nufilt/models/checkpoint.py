@@ -527,7 +527,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 # What a Trainer or accelerate saves beside weights.
 _OF_A_TRAINER = re.compile(
-    r"(training_args|optimizer|scheduler|scaler|sampler|rng_state|random_states)(_\d+)*\.\w+"
+    r"(training_args|optimizer|scheduler|scaler|sampler|rng_state|random_states"
+    r"|custom_checkpoint|(dl|dataloader)_state_dict)(_\d+)*\.\w+"
 )
 # The folder of a step of training, whose weights are others.
 _STEP = re.compile(r"(checkpoint|global_step|pytorch_model_fsdp_|optimizer_)-?\d+")

@@ -106,6 +106,7 @@ def test_weights_beside_a_model_that_are_not_read_are_named(adapter, name):
 #: What training and transformers leave beside weights, which is none of the model's.
 LEFT = ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "training_args.bin"]
 LEFT += ["scaler.pt", "optimizer.bin", "random_states_0.pkl", "sampler_1.bin"]
+LEFT += ["custom_checkpoint_0.pkl", "dl_state_dict.bin"]
 LEFT += ["checkpoint-10/adapter_model.safetensors", "global_step10/mp_rank_00_model_states.pt"]
 
 

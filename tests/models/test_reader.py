@@ -8,6 +8,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -19,6 +21,7 @@ from transformers import (
 )
 
 from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.models.adapters import PREFIX
 from tests.merge.helpers import change_json, merge, plan
 from tests.tiny_models import SMALL, T5, build, clip, full_clip, llama, llava
 
@@ -226,3 +229,46 @@ def test_an_adapter_of_a_tower_is_merged_on_the_model_that_has_it(tmp_path):
     out = assert_read_as_merged(tmp_path, kind, pixels(config.image_size), names)
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["auto_mapping"]["base_model_class"] == kind.__name__
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_transposed_layers_are_told_by_the_config_of_the_base_or_need_not_be(tmp_path, with_config):
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    kind = save_base(tmp_path, build(GPT2LMHeadModel, GPT2Config(**sizes), 0))
+    names = []
+    for seed in (1, 2):
+        options = {"target_modules": ["c_fc"], "fan_in_fan_out": True}
+        names.append(save_adapter(tmp_path, kind, seed, **options))
+    merge(tmp_path, names, "whole", **MEAN)
+    whole = kind.from_pretrained(tmp_path / "whole", dtype=torch.float64)
+    config = (tmp_path / "base" / "config.json").read_text()
+    if not with_config:
+        (tmp_path / "base" / "config.json").unlink()
+    out = merge(tmp_path, names, "out", settings={"adapter": True}, **MEAN)
+    (tmp_path / "base" / "config.json").write_text(config)
+    assert_answers(tmp_path, kind, TEXT, out, answers(whole, TEXT))
+
+
+def test_an_adapter_that_was_wrapped_twice_is_read_as_one(tmp_path):
+    kind = save_base(tmp_path, llama())
+    names = [save_adapter(tmp_path, kind, 1), save_adapter(tmp_path, kind, 2, PREFIX.__add__)]
+    assert_read_as_merged(tmp_path, kind, TEXT, names)
+
+
+def test_placeholders_of_what_is_the_bases_own_are_passed_over_as_peft_does(tmp_path):
+    kind = save_base(tmp_path, llama())
+    name = save_adapter(tmp_path, kind, 1)
+    path = tmp_path / name / "adapter_model.safetensors"
+    save_file({**load_file(path), f"{PREFIX}lm_head.base_layer.weight": torch.empty(0)}, path)
+    assert_read_as_merged(tmp_path, kind, TEXT, [name])
+
+
+@pytest.mark.parametrize("name", ["lora_a", "lora_down.weight"])
+def test_an_adapter_that_is_not_pefts_is_called_so(tmp_path, name):
+    save_base(tmp_path, llama())
+    (tmp_path / "adapter").mkdir()
+    state = {f"model.layers.0.self_attn.q_proj.{name}": torch.ones(32, 2)}
+    save_file(state, tmp_path / "adapter" / "adapters.safetensors")
+    for settings in ({}, {"adapter": True}):
+        with pytest.raises(ValueError, match="adapter' is an adapter that is not peft's"):
+            plan(tmp_path, ["adapter"], base="base", settings=settings, **MEAN)
