@@ -7,7 +7,7 @@ from typing import Any
 from safetensors.torch import load
 from torch import nn
 
-from fusion_bench_nufilt.models.architecture import shared_names
+from fusion_bench_nufilt.models.architecture import shared_names, without_implementations
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.names import modern_name
 from fusion_bench_nufilt.models.source import format_names
@@ -61,9 +61,9 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
 
     name = (config.get("architectures") or ["None"])[0]
     kind: Any = getattr(transformers, str(name), None)
-    if not hasattr(kind, "from_pretrained"):
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(f"'{folder}': transformers has no class '{name}' for the head")
-    settings = transformers.AutoConfig.for_model(**config)
+    settings = without_implementations(transformers.AutoConfig.for_model(**config))
     if hasattr(settings, "vocab_size"):
         # The config is the task's, and the merged model may have more tokens.
         settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size

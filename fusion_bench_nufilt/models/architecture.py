@@ -525,6 +525,7 @@ def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
                 settings = transformers.AutoConfig.from_pretrained(
                     base.folder, trust_remote_code=False
                 )
+                settings = without_implementations(settings)
                 model_class = getattr(transformers, name)
             with torch.device("meta"):
                 model = model_class._from_config(settings)
@@ -542,6 +543,16 @@ def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
     told_by_names: Any = from_names(base.tensors)
     told_by_names.base_model_prefix = _backbone_of(str(config.get("model_type")))
     return told_by_names, "names of the tensors"
+
+
+def without_implementations(settings: Any) -> Any:
+    """Return a configuration of transformers that chooses no implementation of attention or
+    experts: one that is named like a repository of the hub is code, which transformers would load.
+    """
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if hasattr(settings, name):  # transformers 4 has the first alone
+            setattr(settings, name, None)
+    return settings
 
 
 def _untie_head(model: Any) -> None:
