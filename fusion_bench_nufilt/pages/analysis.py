@@ -12,6 +12,7 @@ from .charts import by_depth, heat_maps, lines, points
 from .content import Json
 from .metrics import METRICS
 from .page import Outputs, Tables, render_page
+from .pictures import draw
 from .results import rows_with
 from .theme import Rows, cells
 
@@ -60,8 +61,11 @@ class AnalysisSummary(TypedDict):
 def analysis_outputs(content: AnalysisSummary, tables: Tables) -> Outputs:
     """Make the page, and each picture for which there are numbers."""
     charts = charts_of_analysis(content, tables)
-    page = render_page("analysis.html", content=content, charts=charts, measured=_measured(content))
-    return Outputs(page, charts)
+    drawings = {name: draw(chart) for name, chart in charts.items()}
+    page = render_page(
+        "analysis.html", content=content, charts=drawings, measured=_measured(content)
+    )
+    return Outputs(page, drawings)
 
 
 def charts_of_analysis(content: AnalysisSummary, tables: Tables) -> dict[str, ChartType]:
@@ -226,6 +230,7 @@ def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartT
     charts = []
     for loss in _BOTH:
         points_of = table.assign(name="layer", x=table[f"data_free_{loss}"], y=table[loss])
+        points_of["title"] = table["layer"] + ", step " + table["step"].astype(str)
         # 0 has no logarithm.
         points_of = points_of[(points_of["x"] > 0) & (points_of["y"] > 0)]
         rows: Rows = []
@@ -233,10 +238,9 @@ def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartT
             rho = row["rank_correlation"][loss]["layers"]
             words = "none" if rho is None else f"{rho:.2f}"
             of_method = rows_with(points_of, method=method).assign(panel=f"{method}: rho {words}")
-            columns = ["panel", "name", "x", "y", "layer", "step", "task"]
-            rows += of_method[columns].to_dict("records")
+            rows += of_method[["panel", "name", "x", "y", "title"]].to_dict("records")
         if rows:
-            x = alt.X("x:Q", title=f"data-free {loss} loss, log scale", scale=scale, axis=axis)
-            y = alt.Y("y:Q", title=f"measured {loss} loss, log scale", scale=scale, axis=axis)
-            charts.append(points(rows, x, y, size=(170, 120), across=5))
+            x = {"title": f"data-free {loss} loss, log scale", "scale": scale, "axis": axis}
+            y = {"title": f"measured {loss} loss, log scale", "scale": scale, "axis": axis}
+            charts.append(points(rows, x, y, among=["layer"], size=(170, 120), across=5))
     return charts

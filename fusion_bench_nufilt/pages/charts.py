@@ -1,7 +1,8 @@
 """The kinds of charts. Each is a function of rows, and the same in a picture and on a page.
 
 A row has the number that is drawn and what it belongs to. Rows with a ``panel`` are drawn in a
-panel of that name, see :func:`~fusion_bench_nufilt.pages.theme.faceted`.
+panel of that name, see :func:`~fusion_bench_nufilt.pages.theme.faceted`. The ``title`` of a row is
+what a page says of its point.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import altair as alt
 import pandas as pd
 from altair.typing import ChartType
 
-from .names import depth, kind
+from .names import KINDS, depth, kind
 from .theme import (
     COLOURS,
     GREY,
@@ -23,8 +24,10 @@ from .theme import (
     faceted,
     style,
     ticks,
-    tooltip,
+    value_scale,
 )
+
+_MOST_BANDS = 3  # more would hide each other
 
 
 def heat_maps(
@@ -56,12 +59,9 @@ def heat_maps(
         cell_size = 24
         font_size = 8
     size = (max(200, cell_size * len(column_names)), cell_size * len(row_names))
-    fields = {"row": titles[0], "column": titles[1], "value": legend}
-    if any(row["panel"] for row in rows):
-        fields = {"panel": "", **fields}
     column = alt.X("column:N", **by_name(column_names, titles[1]))
     row = alt.Y("row:N", **by_name(row_names, titles[0]))
-    base = alt.Chart().encode(x=column, y=row, tooltip=tooltip(**fields))
+    base = alt.Chart().encode(x=column, y=row)
     colour = alt.Color(
         "value:Q",
         scale=alt.Scale(scheme="viridis", domain=[low, high]),
@@ -70,7 +70,8 @@ def heat_maps(
     text = alt.Text("value:Q", format=".2f" if high < 2 else ".1f")
     text_colour = alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black"))
     numbers = base.mark_text(fontSize=font_size).encode(text=text, color=text_colour)
-    return faceted([base.mark_rect().encode(color=colour), numbers], rows, size, across=across)
+    layers = [base.mark_rect().encode(color=colour), numbers]
+    return faceted(lambda _: layers, rows, size, across=across)
 
 
 def score_cells(scores: pd.DataFrame, steps: Sequence[str], panel: str) -> Rows:
@@ -110,16 +111,18 @@ def lines(
     """Draw a curve for each ``name`` through its ``x`` and ``y``; a row without ``y`` is no point.
 
     ``x`` are numbers, or words at equal distances. ``low`` and ``high`` are the ends of a band
-    around a curve. A row with ``level`` is a dashed horizontal line, one with ``mark`` a vertical
-    one at its ``x``; ``words`` are its label. A curve's place ``among`` all names determines how
-    it looks. A ``ranked`` legend is in the order of the curves' last numbers.
+    around a curve, or of a bar at each point where there are more than three. A row with ``level``
+    is a dashed horizontal line, one with ``mark`` a vertical one at its ``x``; ``words`` are its
+    label. A curve's place ``among`` all names determines how it looks. A ``ranked`` legend is in
+    the order of the curves' last numbers.
     """
     finite_rows: Rows = []
     for row in rows:
         if "level" in row or "mark" in row:
             finite_rows.append(row)
         elif clean(row["y"]) is not None:
-            finite_rows.append({**row, "y": clean(row["y"])})
+            title = f"{row['name']}, {x_title} {row['x']}: {row['y']:.4g}"
+            finite_rows.append({**row, "y": clean(row["y"]), "title": title})
     curve_points = [row for row in finite_rows if "y" in row]
     last = {row["name"]: row["y"] for row in curve_points}
     shown = list(last)
@@ -129,32 +132,50 @@ def lines(
     columns = 2 if any(len(name) > 14 for name in shown) else 3
     looks = style(among or list(last), shown, orient="bottom", columns=columns)
     letter, axis = _x_axis(list(dict.fromkeys(row["x"] for row in curve_points)), x_title, x_scale)
-    upwards: Options = {
-        "title": _axis_title(y_title, y_scale) or None,
-        "scale": y_scale or alt.Scale(zero=False, nice=False, padding=18),
-    }
+    with_ends = [row for row in curve_points if "low" in row]
+    has_bars = len({row["name"] for row in with_ends}) > _MOST_BANDS
+    if has_bars:
+        _stand_beside(curve_points, shown)
 
-    layers = []
-    base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis))
-    # A facet has one set of rows for all its layers, so that each picks out its own.
-    curves = base.transform_filter("isValid(datum.y)").encode(color=looks["color"])
-    if any("low" in row for row in curve_points):
-        band = curves.mark_area(opacity=0.12)
-        layers.append(band.encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
-    curve = curves.mark_line()
-    layers.append(curve.encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
-    if dots:
-        dot = curves.mark_point(size=45).encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
-        layers.append(dot.encode(tooltip=tooltip(name="", x=x_title, y=y_title or "value")))
-    if any("level" in row for row in finite_rows):
-        level = alt.Chart().transform_filter("isValid(datum.level)").encode(y=alt.Y("level:Q"))
-        look: Options = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
-        layers += _dashed_line(level, look, x=alt.XValue("width"))
-    if any("mark" in row for row in finite_rows):
-        mark = base.transform_filter("datum.mark")
-        look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
-        layers += _dashed_line(mark, look, y=alt.YValue(0))
-    return faceted(layers, finite_rows, size, across=across, own_scales=own_scales)
+    def layers_of(rows: Rows) -> list[alt.Chart]:
+        ends: list[float | None] = []
+        for row in rows:
+            ends += [row.get("y"), row.get("low"), row.get("high"), row.get("level")]
+        upwards = {"title": _axis_title(y_title, y_scale) or None, **value_scale(ends, 18)}
+        if y_scale is not None:
+            upwards = {"title": upwards["title"], "scale": y_scale}
+        layers = []
+        base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis))
+        # A facet has one set of rows for all its layers, so that each picks out its own.
+        curves = base.transform_filter("isValid(datum.y)").encode(color=looks["color"])
+        if with_ends:
+            deviation = curves.mark_rule(size=1.5) if has_bars else curves.mark_area(opacity=0.12)
+            layers.append(deviation.encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
+        curve = curves.mark_line()
+        layers.append(curve.encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
+        if dots:
+            dot = curves.mark_point(size=45, aria=True)
+            dot = dot.encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
+            layers.append(dot.encode(description="title:N"))
+        if any("level" in row for row in finite_rows):
+            level = alt.Chart().transform_filter("isValid(datum.level)").encode(y=alt.Y("level:Q"))
+            look: Options = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
+            layers += _dashed_line(level, look, x=alt.XValue("width"))
+        if any("mark" in row for row in finite_rows):
+            mark = base.transform_filter("datum.mark")
+            look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
+            layers += _dashed_line(mark, look, y=alt.YValue(0))
+        return layers
+
+    return faceted(layers_of, finite_rows, size, across=across, own_scales=own_scales)
+
+
+def _stand_beside(points: Rows, names: Sequence[str]) -> None:
+    """Move the points of each curve a little to the side, so that their bars do not hide each
+    other.
+    """
+    for row in points:
+        row["x"] += 0.3 * ((names.index(row["name"]) + 0.5) / len(names) - 0.5)
 
 
 def _axis_title(title: str, scale: alt.Scale | None) -> str:
@@ -187,42 +208,43 @@ def _dashed_line(line: alt.Chart, look: Options, **position: Any) -> list[alt.Ch
 
 def points(
     rows: Rows,
-    x: alt.X,
-    y: alt.Y,
+    x: Options,
+    y: Options | None = None,
     *,
+    among: Sequence[str],
     size: tuple[int, int],
     across: int,
     own_scales: Sequence[str] = (),
 ) -> ChartType:
-    """Draw a point at each row's ``x`` and ``y``, of a look for each ``name``; hovering names the
-    ``layer``, and the ``step`` and ``task`` where there are any.
+    """Draw a point at each row's ``x`` and ``y``, of the look that its ``name`` has ``among`` all;
+    without options of their own, the axis of ``y`` fits its numbers.
     """
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    looks = style(names, names)
-    titles = {"layer": "", "step": "step", "task": "task", "x": "x", "y": "value"}
-    titles = {field: title for field, title in titles.items() if field in rows[0]}
-    if isinstance(x.title, str):
-        titles["x"] = x.title
-    if isinstance(y.title, str):
-        titles["y"] = y.title
-    chart = alt.Chart().mark_point(size=30, opacity=0.6)
-    chart = chart.encode(
-        x=x, y=y, color=looks["color"], shape=looks["shape"], tooltip=tooltip(**titles)
-    )
-    return faceted([chart], rows, size, across=across, own_scales=own_scales)
+    shown = {row["name"] for row in rows}
+    looks = style(among, [name for name in among if name in shown], orient="bottom")
+
+    def layers_of(rows: Rows) -> list[alt.Chart]:
+        upwards = y
+        if upwards is None:
+            upwards = {"title": None, **value_scale([row["y"] for row in rows], 10)}
+        chart = alt.Chart().mark_point(size=30, opacity=0.6, aria=True)
+        place = {"x": alt.X("x:Q", **x), "y": alt.Y("y:Q", **upwards)}
+        look = {"color": looks["color"], "shape": looks["shape"]}
+        return [chart.encode(**place, **look, description="title:N")]
+
+    return faceted(layers_of, rows, size, across=across, own_scales=own_scales)
 
 
 def by_depth(rows: Rows) -> ChartType:
     """Draw a point at the block of each row's ``layer``, with a panel for each quantity."""
-    kinds = list(dict.fromkeys(kind(row["layer"]) for row in rows))
     placed: Rows = []
     for row in rows:
-        offset = 0.35 * ((kinds.index(kind(row["layer"])) + 0.5) / len(kinds) - 0.5)
-        x = depth(row["layer"]) + offset  # kinds of layers stand beside each other
-        placed.append({**row, "name": kind(row["layer"]), "x": x})
+        name = kind(row["layer"])
+        # Kinds of layers stand beside each other.
+        offset = 0.35 * ((KINDS.index(name) + 0.5) / len(KINDS) - 0.5)
+        title = f"{row['layer']}: {row['y']:.4g}"
+        placed.append({**row, "name": name, "x": depth(row["layer"]) + offset, "title": title})
     blocks = by_block(max(depth(row["layer"]) for row in rows))
-    value = alt.Y("y:Q", title=None, scale=alt.Scale(zero=False, nice=False, padding=10))
-    return points(placed, blocks, value, size=(260, 180), across=3, own_scales=["y"])
+    return points(placed, blocks, among=KINDS, size=(260, 180), across=3, own_scales=["y"])
 
 
 def dots(rows: Rows) -> ChartType:
@@ -234,22 +256,26 @@ def dots(rows: Rows) -> ChartType:
     # The rules are seen in a picture as well, which has no text around it.
     has_deviations = any(clean(row.get("low")) is not None for row in rows)
     title = "mean ± one standard deviation" if has_deviations else None
-    value_axis: Options = {"title": title, "scale": alt.Scale(zero=False, padding=10)}
-    base = alt.Chart().encode(
-        y=alt.Y("name:N", **by_name(names, None)), tooltip=tooltip(name="", panel="metric", text="")
-    )
-    means = base.mark_point(color=COLOURS[0], size=70)
-    words = base.mark_text(align="left", dx=12, fontSize=11, color=COLOURS[-1])
-    layers = [
-        means.encode(x=alt.X("value:Q", **value_axis)),
-        words.encode(x=alt.XValue("width"), text="text:N"),  # on a phone, panels are narrower
-    ]
-    if has_deviations:
-        several = base.transform_filter("isValid(datum.low)")
-        deviations = several.mark_rule(size=1.5, color=COLOURS[-1])
-        layers.insert(0, deviations.encode(x=alt.X("low:Q", **value_axis), x2="high:Q"))
+
+    def layers_of(rows: Rows) -> list[alt.Chart]:
+        ends: list[float | None] = []
+        for row in rows:
+            ends += [row.get("value"), row.get("low"), row.get("high")]
+        value_axis = {"title": title, **value_scale(ends, 10)}
+        base = alt.Chart().encode(y=alt.Y("name:N", **by_name(names, None)))
+        means = base.mark_point(color=COLOURS[0], size=70)
+        words = base.mark_text(align="left", dx=12, fontSize=11)
+        layers = [
+            means.encode(x=alt.X("value:Q", **value_axis)),
+            words.encode(x=alt.XValue("width"), text="text:N"),
+        ]
+        if has_deviations:
+            several = base.transform_filter("isValid(datum.low)").mark_rule(size=1.5)
+            layers.insert(0, several.encode(x=alt.X("low:Q", **value_axis), x2="high:Q"))
+        return layers
+
     size = (width, 22 * len(names))
-    return faceted(layers, rows, size, across=3, own_scales=["x"], spacing=110)
+    return faceted(layers_of, rows, size, across=3, own_scales=["x"], spacing=110)
 
 
 def bars(rows: Rows) -> ChartType:
@@ -258,9 +284,8 @@ def bars(rows: Rows) -> ChartType:
     lowest = min([0.0, *(row["value"] for row in rows)])
     score = alt.X("value:Q", title="score (%)", scale=alt.Scale(domain=[lowest, 100]))
     name = alt.Y("name:N", **by_name(names, None))
-    hover_text = tooltip(name="", panel="task", text="score (%)")
-    base = alt.Chart().encode(x=score, y=name, tooltip=hover_text)
-    words = base.mark_text(align="left", dx=3, fontSize=10, color=COLOURS[-1])
+    base = alt.Chart().encode(x=score, y=name)
+    words = base.mark_text(align="left", dx=3, fontSize=10)
     # One colour for all, since there may be more methods than colours; names stand beside them.
     layers = [base.mark_bar(color=COLOURS[0], height=11), words.encode(text="text:N")]
-    return faceted(layers, rows, (150, 17 * len(names)), across=4, spacing=50)
+    return faceted(lambda _: layers, rows, (150, 17 * len(names)), across=4, spacing=50)

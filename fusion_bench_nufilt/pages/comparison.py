@@ -18,6 +18,7 @@ from .comparison_tables import (
 from .content import Comparison, Json, Method
 from .metrics import METRICS, Mean, percent
 from .page import Outputs, Tables, render_page
+from .pictures import draw
 from .results import means, rows_with
 from .tables import print_table, to_csv
 from .theme import COLOURS, Rows
@@ -31,7 +32,6 @@ PICTURES = (
 )
 #: The methods of one chart of curves: as many as there are colours.
 MOST_CURVES = len(COLOURS)
-_MOST_BANDS = 6  # more would hide each other
 _PAPER_STEPS = 50  # of the adapter in the paper's experiments; its ranks are marked, too
 
 
@@ -53,9 +53,10 @@ def comparison_outputs(results: Comparison, _: Tables) -> Outputs:
             texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
             texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
     charts = charts_of_comparison(results)
+    drawings = {name: draw(chart) for name, chart in charts.items()}
     # None removes a picture that an earlier comparison in the folder has left.
-    pictures: dict[str, ChartType | None] = {name: charts.get(name) for name in PICTURES}
-    return Outputs(_page(results, charts), pictures, texts)
+    pictures = {name: drawings.get(name) for name in PICTURES}
+    return Outputs(_page(results, drawings), pictures, texts)
 
 
 def print_comparison(results: Comparison) -> None:
@@ -67,12 +68,12 @@ def print_comparison(results: Comparison) -> None:
     print("\n".join(main.notes))
 
 
-def _page(results: Comparison, charts: Mapping[str, ChartType]) -> str:
+def _page(results: Comparison, drawings: Mapping[str, str]) -> str:
     overrides = {label: method.overrides for label, method in results.methods.items()}
     return render_page(
         "comparison.html",
         results=results,
-        charts=charts,
+        charts=drawings,
         main=main_table(results),
         tables=[task_table(results), *overhead_tables(results)],
         overrides=overrides,
@@ -110,7 +111,7 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
 
 
 def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
-    """Draw the mean over the seeds, whose tasks differ from step to step, in a band of one standard
+    """Draw the mean over the seeds, whose tasks differ from step to step, with one standard
     deviation.
     """
     steps = list(range(1, len(results.tasks) + 1))
@@ -129,7 +130,7 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     for label in labels:
         for step, mean in zip(step_names, seen.loc[label], strict=True):
             row: Json = {"name": curve_names[label], "x": step, "y": 100 * mean.mean}
-            if len(labels) <= _MOST_BANDS and mean.count > 1:
+            if mean.count > 1:
                 row |= _band(mean, lowest=0)
             rows.append(row)
     individual = means(results.table, "metric", ["individual"], ["ACC"]).loc["individual", "ACC"]

@@ -10,7 +10,7 @@ from altair.typing import ChartType
 
 from .charts import by_depth, lines
 from .metrics import LAYER_METRICS
-from .names import kind
+from .names import KINDS, kind
 from .results import rows_with
 
 _STRONGEST = 20
@@ -54,13 +54,13 @@ def layer_charts(rows: pd.DataFrame) -> dict[str, ChartType]:
     by_layer = rows.groupby(["panel", "layer"], sort=False)["y"].mean().reset_index()
     charts = {"by_layer": by_depth(by_layer.to_dict("records"))}
     if rows["step"].nunique() > 1:
-        # The kinds are in the order of the layers, and have the same colours in both charts.
         rows = rows.assign(name=rows["layer"].map(kind), x=rows["step"])
         by_step = rows.groupby(["panel", "name", "x"], sort=False)["y"].mean().reset_index()
         charts["by_step"] = lines(
             by_step.to_dict("records"),
             "step",
             "",
+            among=KINDS,
             size=(260, 180),
             across=3,
             own_scales=["y"],

@@ -9,6 +9,7 @@ from fusion_bench_nufilt.utils.files import Count, CoverageShares, LayerStep, Sh
 
 from .layers import layer_charts, layer_means, strongest_layers
 from .page import Outputs, Tables, render_page
+from .pictures import draw
 from .results import layer_rows
 
 
@@ -40,8 +41,9 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
     rows = layer_rows(measured)
     tasks = content["tasks"]
     steps = layer_means(rows, ["step"])
+    first_step = steps["step"][0]
     # The last task is that of the last step; the first one's step may be any (--step).
-    steps.insert(1, "task", [tasks[step - content["step"] - 1] for step in steps["step"]])
+    steps["step"] = [f"{step} + {tasks[step - content['step'] - 1]}" for step in steps["step"]]
     strongest = strongest_layers(rows)
     shapes = {}
     for layer, shape in zip(measured["layer"], measured["shape"], strict=True):
@@ -55,9 +57,10 @@ def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
         "merge.html",
         content=content,
         begun_elsewhere=len(tasks) > steps_made_here,
+        first_step=first_step,
         steps=steps,
         strongest=strongest,
-        layers=layer_charts(rows),
+        layers={name: draw(chart) for name, chart in layer_charts(rows).items()},
         coverage=_shares(coverage),
         remarks=remarks,
     )

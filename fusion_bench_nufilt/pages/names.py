@@ -2,6 +2,9 @@
 
 import re
 
+#: The kinds of layers, which have the same colours on all pages.
+KINDS = ("attention", "MLP")
+
 
 def kind(layer: str) -> str:
     """Return ``attention`` for a layer of an attention block, and ``MLP`` for any other."""

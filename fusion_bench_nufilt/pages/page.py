@@ -1,22 +1,18 @@
 """A page: one file that needs no network, made from one of the ``templates``."""
 
 import json
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from functools import cache
-from hashlib import sha256
-from html import escape
 from typing import Any, NamedTuple
 
 import pandas as pd
-import vl_convert
-from altair.typing import ChartType
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fusion_bench_nufilt.utils.files import counted, printable
 
-from .metrics import METRICS, shown_number
-from .theme import CONFIG, cell_widths, panels_of
+from .metrics import METRICS
+from .pictures import for_page
+from .tables import number_table
 
 PAGE = "index.html"
 Tables = Mapping[str, pd.DataFrame]  # the content of CSV files, by name
@@ -26,14 +22,13 @@ class Outputs(NamedTuple):
     """The files that are made from the content of a folder."""
 
     page: str
-    charts: Mapping[str, ChartType | None]  # by picture; None removes an old picture
+    pictures: Mapping[str, str | None]  # drawings by name; None removes an old picture
     texts: Mapping[str, str] = {}
 
 
 def render_page(template: str, **content: Any) -> str:
-    """Fill a template, with all scripts and styles inside; the browser runs no others."""
-    scripts = [_vega(), templates().get_template("page.js").render()]
-    return templates().get_template(template).render(content, scripts=scripts)
+    """Fill a template; the page has its style and its pictures inside, and no script."""
+    return templates().get_template(template).render(content)
 
 
 def sentences(template: str, **content: Any) -> list[str]:
@@ -57,30 +52,14 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # Jinja would sort the keys, and spaces between them would make pages longer.
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.globals["escape"] = escape
     environment.globals["metrics"] = METRICS
-    environment.globals["theme"] = CONFIG
-    environment.filters["panels"] = panels_of
+    environment.filters["for_page"] = for_page
     environment.filters["count"] = counted
-    environment.filters["cell_widths"] = cell_widths
-    environment.filters["number_columns"] = _number_columns
-    environment.filters["number"] = shown_number
+    environment.filters["number_table"] = number_table
     environment.filters["table"] = _table
     environment.filters["ranges"] = _ranges
     environment.filters["indented"] = _indented
-    # A page's policy names its own scripts by their digests, and the browser runs no others.
-    environment.filters["sha256"] = _sha256
     return environment
-
-
-@cache
-def _vega() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script, made once, since that takes seconds."""
-    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    # A browser ends a script at the first such text, also where it is inside a string.
-    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _table(rows: Mapping[str, Any], first: str, titles: Mapping[str, str]) -> pd.DataFrame:
@@ -93,18 +72,6 @@ def _table(rows: Mapping[str, Any], first: str, titles: Mapping[str, str]) -> pd
 
 def _indented(content: Any) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False)
-
-
-def _sha256(text: str) -> str:
-    return b64encode(sha256(text.encode()).digest()).decode()
-
-
-def _number_columns(frame: pd.DataFrame) -> list[str]:
-    columns = []
-    for position, name in enumerate(frame.columns):
-        if not any(isinstance(value, str) for value in frame.iloc[:, position]):
-            columns.append(name)
-    return columns
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from .charts import score_cells, score_maps
 from .layers import layer_charts
 from .metrics import AccuracyMatrix
 from .page import Outputs, Tables, render_page
+from .pictures import draw
 from .results import layer_rows, long_table, rows_with, score_rows
 from .tables import to_csv
 
@@ -45,10 +46,11 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     scores = rows_with(long_table(score_rows(matrix)), metric="score")
     title = f"{run.method}: {summary}, scored on {run.scored}"
     cells = score_cells(scores, matrix.steps, title)
-    picture = score_maps(cells, matrix.steps, matrix.tasks)
+    picture = draw(score_maps(cells, matrix.steps, matrix.tasks))
     layers = {}
     if "layers" in tables:
-        layers = layer_charts(layer_rows(tables["layers"]))
+        charts = layer_charts(layer_rows(tables["layers"]))
+        layers = {name: draw(chart) for name, chart in charts.items()}
     page = render_page(
         "run.html",
         run=run,
@@ -62,8 +64,7 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
 
 def _steps(matrix: AccuracyMatrix, seconds: list[float]) -> pd.DataFrame:
     """Return what each step did for its own task; how long it took may not be known of all."""
-    steps = pd.DataFrame({"task": matrix.tasks})
-    steps.insert(0, "step", steps.index + 1)
+    steps = pd.DataFrame({"step": matrix.steps})
     steps["score right after it"] = 100 * matrix.values.diagonal()
     steps["score at the end"] = 100 * matrix.values[-1]
     steps["change"] = steps["score at the end"] - steps["score right after it"]

@@ -1,11 +1,14 @@
-"""A table of text, rendered for the terminal, as Markdown and as LaTeX."""
+"""A table of text, rendered for the terminal, as Markdown, and as HTML and LaTeX."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
+from pandas.io.formats.style import Styler
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
@@ -13,7 +16,7 @@ from rich.table import Table as RichTable
 
 from fusion_bench_nufilt.utils.files import escape_html, escape_markup, printable
 
-from .metrics import AccuracyMatrix, percent
+from .metrics import AccuracyMatrix, percent, shown_number
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,17 @@ class Table:
             rows.append(row)
         return rows
 
+    def _styled(self, best: str, second: str, escaped: Callable[[str], str]) -> Styler:
+        """Return the escaped table, which pandas writes as HTML and as LaTeX."""
+        rows = self.rows(best, second, escaped)
+        header = [escaped(printable(name)) for name in self.header]
+        return pd.DataFrame(rows, columns=header).style.hide(axis="index")
+
+    def as_html(self) -> Markup:
+        """Render it for a page, without title and notes."""
+        styled = self._styled("<b>{}</b>", "<u>{}</u>", escape_html)
+        return Markup(styled.to_html(exclude_styles=True))
+
     def as_rich(self) -> RichTable:
         """Render it for the terminal, without the notes."""
         rich = RichTable(title=self.title)
@@ -70,23 +84,41 @@ class Table:
 
     def as_latex(self) -> str:
         """Render it as a ``table`` for ``booktabs``."""
-        rows = self.rows(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
-        frame = pd.DataFrame(rows, columns=[_latex(printable(name)) for name in self.header])
+        styled = self._styled(r"\textbf{{{}}}", r"\underline{{{}}}", _latex)
         # With the second note of a table that has ranks, which says what their marks mean.
         sentences = [self.title, *self.notes[: 1 if self.ranks.empty else 2]]
         caption = ". ".join(_latex(sentence) for sentence in sentences)
-        text = frame.style.hide(axis="index").to_latex(
-            column_format="l" + "r" * (frame.shape[1] - 1),
+        text = styled.to_latex(
+            column_format="l" + "r" * self.texts.shape[1],
             caption=caption + ".",
             position_float="centering",
             hrules=True,
         )
         lines = text.splitlines()
         # pandas draws no rule within a table, as there is here below the single models.
-        if 0 < self.references < len(frame):
+        if 0 < self.references < len(self.texts):
             lines.insert(lines.index(r"\midrule") + 1 + self.references, r"\midrule")
         notes = [f"% {note}" for note in self.notes]
         return "\n".join([r"% needs \usepackage{booktabs}", *notes, *lines, ""])
+
+
+def number_table(frame: pd.DataFrame, digits: int = 2) -> Table:
+    """Return names and numbers as text: columns without a value are left out, and numbers in a
+    column of per cents have one decimal.
+    """
+    known = frame.dropna(axis="columns", how="all")
+    names, *columns = known.columns
+    texts = pd.DataFrame(index=pd.Index(known[names].astype(str), name=names))
+    for name in columns:
+        of_column = 1 if name.endswith("%") else digits
+        texts[name] = [_cell_text(value, of_column) for value in known[name]]
+    return Table("", texts)
+
+
+def _cell_text(value: Any, digits: int) -> str:
+    if isinstance(value, str):
+        return value
+    return "-" if pd.isna(value) else shown_number(value, digits)
 
 
 def _markdown(text: str) -> str:

@@ -1,6 +1,5 @@
-"""What all charts share: colours and shapes, axes, and how a chart becomes a file."""
+"""What all charts share: colours and shapes, axes and panels."""
 
-import io
 import json
 import math
 import re
@@ -8,22 +7,18 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import altair as alt
-import vl_convert
 from altair.typing import ChartType
 from altair.utils.schemapi import debug_mode
-from PIL import Image
-
-from fusion_bench_nufilt.utils.files import atomic_file
 
 Rows = list[dict[str, Any]]
 Options = dict[str, Any]
 Grid = Sequence[Sequence[float | None]]
 
 #: The colours of Okabe and Ito, which readers with any colour vision can tell apart.
+#: The style sheet of pages has lighter ones for the dark: of the first, of black and of the ink.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 SHAPES = [
     "circle",
@@ -40,8 +35,8 @@ GREY = "#7d838c"
 #: What all charts look like, as Vega-Lite has it.
 CONFIG = json.loads(files(__package__).joinpath("theme.json").read_text())
 
-#: The least width in pixels of a heat map's cell that has room for its number.
-_CELL_OF_A_NUMBER = 18
+#: The share of numbers below which their range is no difference.
+_FLAT = 0.01
 #: The letters at the beginning of a shortened name.
 _HEAD = 18
 
@@ -71,27 +66,6 @@ def _drawable(content: Any, undrawn: re.Pattern[str] = _UNDRAWN) -> Any:
     for key, item in content.items():
         drawable[key] = _drawable(item, _UNDRAWN_IN_TITLES if key == "title" else undrawn)
     return drawable
-
-
-def save_chart(chart: ChartType, *paths: Path) -> None:
-    """Write a chart as PNG or PDF, as each file's name says, atomically."""
-    # Laying a chart out takes most of the time.
-    svg = vl_convert.vegalite_to_svg(chart_definition(chart))
-    for path in paths:
-        if path.suffix == ".pdf":
-            content = vl_convert.svg_to_pdf(svg)
-        else:
-            content = _with_palette(vl_convert.svg_to_png(svg, scale=2))
-        with atomic_file(path) as temporary:
-            temporary.write_bytes(content)
-
-
-def _with_palette(png: bytes) -> bytes:
-    """Return a picture with 256 colours, which is a fifth as large: charts have few of them."""
-    picture = Image.open(io.BytesIO(png)).convert("RGB")
-    stream = io.BytesIO()
-    picture.quantize(256, dither=Image.Dither.NONE).save(stream, "PNG", optimize=True)
-    return stream.getvalue()
 
 
 def clean(value: float | None) -> float | None:
@@ -179,28 +153,31 @@ def by_name(labels: Sequence[str], title: str | None) -> Options:
     return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title, "axis": axis}
 
 
-def by_block(deepest: int) -> alt.X:
-    """Return an axis of a model's blocks, which ends at the deepest."""
+def by_block(deepest: int) -> Options:
+    """Return the options of an axis of a model's blocks, which ends at the deepest."""
     blocks = list(range(0, deepest + 1, 1 + deepest // 16))
     axis = alt.Axis(values=blocks, grid=False, format="d")
     scale = alt.Scale(zero=False, nice=False, padding=12)
-    return alt.X("x:Q", title="block", axis=axis, scale=scale)
+    return {"title": "block", "axis": axis, "scale": scale}
 
 
-def tooltip(**fields: str) -> list[alt.Tooltip]:
-    """Return a tooltip of fields, given their titles; ``y`` and ``value`` are numbers."""
-    lines = []
-    for field, title in fields.items():
-        if field in ("y", "value"):
-            line = alt.Tooltip(field, title=title, type="quantitative", format=".4g")
-        else:
-            line = alt.Tooltip(field, title=title, type="nominal")
-        lines.append(line)
-    return lines
+def value_scale(values: Iterable[float | None], padding: int) -> Options:
+    """Return the scale and axis of numbers; where they are the same to a per cent, they are drawn
+    as flat and the axis has their value, as small differences would look like large ones.
+    """
+    numbers = [value for value in map(clean, values) if value is not None]
+    low = min(numbers, default=0.0)
+    high = max(numbers, default=0.0)
+    if high - low >= _FLAT * max(abs(low), abs(high)) > 0:
+        return {"scale": alt.Scale(zero=False, nice=False, padding=padding)}
+    middle = (low + high) / 2
+    margin = abs(middle) * 10 * _FLAT or 1
+    scale = alt.Scale(domain=[clean(middle - margin), clean(middle + margin)], nice=False)
+    return {"scale": scale, "axis": alt.Axis(values=[float(f"{middle:.3g}")])}
 
 
 def faceted(
-    layers: Sequence[alt.Chart],
+    layers_of: Callable[[Rows], Sequence[alt.Chart]],
     rows: Rows,
     size: tuple[int, int],
     *,
@@ -212,19 +189,24 @@ def faceted(
     any.
 
     The panels are in the order of their rows, at most ``across`` of them side by side.
-    ``own_scales`` are the channels whose scales they do not share, ``spacing`` the pixels between
-    neighbours.
+    ``layers_of`` makes the charts for the scales of some rows: of all rows, or of one panel, where
+    ``own_scales`` names channels whose scales the panels do not share. ``spacing`` are the pixels
+    between neighbours.
     """
     panels = list(dict.fromkeys(row["panel"] for row in rows if row.get("panel")))
+    layers = list(layers_of(rows))
     if not panels:
-        return alt.LayerChart(layer=list(layers), width=size[0], height=size[1], data=data(rows))
+        return alt.LayerChart(layer=layers, width=size[0], height=size[1], data=data(rows))
     charts = []
     for panel in panels:
+        rows_of_panel = [row for row in rows if row.get("panel") == panel]
+        if own_scales:
+            layers = list(layers_of(rows_of_panel))
         chart = alt.LayerChart(
-            layer=list(layers),
+            layer=layers,
             width=size[0],
             height=size[1],
-            data=data([row for row in rows if row.get("panel") == panel]),
+            data=data(rows_of_panel),
             title=wrapped(panel, size[0]),
         )
         charts.append(chart)
@@ -256,60 +238,3 @@ def _shortened(name: str, tail: int) -> str:
     if len(name) > _HEAD + tail + 1:
         return f"{name[:_HEAD]}…{name[-tail:]}"
     return name
-
-
-def panels_of(chart: ChartType) -> list[dict[str, Any]]:
-    """Return the definitions of a chart's panels one by one, for a page that places them; scales
-    that they share have the same ends, and what the colours mean stands beside the last one.
-    """
-    definition = chart_definition(chart)
-    datasets = definition.pop("datasets", {})
-    panels = []
-    for group in definition.get("vconcat", [definition]):
-        members = group.get("concat", [group])
-        for member in members:
-            member_data = member["data"]
-            if "name" in member_data:
-                member["data"] = {"values": datasets[member_data["name"]]}
-        scales = group.get("resolve", {}).get("scale", {})
-        for channel, resolution in scales.items():
-            if resolution == "shared":
-                _share_ends(members, channel)
-        for member in members[:-1]:
-            for layer in member["layer"]:
-                for encoding in layer["encoding"].values():
-                    if isinstance(encoding, dict) and "legend" in encoding:
-                        encoding["legend"] = None
-        panels += members
-    return panels
-
-
-def _share_ends(panels: Sequence[dict[str, Any]], channel: str) -> None:
-    """Give a scale of numbers the same ends in all panels."""
-    values = []
-    scales = []
-    for panel in panels:
-        for layer in panel["layer"]:
-            encoding = layer["encoding"].get(channel, {})
-            if encoding.get("type") != "quantitative" or "domain" in encoding.get("scale", {}):
-                continue
-            scales.append(encoding.setdefault("scale", {}))
-            for row in panel["data"]["values"]:
-                if encoding["field"] in row:
-                    values.append(row[encoding["field"]])
-    for scale in scales:
-        scale["domain"] = [min(values), max(values)]
-
-
-def cell_widths(panel: dict[str, Any]) -> tuple[int, int] | None:
-    """Return how wide a heat map is, in pixels, and how wide where its cells have just room for
-    their numbers; None for another chart.
-    """
-    if "rect" not in [layer["mark"]["type"] for layer in panel["layer"]]:
-        return None
-    encoding = panel["layer"][0]["encoding"]
-    longest = max(map(len, encoding["y"]["scale"]["domain"]))
-    # Labels have at most about twice as many letters as the beginning of a shortened name.
-    width = round(panel["width"] + 30 + 5.5 * min(longest, 2 * _HEAD + 1))
-    cell = panel["width"] / len(encoding["x"]["scale"]["domain"])
-    return width, round(width * _CELL_OF_A_NUMBER / cell)

@@ -17,8 +17,8 @@ from .comparison import comparison_outputs
 from .content import Comparison
 from .merge import MergeContent, merge_outputs
 from .page import PAGE, Outputs, Tables
+from .pictures import save_picture
 from .run import RunContent, run_outputs
-from .theme import save_chart
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +111,10 @@ def write_results(folder: Path) -> list[str]:
     for file, text in {**outputs.texts, PAGE: outputs.page}.items():
         write_text(folder / file, text)
     written = list(outputs.texts)
-    for picture, chart in outputs.charts.items():
+    for picture, drawing in outputs.pictures.items():
         files = [folder / f"{picture}.{suffix}" for suffix in kind.pictures]
-        if chart is not None:
-            save_chart(chart, *files)
+        if drawing is not None:
+            save_picture(drawing, *files)
             written += [file.name for file in files]
             continue
         for file in files:

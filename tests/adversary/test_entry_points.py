@@ -29,8 +29,7 @@ def checks_only(monkeypatch, inputs):
 
     monkeypatch.setattr("fusion_bench_nufilt.compare.run.compose_run", enough)
     monkeypatch.setattr("fusion_bench_nufilt.compare.configs.compose_run", enough)
-    monkeypatch.setattr("fusion_bench_nufilt.pages.write.save_chart", lambda *_: None)
-    monkeypatch.setattr("fusion_bench_nufilt.pages.page.panels_of", lambda _: [])
+    monkeypatch.setattr("fusion_bench_nufilt.pages.write.save_picture", lambda *_: None)
     monkeypatch.setattr(
         "altair.utils.schemapi.DEBUG_MODE", False
     )  # which would check each part of a chart twice

@@ -196,7 +196,7 @@ def test_each_tasks_score_is_in_its_own_column(three):
 
 def test_notes_say_what_the_numbers_are_of(three):
     first, *notes = main_table(three).notes
-    assert first == "some_pool: 3 tasks; mean ± standard deviation over seeds 42-44"
+    assert first == "some_pool: 3 tasks; mean ± standard deviation (of n - 1) over seeds 42-44"
     assert "torch 2.13.0, device cpu" in notes
     one = main_table(comparison({"m": [finished(7)]}, overrides=["taskpool=x"]))
     assert one.notes[:3] == [
@@ -251,7 +251,7 @@ def test_latex_is_escaped_and_marked(three):
     text = main_table(three).as_latex()
     assert r"best\_one & \textbf{50.0 $\pm$ 0.0} & \textbf{$-$15.0 $\pm$ 0.0}" in text
     assert r"\underline{45.0 $\pm$ 0.0}" in text
-    assert r"some\_pool: 3 tasks; mean $\pm$ standard deviation over seeds 42-44" in text
+    assert r"some\_pool: 3 tasks; mean $\pm$ standard deviation (of n - 1) over seeds 42-44" in text
     assert "best (bold) and second best (underlined)" in re.search(r"\\caption\{(.*)\}", text)[1]
     rows = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert len({line.count(" & ") for line in rows}) == 1

@@ -17,12 +17,16 @@ from tests.pages.charts import rows_of, spec_of
 from tests.pages.sizes import analysis_of, comparison_of, layers_of, sensitivity_of
 
 SIZES = [(3, 2), (12, 20)]  # methods and tasks
-SIZES += [pytest.param(*size, marks=pytest.mark.slow) for size in ((3, 20), (12, 2))]
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def pictures(request):
+    """The definition of each picture, by name."""
+    return pictures_of(*request.param)
 
 
 @cache
-def pictures(methods, tasks):
-    """The definition of each picture, by name."""
+def pictures_of(methods, tasks):
     whole = analysis_of(methods, tasks)
     tables = {"losses": pd.DataFrame(whole.losses), "affinity": pd.DataFrame(whole.affinity)}
     charts = comparison.charts_of_comparison(comparison_of(methods, tasks, preset="ablation"))
@@ -57,15 +61,16 @@ NAMES = [
 ]
 
 
-def test_no_picture_is_left_out():
-    assert sorted(pictures(3, 2)) == NAMES
+def test_no_picture_is_left_out(pictures):
+    assert sorted(pictures) == NAMES
 
 
-def charts_in(definition):
-    """The charts of a picture, which may stand below each other, each with its layers."""
-    for part in definition.get("vconcat", [definition]):
-        for panel in part.get("concat", [part]):
-            yield {**panel, "datasets": definition.get("datasets", {})}, panel["layer"]
+def charts_in(pictures):
+    """The charts of all pictures, which may stand below each other, each with its layers."""
+    for definition in pictures.values():
+        for part in definition.get("vconcat", [definition]):
+            for panel in part.get("concat", [part]):
+                yield {**panel, "datasets": definition.get("datasets", {})}, panel["layer"]
 
 
 def scales(layers, channel):
@@ -75,10 +80,8 @@ def scales(layers, channel):
             yield encoding
 
 
-@pytest.mark.parametrize(("methods", "tasks"), SIZES)
-@pytest.mark.parametrize("name", NAMES)
-def test_whatever_is_drawn_can_be_told_apart(name, methods, tasks):
-    for part, layers in charts_in(pictures(methods, tasks)[name]):
+def test_whatever_is_drawn_can_be_told_apart(pictures):
+    for part, layers in charts_in(pictures):
         drawn = {row["name"] for row in rows_of(part) if "name" in row}
         looks = {}
         for channel in ("color", "strokeDash", "shape"):
@@ -98,10 +101,8 @@ def test_whatever_is_drawn_can_be_told_apart(name, methods, tasks):
                 assert len(pair) == len(drawn)
 
 
-@pytest.mark.parametrize(("methods", "tasks"), SIZES)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_panel_has_numbers_and_every_axis_of_numbers_has_a_name(name, methods, tasks):
-    for part, layers in charts_in(pictures(methods, tasks)[name]):
+def test_every_panel_has_numbers_and_every_axis_of_numbers_has_a_name(pictures):
+    for part, layers in charts_in(pictures):
         assert any("y" in row or "value" in row for row in rows_of(part))
         titles = {}
         for axis in "xy":
@@ -113,10 +114,8 @@ def test_every_panel_has_numbers_and_every_axis_of_numbers_has_a_name(name, meth
         assert titles["x"].isdisjoint(titles["y"])
 
 
-@pytest.mark.parametrize(("methods", "tasks"), SIZES)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_number_lies_within_its_scale(name, methods, tasks):
-    for part, layers in charts_in(pictures(methods, tasks)[name]):
+def test_every_number_lies_within_its_scale(pictures):
+    for part, layers in charts_in(pictures):
         for channel in ("x", "y", "color"):
             for encoding in scales(layers, channel):
                 domain = encoding["scale"].get("domain")
@@ -129,6 +128,6 @@ def test_every_number_lies_within_its_scale(name, methods, tasks):
 
 
 def test_a_chart_of_curves_has_as_many_methods_as_there_are_colours_and_says_of_how_many():
-    chart = pictures(12, 20)["accuracy_per_step"]
+    chart = pictures_of(12, 20)["accuracy_per_step"]
     assert len({row["name"] for row in rows_of(chart) if "name" in row}) == 7
     assert spec_of(chart)["title"] == "the 7 of 12 methods with the highest ACC"
