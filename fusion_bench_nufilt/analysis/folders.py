@@ -42,7 +42,7 @@ def analyze_folders(
     result = Analysis({"base": plan.base.label, "tasks": tasks}, tasks, shapes, task_rank)
 
     def examine(layer: Layer) -> tuple[float, dict[str, VectorSummary]]:
-        stored = to_compute_dtype(plan.base.read(layer.keys[0])[0])
+        stored = to_compute_dtype(plan.base.read(layer.keys[0]))
         rank = max(DIRECTIONS, task_rank)
         vectors = {}
         for name, model in models.items():
@@ -61,7 +61,7 @@ def analyze_folders(
 def _update(model: ModelWeights, layer: Layer, stored: Tensor) -> Tensor:
     """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor."""
     theta_0 = layer.view.matrix(stored)
-    weight, _ = model.weight(layer.param, stored)
+    weight = model.weight(layer.param, stored)
     if isinstance(weight, LowRank):
         return weight.product().to(theta_0)
     return layer.view.matrix(weight).to(theta_0) - theta_0

@@ -98,7 +98,7 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
         # As in map_layers: a node may be set to round products, as containers of NVIDIA's are.
         with exact_products:
             merger.merge([layers[param] for param in params], on_layer)
-        changed = [checkpoint.name for checkpoint in local_plan.changed()]
+        changed = [each.name for each in local_plan.checkpoints if each.is_changed()]
         if changed:
             raise ValueError(f"{format_names(changed)} was changed there during the run")
         return results

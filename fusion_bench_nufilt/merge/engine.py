@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from threading import Condition, Lock
 from typing import Any, TypeVar
 
@@ -167,12 +167,6 @@ class LayerReader(ABC):
         """Read a task's weight of a layer as it is stored, or the factors of its update, to the
         device of ``merged``; None if it has the layer as it is in the base.
         """
-
-    def place(self, layer: Layer) -> int:
-        """Return the place of a layer among all tensors of the result, in the order in which they
-        are best made; 0 where that does not matter.
-        """
-        return 0
 
     @property
     def coefficients(self) -> Sequence[float]:
@@ -526,12 +520,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Work:
-    """What one thread does in a merge, how many elements the tensors have that it makes, and the
-    place of the first one, see :meth:`LayerReader.place`.
-    """
+    """What one thread does in a merge, and how many elements the tensors have that it makes."""
 
     numel: int
-    place: int
     do: Callable[[], int]
     """Returns the number of layers that it merged."""
 
@@ -553,18 +544,11 @@ def merge_layers(
         merger = LayerMerger(reader)
         for batch in reader.batches(layers):
             numel = sum(math.prod(layer.view.shape) for layer in batch)
-            place = reader.place(batch[0])
-            work.append(Work(numel, place, partial(merger.merge, batch, on_layer)))
-    in_order = work_in_order(work)
-    yield from map_layers(methodcaller("do"), in_order, reader.devices[0], reader.workers)
-
-
-def work_in_order(work: Sequence[Work]) -> list[Work]:
-    """Return the work in the order in which the threads do it: the largest first, so that none is
-    left with one of them while the others have none, and what is freed holds what comes next; those
-    of one size by their places.
-    """
-    return sorted(work, key=lambda piece: (-piece.numel, piece.place))
+            work.append(Work(numel, partial(merger.merge, batch, on_layer)))
+    # The largest first, so that none is left with one thread while the others have none, and what
+    # is freed holds what comes next.
+    work.sort(key=attrgetter("numel"), reverse=True)
+    yield from map_layers(methodcaller("do"), work, reader.devices[0], reader.workers)
 
 
 def batch_size(

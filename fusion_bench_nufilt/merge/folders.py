@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import (
     CARD,
@@ -24,6 +25,7 @@ from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     in_one_line,
+    inputs_at_other_times,
     merge_differences,
     read_manifest,
     tasks_of,
@@ -36,12 +38,6 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 from .card import adapter_card, model_card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import MergedLayer, Work, merge_layers
-from .inputs import (
-    digests_of_inputs,
-    edited_inputs,
-    refuse_changed,
-    unchanged_records,
-)
 from .other_params import NOT_FINITE, head_files, write_other_param
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
@@ -87,7 +83,8 @@ def merge_folders(
         closing(_open_output(layers, out, state_header)) as output,
     ):
         _merge(layers, state_places, output, progress or (lambda done, total: None))
-        manifest = _describe(layers, output, warnings)
+        refuse_changed(plan)
+        manifest = _manifest(plan, output.done, warnings)
         _finish(plan, output, files, manifest)
     return out
 
@@ -98,14 +95,18 @@ def _open_output(layers: PlannedLayers, out: Path, state_header: bytes) -> Outpu
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
-    return Output(out, layers.plan.description, headers, partial(unchanged_records, layers))
+    return Output(out, layers.plan.description, headers)
 
 
-def _describe(layers: PlannedLayers, output: Output, warnings: Sequence[str]) -> dict[str, Any]:
-    """Return the manifest's content; refuse inputs that changed while they were read."""
-    refuse_changed(layers, output.done)
-    digests = digests_of_inputs(record["read"] for record in output.done.values())
-    return _manifest(layers.plan, output.done, digests, warnings)
+def refuse_changed(plan: Plan) -> None:
+    """Raise a ValueError if a file was written to during the run, which may have given parts of two
+    models to one result.
+    """
+    names = [checkpoint.name for checkpoint in plan.checkpoints if checkpoint.is_changed()]
+    if names:
+        raise ValueError(
+            f"{format_names(names)} was changed during the run: run the same command again"
+        )
 
 
 def _finish(
@@ -120,7 +121,7 @@ def _finish(
     else:
         card = model_card(plan, manifest["warnings"])
     write_files(output.model, {**files, CARD: card.encode()})
-    # The last of the files, since it has the digests of all others.
+    # The last of the files, since it has the sums of all others.
     write_manifest(output.model, manifest, fingerprints=output.fingerprints())
     output.finish()
 
@@ -145,13 +146,13 @@ def check_output(plan: Plan, out: Path) -> bool:
             raise ValueError(f"'{out}' exists: {in_one_line(differing)}; {remedy}")
         advice = "remove it, and the same command makes it again"
         verify_files(out, manifest, advice, digests=plan.settings.verify)
-        if plan.settings.verify:
-            edited = edited_inputs(plan, manifest["inputs"])
-            if edited:
-                raise ValueError(
-                    f"'{out}' exists: {edited[0]} '{plan.models[edited[0]].source.label}' was "
-                    f"edited inside a tensor; {remedy}"
-                )
+        for name in inputs_at_other_times(manifest, description):
+            log.warning(
+                "'%s' has another size or time than when '%s' was made of it, and the same "
+                "fingerprint: remove the result if it was edited",
+                name,
+                out,
+            )
         return True
     folder = existing_parent(out)
     if not is_writable(folder):
@@ -253,8 +254,7 @@ def _merge(
         for param in other_params:
             keys = plan.other_keys[param]
             numel = sum(math.prod(plan.base.tensors[key].shape) for key in keys)
-            place = reader.place_of(keys[0])
-            other_work.append(Work(numel, place, partial(write_param, param)))
+            other_work.append(Work(numel, partial(write_param, param)))
         stages = [merge_layers(reader, layers, write_layer, other_work)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.
@@ -263,13 +263,8 @@ def _merge(
                 progress(len(done), total)
 
 
-def _manifest(
-    plan: Plan, done: Mapping[str, Record], digests: Mapping[str, str], warnings: Sequence[str]
-) -> dict[str, Any]:
-    """Return the manifest's content: what the result depends on, and what became of it.
-
-    ``digests`` are those of all that was read of the inputs.
-    """
+def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -> dict[str, Any]:
+    """Return the manifest's content: what the result depends on, and what became of it."""
     public_warnings = list(warnings)
     for checkpoint in plan.checkpoints:  # without the user's directories
         name = f"'{checkpoint.name}'"
@@ -285,8 +280,6 @@ def _manifest(
         "copied": len(plan.other_keys) - averaged,
     }
     description = plan.description
-    for role, digest in digests.items():
-        description["inputs"][role]["read"] = digest
     own_tasks = [description["inputs"][f"task {number}"] for number in range(len(plan.tasks))]
     about_adapter = {}
     if plan.is_adapter:

@@ -168,30 +168,27 @@ class KeptState:
                 params[tensor.key] = tensor.param
         return {key: stored[param] for key, param in params.items() if param in stored}
 
-    def read(self, layer: Layer, device: torch.device, digests: dict[str, str]) -> State:
-        """Read the state of a layer that an earlier merge kept, which is empty if it kept none, and
-        note its digest.
-        """
+    def read(self, layer: Layer, device: torch.device) -> State:
+        """Read the state of a layer that an earlier merge kept, which is empty if it kept none."""
         earlier = self.plan.state
         state: State = {}
         if earlier is None:
             return state
-        digest_of_state = ""
         for name, tensor in self.of_layer(layer).items():
             if tensor.param in earlier.keys:
-                value, digest = earlier.source.read(earlier.keys[tensor.param], device)
+                value = earlier.source.read(earlier.keys[tensor.param], device)
                 # A method may write to it, and what lies in memory is the caller's.
                 state[name] = value.to(tensor.like.dtype, copy=earlier.source.in_memory)
-                digest_of_state += digest
-        if state:
-            digests["state"] = digest_of_state
         return state
 
-    def read_directions(
-        self, layer: Layer, device: torch.device, digests: dict[str, str]
-    ) -> tuple[LowRank | None, State]:
+    def has_state(self, layer: Layer) -> bool:
+        """Tell whether an earlier merge kept a state of a layer."""
+        stored = self.plan.state.keys if self.plan.state else {}
+        return any(tensor.param in stored for tensor in self.of_layer(layer).values())
+
+    def read_directions(self, layer: Layer, device: torch.device) -> tuple[LowRank | None, State]:
         """Read the directions of the tasks that are merged into a layer, as two factors, and the
-        state in them, of which a layer that is merged in a basis has none here; note their digests.
+        state in them, of which a layer that is merged in a basis has none here.
         """
         return None, {}
 
@@ -386,9 +383,7 @@ class KeptStateOfAdapter(KeptState):
     def means(self) -> dict[str, KeptTensor]:
         return {}
 
-    def read_directions(
-        self, layer: Layer, device: torch.device, digests: dict[str, str]
-    ) -> tuple[LowRank | None, State]:
+    def read_directions(self, layer: Layer, device: torch.device) -> tuple[LowRank | None, State]:
         """Read those of the merged adapter: for NUFILT, the factors of its update; for methods with
         a state, the bases in which it was kept, filled with zeros to one number of directions.
         """
@@ -398,15 +393,12 @@ class KeptStateOfAdapter(KeptState):
         if plan.state is None or _OUTPUTS % layer.name not in plan.state.keys:
             assert plan.merged is not None
             no_values = torch.empty(0, dtype=torch.float32, device=device)
-            update, digests["merged"] = plan.merged.weight(layer.param, no_values)
+            update = plan.merged.weight(layer.param, no_values)
             assert isinstance(update, LowRank)
             return update, {}
         state: State = {}
-        digest_of_state = ""
         for name, tensor in self.of_layer(layer).items():
-            state[name], digest = plan.state.source.read(plan.state.keys[tensor.param], device)
-            digest_of_state += digest
-        digests["state"] = digest_of_state
+            state[name] = plan.state.source.read(plan.state.keys[tensor.param], device)
         right = state["weight"] if self.method.is_stateless else state["inputs"].mT
         return _of_one_rank(state["outputs"], right), state
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fusion_bench_nufilt.models.source import ReadDigests, check_belongs
+from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.manifest import read_heads
@@ -42,7 +42,7 @@ class OtherParam:
     until all have joined; the result rounds it once, and the state keeps it as it is.
     """
 
-    def __init__(self, plan: Plan, param: str, key: str, digests: ReadDigests) -> None:
+    def __init__(self, plan: Plan, param: str, key: str) -> None:
         self.plan = plan
         self.param = param
         self.key = key  # in the base
@@ -51,7 +51,6 @@ class OtherParam:
         self.is_averaged = param in plan.averaged
         self.grows = param in plan.vocabulary.params
         self.tasks = plan.joining(param)
-        self._digests = digests
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,15 +82,13 @@ class OtherParam:
     def piece(self, start: int, stop: int) -> Tensor:
         """Return the elements ``start`` to ``stop`` of the flattened tensor after the merge."""
         theta_0 = self.plan.base.elements(self.key, start, stop)
-        self._note("base", theta_0)
         theta_0 = theta_0.to(self.dtype)
         value = self._value_so_far(start, stop, theta_0)
         if not self.is_averaged:
             return value
         count = self.plan.models_in_mean(self.param)
-        for role, task in self.tasks.items():
+        for task in self.tasks.values():
             theta_t = task.elements(self.param, start, stop, theta_0)
-            self._note(role, theta_t)
             if not is_finite(theta_t):
                 raise ValueError(
                     f"model '{task.source.name}', tensor '{self.param}' has NaN or infinite values"
@@ -113,7 +110,6 @@ class OtherParam:
         if merged is None:
             return theta_0
         rounded = merged.elements(self.param, start, stop, theta_0)
-        self._note("merged", rounded)
         if not self.is_averaged or state is None or mean_key(self.param) not in state.keys:
             return rounded.to(self.dtype)
         key = state.keys[mean_key(self.param)]
@@ -123,16 +119,10 @@ class OtherParam:
         else:
             # Rows that only pad the vocabulary are the base's, as where all tasks come at once.
             mean = matched.of_state(state.source, key).elements(start, stop, theta_0)
-        self._note("state", mean)
         # The model has the same mean rounded, which tells a state of other weights.
         if rounded.dtype.itemsize < mean.dtype.itemsize:
             check_belongs(mean, rounded, self.param, state.source)
         return mean
-
-    def _note(self, role: str, value: Tensor) -> None:
-        """Add to the digests of what is read; what lies in memory needs none."""
-        if not self.plan.base.in_memory:
-            self._digests.add(role, value)
 
 
 def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
@@ -148,27 +138,8 @@ def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
     return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
 
 
-class _NoOutput:
-    """Takes what is written nowhere."""
-
-    def write(self, file: str, data: memoryview, offset: int) -> None:
-        pass
-
-    def record(self, record: Record) -> None:
-        self.recorded = record
-
-
-def digests_of_other_param(plan: Plan, param: str) -> dict[str, str]:
-    """Read all that a tensor outside the merged layers is made from, and return its digests by the
-    model's role in the merge.
-    """
-    output = _NoOutput()
-    write_other_param(plan, param, {}, output)
-    return output.recorded["read"]
-
-
 def write_other_param(
-    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output | _NoOutput
+    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output
 ) -> None:
     """Write a tensor outside the merged layers, under every key that the result has for it.
 
@@ -180,28 +151,22 @@ def write_other_param(
         else:
             _write_update(plan, param, output)
         return
-    record: Record = {"param": param, "written": [], "read": {}, "reports": []}
-    read: dict[str, list[str]] = {}
+    record: Record = {"param": param, "written": [], "reports": []}
     mean_writer = None
     if mean_key(param) in state_places:
         mean_writer = _Writer(output, state_places[mean_key(param)])
     for key in plan.other_keys[param]:
-        digests = ReadDigests()
-        tensor = OtherParam(plan, param, key, digests)
+        tensor = OtherParam(plan, param, key)
         writer = _Writer(output, plan.places[key])
         is_copy = tensor.is_kept and tensor.info.dtype == writer.place.dtype
         if is_copy and not tensor.info.is_quantised:
-            all_finite = _copy(tensor, writer, digests)
+            all_finite = _copy(tensor, writer)
         else:
-            all_finite = _write(tensor, writer, mean_writer, digests)
+            all_finite = _write(tensor, writer, mean_writer)
         if mean_writer is not None:
             record["written"].append(mean_writer.entry())
             mean_writer = None  # one of the keys of a tied tensor is enough
         record["written"].append(writer.entry())
-        for role, digest in digests.by_role().items():
-            # What is stored twice is known by the digest of one.
-            if digest not in read.setdefault(role, []):
-                read[role].append(digest)
         if not all_finite:
             # In the record, so that a run that goes on has it in its manifest, too.
             record["not_finite"] = key
@@ -211,18 +176,16 @@ def write_other_param(
         rows_writer = _Writer(output, rows_place)
         rows_writer.write(plan.vocabulary.new_rows(param))
         record["written"].append(rows_writer.entry())
-    record["read"] = {role: "".join(of_role) for role, of_role in read.items()}
     # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
     output.record(record)
 
 
-def _write_saved(plan: Plan, param: str, output: Output | _NoOutput) -> None:
+def _write_saved(plan: Plan, param: str, output: Output) -> None:
     """Write to an adapter what it holds in full of a tensor outside the merged layers, all of it or
     the rows of some tokens.
     """
     saved = plan.saved_tensors[param]
-    digests = ReadDigests()
-    tensor = OtherParam(plan, param, plan.other_keys[param][0], digests)
+    tensor = OtherParam(plan, param, plan.other_keys[param][0])
     parts = [(0, tensor.numel)]
     if saved.tokens is not None:
         width = tensor.numel // tensor.info.shape[0]
@@ -234,16 +197,15 @@ def _write_saved(plan: Plan, param: str, output: Output | _NoOutput) -> None:
             for key, writer in writers.items():
                 writer.write(_rounded(value, key, FLOATS[writer.place.dtype]))
     entries = [writer.entry() for writer in writers.values()]
-    record: Record = {"param": param, "written": entries, "read": {}, "reports": []}
-    record["read"] = digests.by_role()
+    record: Record = {"param": param, "written": entries, "reports": []}
     output.record(record)
 
 
-def _write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
+def _write_update(plan: Plan, param: str, output: Output) -> None:
     """Write to an adapter what adapters change of a tensor outside the merged layers: the factors
     of the update that the rule ``other_params`` makes of theirs.
     """
-    record: Record = {"param": param, "written": [], "read": {}, "reports": []}
+    record: Record = {"param": param, "written": [], "reports": []}
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     joining = plan.joining(param)
     count = plan.models_in_mean(param)
@@ -257,7 +219,7 @@ def _write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
     for role, model in models.items():
         if not model.rank_of(param):
             continue  # it has the base's, of which the update is zero
-        update, record["read"][role] = model.weight(param, nothing)
+        update = model.weight(param, nothing)
         update = model.scaled(update, nothing)
         assert isinstance(update, LowRank)
         updates.append((update, count / total if role == "merged" else 1 / total))
@@ -270,12 +232,11 @@ def _write_update(plan: Plan, param: str, output: Output | _NoOutput) -> None:
     output.record(record)
 
 
-def _copy(tensor: OtherParam, writer: "_Writer", digests: ReadDigests) -> bool:
+def _copy(tensor: OtherParam, writer: "_Writer") -> bool:
     """Copy a tensor of the base; return whether all its values are finite."""
     all_finite = True
     file = tensor.plan.base.opened[tensor.info.file]
     for piece in file.chunks(tensor.info):
-        digests.add("base", piece)
         writer.write(piece)
         dtype = FLOATS.get(tensor.info.dtype)
         if dtype is not None and not is_finite(piece.view(dtype)):
@@ -283,9 +244,7 @@ def _copy(tensor: OtherParam, writer: "_Writer", digests: ReadDigests) -> bool:
     return all_finite
 
 
-def _write(
-    tensor: OtherParam, writer: "_Writer", mean_writer: "_Writer | None", digests: ReadDigests
-) -> bool:
+def _write(tensor: OtherParam, writer: "_Writer", mean_writer: "_Writer | None") -> bool:
     """Write a merged tensor, with the rows of new tokens behind the base's, and its mean to the
     state; return whether all values are finite.
     """
@@ -297,7 +256,7 @@ def _write(
         if mean_writer is not None:
             mean_writer.write(value.to(FLOATS[mean_writer.place.dtype]))
         if tensor.grows:
-            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype, digests)
+            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype)
         rounded = _rounded(value, tensor.key, dtype)
         writer.write(rounded)
         all_finite = all_finite and is_finite(rounded)
@@ -305,7 +264,7 @@ def _write(
         size = math.prod(writer.place.shape)
         for start, stop in _bounds(tensor.numel, size, CHUNK_BYTES // 8):
             value = torch.zeros(stop - start, dtype=tensor.dtype, device="cpu")
-            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype, digests)
+            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype)
             writer.write(_rounded(value, tensor.key, dtype))
     return all_finite
 
@@ -324,7 +283,7 @@ def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
 class _Writer:
     """Writes a tensor to its place in a file, piece by piece."""
 
-    def __init__(self, output: Output | _NoOutput, place: TensorInfo) -> None:
+    def __init__(self, output: Output, place: TensorInfo) -> None:
         self.place = place
         self._output = output
         self._offset = place.start
@@ -352,7 +311,7 @@ def average_other_params(plan: Plan, write: Callable[[str, Tensor], object]) -> 
     for param, keys in plan.other_keys.items():
         if param not in plan.averaged:
             continue
-        tensor = OtherParam(plan, param, keys[0], ReadDigests())
+        tensor = OtherParam(plan, param, keys[0])
         if not tensor.numel:
             continue
         bounds = _bounds(0, tensor.numel, tensor.piece_length)

@@ -9,7 +9,8 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Required, TypeVar
@@ -24,10 +25,8 @@ from fusion_bench_nufilt.utils.files import (
     put_in_place,
     write_text,
 )
-from fusion_bench_nufilt.utils.manifest import in_one_line, merge_differences
+from fusion_bench_nufilt.utils.manifest import in_one_line, inputs_at_other_times, merge_differences
 from fusion_bench_nufilt.utils.tensors import file_checksum, write_at
-
-from .digests import GrowingFiles
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +38,9 @@ class Record(TypedDict, total=False):
     """A journal's entry for a tensor that is written."""
 
     param: Required[str]
-    #: For each range of bytes: its file, the offsets of its start and end, and its CRC-32, which a
-    #: loss of power can't leave as it was. What tells an edit is the digest of the finished file.
+    #: For each range of bytes, of one tensor: its file, the offsets of its start and end, and its
+    #: CRC-32, which the manifest has, too.
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, int]], Field(min_length=1)]]
-    #: What it was made from: digests by the model's role in the merge, and strengths of tasks.
-    read: Required[dict[str, str]]
     reports: Required[list[dict[str, Any]]]
     #: Of the tasks so far in a layer, times their coefficients.
     spacings: list[float]
@@ -74,8 +71,6 @@ class Output:
         out: the folder to make.
         run: what the result depends on. Leftovers of another run are deleted.
         headers: by file of weights, its header and its size in bytes.
-        unchanged: returns those of an interrupted run's records that were made from what the inputs
-            now hold.
 
     Raises:
         ValueError: another process writes the folder, or it is not this program's: no real folder,
@@ -87,16 +82,14 @@ class Output:
         out: Path,
         run: Mapping[str, Any],
         headers: Mapping[str, tuple[bytes, int]],
-        unchanged: Callable[[list[Record]], list[Record]],
     ) -> None:
         self.out = out
         self.work = work_folder(out)
         self.model = self.work / "model"
         self._journal = self.work / _JOURNAL
-        self._sizes = {file: size for file, (_, size) in headers.items()}
+        self._headers = headers
         self._writing = threading.Lock()
         self._is_closed = False
-        self._growing = GrowingFiles(self.model, headers)
         self._claim()
         self._lock = lock_folder(self.work)
         try:
@@ -104,11 +97,7 @@ class Output:
             if out.exists():
                 clear_work_folder(out)
                 raise ValueError(f"'{out}' was made by another process meanwhile")
-            self.done = self._resume(run, headers, unchanged)
-            for file, (header, _) in headers.items():
-                self._growing.add(file, 0, len(header))
-            for record in self.done.values():
-                self._note_finished(record)
+            self.done = self._resume(run)
         # Ctrl-C, too, must not leave the lock with a process that lives on.
         except BaseException:
             self.close()
@@ -132,21 +121,17 @@ class Output:
                 raise ValueError(f"{folder} was not made by nufilt: move it away") from None
             self.work.chmod(0o700)
 
-    def _resume(
-        self,
-        run: Mapping[str, Any],
-        headers: Mapping[str, tuple[bytes, int]],
-        unchanged: Callable[[list[Record]], list[Record]],
-    ) -> dict[str, Record]:
+    def _resume(self, run: Mapping[str, Any]) -> dict[str, Record]:
         """Return by param what an interrupted run with these inputs and settings finished and is
         still undamaged.
         """
+        headers = self._headers
         # The places of all tensors in the files follow from these.
         digests = {
             file: hashlib.sha256(header).hexdigest() for file, (header, _) in headers.items()
         }
         run = {**run, "headers": digests}
-        records = self._records_of(run, unchanged)
+        records = self._records_of(run)
         if not records:
             # No byte of another run may end in this one's result.
             shutil.rmtree(self.model, ignore_errors=True)
@@ -173,9 +158,7 @@ class Output:
             )
         return done
 
-    def _records_of(
-        self, run: Mapping[str, Any], unchanged: Callable[[list[Record]], list[Record]]
-    ) -> list[Record]:
+    def _records_of(self, run: Mapping[str, Any]) -> list[Record]:
         """Return the records of an interrupted run that this one can use; the log says why not."""
         if not self._journal.is_file():
             return []
@@ -183,20 +166,21 @@ class Output:
         if head is None:
             log.info("starting anew: the journal of '%s' is damaged", self.out)
             return []
-        # An input of other content may have tensors in common with what it was: digests tell.
-        differing = merge_differences(head["run"], run, contents=False)
+        differing = merge_differences(head["run"], run)
         if differing:
             line = in_one_line(differing)
             log.info("starting anew: '%s' was begun otherwise: %s", self.out, line)
             return []
-        same = unchanged(records)
-        if len(same) < len(records):
+        # An edit inside a tensor may lie outside of what the fingerprint has of it.
+        written_to = inputs_at_other_times(head["run"], run)
+        if written_to:
             log.warning(
-                "%d tensors of '%s' were made of what the inputs no longer hold: made again",
-                len(records) - len(same),
-                self.work,
+                "starting anew: '%s' has another size or time than when '%s' was begun",
+                written_to[0],
+                self.out,
             )
-        return same
+            return []
+        return records
 
     def _remove_all_but(self, weights: Collection[str]) -> None:
         """Remove all but the weights, since the rest is written at the end: what a process that was
@@ -212,7 +196,7 @@ class Output:
     def _holds(self, record: Record) -> bool:
         """Tell whether the files have what a record says was written."""
         for file, start, stop, checksum in record["written"]:
-            if stop > self._sizes.get(file, -1):
+            if file not in self._headers or stop > self._headers[file][1]:
                 return False
             if file_checksum(self.model / file, start, stop) != checksum:
                 return False
@@ -239,16 +223,20 @@ class Output:
         with self._writing, open(self._journal, "a", encoding="utf-8") as journal:
             journal.write(f"{_line(json.dumps(record))}\n")
             self.done[record["param"]] = record
-            self._note_finished(record)
-
-    def _note_finished(self, record: Record) -> None:
-        """Have the ranges digested that a record says are written."""
-        for file, start, stop, _ in record["written"]:
-            self._growing.add(file, start, stop)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprints of the files of weights, once all tensors are written."""
-        return self._growing.fingerprints()
+        checksums: dict[str, list[list[int]]] = {}
+        for file, (header, _) in self._headers.items():
+            checksums[file] = [[0, len(header), zlib.crc32(header)]]
+        for record in self.done.values():
+            for file, start, stop, checksum in record["written"]:
+                if start < stop:  # a tensor may have no elements
+                    checksums[file].append([start, stop, checksum])
+        fingerprints = {}
+        for file, (_, size) in self._headers.items():
+            fingerprints[file] = Fingerprint(size=size, checksums=sorted(checksums[file]))
+        return fingerprints
 
     def finish(self) -> None:
         """Give the folder its name, once everything is on the disk."""
@@ -259,7 +247,6 @@ class Output:
     def close(self) -> None:
         """Release the lock; what is written stays for the next run, and nothing is added to it."""
         self._is_closed = True
-        self._growing.close()
         self._lock.release()
 
 

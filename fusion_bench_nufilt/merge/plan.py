@@ -222,14 +222,6 @@ class Plan(Selection):
     def checkpoints(self) -> list[Checkpoint]:
         return [model.checkpoint for model in self.models.values()]
 
-    def changed(self) -> list[Checkpoint]:
-        """Return the models whose files may have been written to since they were opened."""
-        changed = []
-        for checkpoint in self.checkpoints:
-            if any(file.changed() for file in checkpoint.opened.values()):
-                changed.append(checkpoint)
-        return changed
-
     @property
     def names(self) -> list[str]:
         """The names of all tasks in the result, in merging order."""
@@ -307,7 +299,7 @@ class Plan(Selection):
         digests = {}
         for head in self.merged_manifest.get("heads", {}).values():
             if head["file"] in files:
-                digests[head["file"]] = files[head["file"]]["sha256"]
+                digests[head["file"]] = combined_digest(files[head["file"]].items())
         return digests
 
     def _tensors_in_files(self) -> dict[str, str]:

@@ -26,7 +26,6 @@ from fusion_bench_nufilt.utils.tensors import (
     compute_dtype,
     is_finite,
     raw_bytes,
-    to_compute_dtype,
 )
 
 from .basis import Basis, LayerInBasis, best_factors
@@ -165,26 +164,20 @@ class PlannedLayers(LayerReader):
     def read(self, layer: Layer, device: torch.device) -> MergedLayer:
         plan = self.plan
         key = layer.keys[0]
-        digests: dict[str, str] = {}
-        if self.method.weighs_tasks:
-            # They follow from all layers of the tasks, which this layer's digests do not tell.
-            digests["strengths"] = str(list(self.strengths))
         if self.kept.shape_in_basis(layer) is not None:
-            return self._read_in_basis(layer, device, digests)
-        weight, digests["base"] = plan.base.read(key, device)
+            return self._read_in_basis(layer, device)
+        weight = plan.base.read(key, device)
         theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
-        state = self.kept.read(layer, device, digests)
+        state = self.kept.read(layer, device)
         if plan.method.is_stateless:
-            state = {"weight": self._weight_so_far(layer, theta_0, state, digests)}
+            state = {"weight": self._weight_so_far(layer, theta_0, state)}
         elif not state:
             stack = plan.method.init_state([layer.name], theta_0[None])
             state = {name: value[0] for name, value in stack.items()}
-        record: Record = {"param": layer.param, "written": [], "read": digests, "reports": []}
+        record: Record = {"param": layer.param, "written": [], "reports": []}
         return MergedLayer(layer, theta_0, state, record)
 
-    def _read_in_basis(
-        self, layer: Layer, device: torch.device, digests: dict[str, str]
-    ) -> LayerInBasis:
+    def _read_in_basis(self, layer: Layer, device: torch.device) -> LayerInBasis:
         """Read the factors of all tasks, and return the layer in their basis, on a base of
         zeros.
         """
@@ -194,12 +187,12 @@ class PlannedLayers(LayerReader):
         factors = {}
         for number, task in enumerate(plan.tasks):
             if layer.param in task.params:
-                update, digests[f"task {number}"] = task.weight(layer.param, no_values)
+                update = task.weight(layer.param, no_values)
                 update = task.scaled(update, no_values)
                 assert isinstance(update, LowRank)
                 factors[number] = update.to(compute_dtype(no_values))
         updates = list(factors.values())
-        earlier, kept = self.kept.read_directions(layer, device, digests)
+        earlier, kept = self.kept.read_directions(layer, device)
         if earlier is not None:
             updates.append(earlier.to(compute_dtype(no_values)))
         basis, lefts, rights = Basis.of(
@@ -215,26 +208,22 @@ class PlannedLayers(LayerReader):
         in_basis = {}
         for number, left, right in zip(factors, lefts, rights, strict=False):
             in_basis[number] = LowRank(left.contiguous(), right.contiguous())
-        record: Record = {"param": layer.param, "written": [], "read": digests, "reports": []}
+        record: Record = {"param": layer.param, "written": [], "reports": []}
         return LayerInBasis(layer, zeros, state, record, basis, in_basis)
 
-    def _weight_so_far(
-        self, layer: Layer, theta_0: Tensor, kept: State, digests: dict[str, str]
-    ) -> Tensor:
-        """Return the merged weight before the first task, in float32 at least, and note the digest
-        of what is read.
-        """
+    def _weight_so_far(self, layer: Layer, theta_0: Tensor, kept: State) -> Tensor:
+        """Return the merged weight before the first task, in float32 at least."""
         plan = self.plan
         so_far = theta_0
         if plan.merged is not None:
             like = layer.view.as_stored(theta_0)
             if not kept:
-                weight, digests["merged"] = plan.merged.weight(layer.param, like)
+                weight = plan.merged.weight(layer.param, like)
             else:
                 weight = kept["weight"]
                 info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
                 rounded = weight.to(FLOATS[info.dtype])
-                stored, digests["merged"] = plan.merged.weight(layer.param, rounded)
+                stored = plan.merged.weight(layer.param, rounded)
                 assert isinstance(stored, Tensor)
                 # The model has the same weight rounded, which tells a state of other weights.
                 if rounded.dtype.itemsize < weight.dtype.itemsize:
@@ -253,26 +242,10 @@ class PlannedLayers(LayerReader):
         if layer.param not in task.params:
             return None
         theta_0 = layer.view.as_stored(merged.theta_0)
-        weight, merged.record["read"][f"task {number}"] = task.weight(layer.param, theta_0)
+        weight = task.weight(layer.param, theta_0)
         if isinstance(weight, LowRank):
             return weight
         return layer.view.matrix(weight)
-
-    def place(self, layer: Layer) -> int:
-        return self.place_of(layer.keys[0])
-
-    def place_of(self, key: str) -> int:
-        """Return the place of a tensor of the base in the order of the result's files, which are
-        digested from their beginnings on; 0 where they don't have it: models in memory have no
-        files, and an adapter has other keys.
-        """
-        return self._places.get(key, 0)
-
-    @cached_property
-    def _places(self) -> dict[str, int]:
-        if not self.plan.files:
-            return {}
-        return {key: number for number, key in enumerate(self.plan.places)}
 
     @property
     def coefficients(self) -> Sequence[float]:
@@ -292,7 +265,7 @@ class PlannedLayers(LayerReader):
         saved = plan.merged_manifest.get("spacings", {}).get(layer.name, [])
         if len(saved) == len(spacings):
             spacings = list(saved)
-            if spacings and "state" not in merged.record["read"]:
+            if spacings and not self.kept.has_state(layer):
                 # With the model that was left, its first task was rounded, also if it was factors.
                 spacings[0] = max(spacings[0], self._spacing_of_merged(layer))
             return spacings
@@ -333,7 +306,7 @@ class PlannedLayers(LayerReader):
         is read here.
         """
         layer = merged.layer
-        stored, merged.record["read"]["base"] = self.plan.base.read(layer.keys[0], update.device)
+        stored = self.plan.base.read(layer.keys[0], update.device)
         theta_0 = layer.view.matrix(stored).to(update.dtype)
         factors = merged.basis.product(update)
         return torch.addmm(theta_0, factors.left, factors.right)
@@ -357,7 +330,7 @@ class PlannedLayers(LayerReader):
         state = merged.state
         if state_places and isinstance(merged, LayerInBasis):
             state = self.kept.expand(merged, weight)
-        weight = plan.vocabulary.grown_layer(layer.param, weight, record["read"])
+        weight = plan.vocabulary.grown_layer(layer.param, weight)
         stored: list[tuple[TensorInfo, Tensor]] = []
         if state_places:
             for key, value in self.kept.by_key(layer, state).items():
@@ -389,24 +362,6 @@ class PlannedLayers(LayerReader):
             pieces.append(piece)
         record["written"] = written
         return pieces
-
-    def digests_read(self, layer: Layer) -> dict[str, str]:
-        """Return the digests of what a layer is made from, by the model's role in the merge."""
-        before = self.read(layer, torch.device("cpu"))
-        digests: dict[str, str] = before.record["read"]
-        if isinstance(before, LayerInBasis):
-            if self.plan.is_adapter:
-                return digests
-            # Its tasks are read before the base.
-            theta_0, digests["base"] = self.plan.base.read(layer.keys[0])
-        else:
-            theta_0 = layer.view.as_stored(before.theta_0)
-            for number, task in enumerate(self.plan.tasks):
-                if layer.param in task.params:
-                    _, digests[f"task {number}"] = task.weight(layer.param, theta_0)
-        # Any weight does: what is read for new tokens does not depend on it.
-        self.plan.vocabulary.grown_layer(layer.param, to_compute_dtype(theta_0).cpu(), digests)
-        return digests
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:

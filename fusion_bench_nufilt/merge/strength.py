@@ -83,11 +83,11 @@ def _spectrum_of(
 ) -> Spectrum:
     """Return the spectrum of what a task changed in a layer."""
     if task.rank_of(layer.param) is not None:
-        factors, _ = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
+        factors = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
         # Factors have not been rounded to the digits of a whole weight.
         return measure(factors, 0.0)
-    theta_0, _ = base.source.read(layer.keys[0], device)
-    new, _ = task.weight(layer.param, theta_0)
+    theta_0 = base.source.read(layer.keys[0], device)
+    new = task.weight(layer.param, theta_0)
     assert isinstance(new, Tensor)
     rounding = 0.0
     if layer.param in task.keys:

@@ -332,8 +332,8 @@ class LoraAdapter(ModelWeights):
             digests: list[object] = []
             if name in self.updates:
                 update = self.updates[name]
-                right, _ = self.source.read(update.key_a)
-                left, _ = self.source.read(update.key_b)
+                right = self.source.read(update.key_a)
+                left = self.source.read(update.key_b)
                 # The factors of an embedding are the head's transposed: where peft ties the two,
                 # they must have one mark.
                 if update.of_embedding:
@@ -341,9 +341,9 @@ class LoraAdapter(ModelWeights):
                 else:
                     digests += [digest(left), digest(right), update.scaling]
             if name in self.magnitudes:
-                digests.append(self.source.read(self.magnitudes[name])[1])
+                digests.append(digest(self.source.read(self.magnitudes[name])))
             if name in self.keys:
-                digests.append(self.source.read(self.keys[name])[1])
+                digests.append(digest(self.source.read(self.keys[name])))
                 digests += self.trained_rows.get(name, ())
             marks.append(tuple(digests))
         return marks
@@ -376,34 +376,29 @@ class LoraAdapter(ModelWeights):
 
     # What they hold
 
-    def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
+    def weight(self, param: str, theta_0: Tensor) -> Tensor | LowRank:
         if param in self.saved_experts:
             value = self.saved_experts[param].read(self.source)
             self.source.check_finite(param, value)
-            return value.to(theta_0.device), digest(value)
+            return value.to(theta_0.device)
         if param in self.keys:
             return super().weight(param, theta_0)
-        update, digests = self._update(param, theta_0.device)
+        update = self._update(param, theta_0.device)
         if param not in self.magnitudes:
-            return update, digests
-        lengths, digest_of_lengths = self.source.read(self.magnitudes[param], theta_0.device)
-        digests += digest_of_lengths
+            return update
+        lengths = self.source.read(self.magnitudes[param], theta_0.device)
         if param in self._transposed:
-            return _dora(theta_0.T, update, lengths).T, digests
-        return _dora(theta_0, update, lengths), digests
+            return _dora(theta_0.T, update, lengths).T
+        return _dora(theta_0, update, lengths)
 
-    def _update(self, param: str, device: torch.device) -> tuple[LowRank, str]:
-        """Read the factors of a layer's update in float32 at least, with its scaling, and their
-        digests.
-        """
+    def _update(self, param: str, device: torch.device) -> LowRank:
+        """Read the factors of a layer's update in float32 at least, with its scaling."""
         update = self.updates[param]
 
         def read() -> _Factors:
-            a, digest_of_a = self.source.read(update.key_a, device)
-            b, digest_of_b = self.source.read(update.key_b, device)
-            return a, b, digest_of_a + digest_of_b
+            return self.source.read(update.key_a, device), self.source.read(update.key_b, device)
 
-        a, b, digests = self._last_factors.get((update.key_a, str(device)), read)
+        a, b = self._last_factors.get((update.key_a, str(device)), read)
         if update.expert is not None:
             a, b = update.expert.cut(a, b)
         wide = compute_dtype(a)
@@ -416,8 +411,8 @@ class LoraAdapter(ModelWeights):
                 f"{update.scaling:g} is too large for {wide}"
             )
         if update.of_embedding:
-            return LowRank(right.T, left.T), digests
-        return LowRank(left, right), digests
+            return LowRank(right.T, left.T)
+        return LowRank(left, right)
 
     def unit(self, param: str) -> int:
         if param in self.saved_experts:
@@ -431,7 +426,7 @@ class LoraAdapter(ModelWeights):
         if param in self.keys or param not in self.updates:
             return super().elements(param, start, stop, theta_0)
         assert param not in self.magnitudes  # check_outside refuses DoRA
-        update, _ = self._update(param, theta_0.device)
+        update = self._update(param, theta_0.device)
         if param in self._transposed:
             update = LowRank(update.right.T, update.left.T)
         width = update.shape[1]
@@ -464,8 +459,8 @@ class LoraAdapter(ModelWeights):
                 f"new tokens can't be told one by one: merge it into its base {WITH_PEFT}, or "
                 "leave its tokens out with --tokenizer base"
             )
-        update, _ = self._update(param, theta_0.device)
-        lengths, _ = self.source.read(self.magnitudes[param], theta_0.device)
+        update = self._update(param, theta_0.device)
+        lengths = self.source.read(self.magnitudes[param], theta_0.device)
         of_row = LowRank(update.left[row : row + 1], update.right)
         return _dora(theta_0[None], of_row, lengths[row : row + 1])[0]
 
@@ -592,7 +587,7 @@ class LoraAdapter(ModelWeights):
         if not layers or self.magnitudes or not self.keys.keys().isdisjoint(changed):
             return []
         for param in layers:
-            update, _ = self._update(param, torch.device("cpu"))
+            update = self._update(param, torch.device("cpu"))
             if update.left.any() and update.right.any():
                 return []
         reason = "its factors are zero, as before any training"
@@ -611,7 +606,7 @@ def _dora(theta_0: Tensor, update: LowRank, lengths: Tensor) -> Tensor:
     return weight
 
 
-_Factors = tuple[Tensor, Tensor, str]  # A, B, and their digests
+_Factors = tuple[Tensor, Tensor]  # A and B
 
 
 class _LastFactors:

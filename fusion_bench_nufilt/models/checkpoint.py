@@ -37,7 +37,7 @@ from fusion_bench_nufilt.utils.files import (
 )
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_files
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
-from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo, digest
+from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo
 
 from .quantised import (
     DESCRIPTIONS,
@@ -270,8 +270,23 @@ class Checkpoint(Source):
             identity["hub"] = self.hub_digests
         if not self.remote:
             identity["fingerprint"] = self.fingerprint
+            identity["stamps"] = self.stamps
         identity["files"] = self._config_files
         return identity
+
+    @property
+    def stamps(self) -> dict[str, list[int]]:
+        """The size in bytes and the time in nanoseconds of each file when it was opened."""
+        return {name: list(file.stamp[:2]) for name, file in self.opened.items()}
+
+    def is_changed(self) -> bool:
+        """Tell whether a file was written to or replaced since it was opened: it has another size
+        or time, or, as after `cp -p` of another model, other content.
+        """
+        stamps = self.stamps
+        if not any(file.changed() for file in self.opened.values()):
+            return False
+        return not self.reopen() or self.stamps != stamps
 
     @cached_property
     def _config_files(self) -> dict[str, InputFile]:
@@ -412,16 +427,15 @@ class Checkpoint(Source):
         self.whole = {**self.whole, key: self.whole[of]}
         self.split(self.row_ranges)
 
-    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
+    def read(self, key: str, device: torch.device | str = "cpu") -> Tensor:
         info = self.tensors[key]
-        # One reading serves values and digest, which is of the stored bytes whatever the device.
         if isinstance(info, Encoded):
             stored = info.read(self.opened)
         else:
             stored = self.opened[info.file].read(info)
         tensor = stored.to(device)
         self.check_finite(key, tensor)
-        return tensor, digest(stored)
+        return tensor
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         info = self.tensors[key]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.tensors import compute_dtype, digest
+from fusion_bench_nufilt.utils.tensors import compute_dtype
 
 from .architecture import (
     Architecture,
@@ -166,9 +166,8 @@ class ModelWeights:
 
     # What they hold
 
-    def weight(self, param: str, theta_0: Tensor) -> tuple[Tensor | LowRank, str]:
-        """Read a whole tensor, or the factors of a layer's update; return it and the digest of what
-        was read.
+    def weight(self, param: str, theta_0: Tensor) -> Tensor | LowRank:
+        """Read a whole tensor, or the factors of a layer's update.
 
         ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows
         that the model lacks.
@@ -179,7 +178,7 @@ class ModelWeights:
         value = self.matched_rows[param].elements(0, theta_0.numel(), flat)
         value = value.reshape(theta_0.shape)
         self.source.check_finite(param, value)
-        return value, digest(value)
+        return value
 
     def scaled(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
         """Return a weight, or the factors of an update, with the update times the model's
@@ -229,7 +228,7 @@ class ModelWeights:
         """Return the tensors of the task's head by their names in the task's model."""
         tensors = {}
         for key in self.head.values():
-            value, _ = self.source.read(key)
+            value = self.source.read(key)
             # safetensors refuses tensors that are not contiguous.
             tensors[self.name_of(key)] = value.contiguous()
         return tensors

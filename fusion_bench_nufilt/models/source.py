@@ -8,14 +8,12 @@ its reader, where rows are in another order; :class:`ReadDigests` notes what was
 import json
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.utils.tensors import (
@@ -25,7 +23,6 @@ from fusion_bench_nufilt.utils.tensors import (
     TensorInfo,
     describe,
     is_finite,
-    raw_bytes,
 )
 
 RowRanges = Sequence[tuple[int, int]]  # where the rows of each layer in a tensor start and stop
@@ -64,10 +61,8 @@ class Source(ABC):
         return ()
 
     @abstractmethod
-    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
-        """Read a tensor, whose values must be finite, to a device; return it and the digest of its
-        bytes.
-        """
+    def read(self, key: str, device: torch.device | str = "cpu") -> Tensor:
+        """Read a tensor, whose values must be finite, to a device."""
 
     @abstractmethod
     def elements(self, key: str, start: int, stop: int) -> Tensor:
@@ -210,11 +205,11 @@ class MemorySource(Source):
                 values[rows_key(key, rows)] = values[key][slice(*rows)]
         self._values = values
 
-    def read(self, key: str, device: torch.device | str = "cpu") -> tuple[Tensor, str]:
-        """Return a tensor, which shares the model's memory on its own device, and no digest."""
+    def read(self, key: str, device: torch.device | str = "cpu") -> Tensor:
+        """Return a tensor, which shares the model's memory on its own device."""
         value = self._values[key]
         self.check_finite(key, value)
-        return value.to(device), ""
+        return value.to(device)
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         return self._values[key].flatten()[start:stop]
@@ -316,21 +311,6 @@ class MatchedRows:
                 break
             end += 1
         return end
-
-
-class ReadDigests:
-    """The digest of all that is read of each model for a tensor, by the model's role in the
-    merge.
-    """
-
-    def __init__(self) -> None:
-        self._hashes: defaultdict[str, blake3] = defaultdict(blake3)
-
-    def add(self, role: str, value: Tensor) -> None:
-        self._hashes[role].update(raw_bytes(value))
-
-    def by_role(self) -> dict[str, str]:
-        return {role: content.hexdigest() for role, content in self._hashes.items()}
 
 
 def check_belongs(kept: Tensor, stored: Tensor, name: str, state: Source) -> None:

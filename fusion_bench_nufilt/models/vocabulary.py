@@ -22,7 +22,7 @@ from fusion_bench_nufilt.utils.files import parse_json
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, compute_dtype, is_finite
 
 from .model import ModelWeights
-from .source import ReadDigests, check_belongs, format_names
+from .source import check_belongs, format_names
 
 Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
@@ -116,10 +116,8 @@ class Vocabulary:
         check_belongs(kept, row, key, self.kept.source)
         return kept
 
-    def mean_row(self, param: str, row: int, digests: ReadDigests | None = None) -> Tensor:
-        """Return the row of a new token, in float32 at least if several models have it; note what
-        is read in ``digests``.
-        """
+    def mean_row(self, param: str, row: int) -> Tensor:
+        """Return the row of a new token, in float32 at least if several models have it."""
         mean = None
         weight = 0.0
         holders = self._holders(param, row)
@@ -127,8 +125,6 @@ class Vocabulary:
             return self._mean_of_base(param)
         for holder in holders:
             value = self._row(param, holder)
-            if digests is not None:
-                digests.add(holder.role, value)
             if not is_finite(value):
                 name = self.models[holder.role].source.name
                 raise ValueError(
@@ -183,9 +179,7 @@ class Vocabulary:
         """Return the rows of all new tokens, in the order of their numbers in the result."""
         return torch.stack([self.mean_row(param, row).float() for row in sorted(self.holders)])
 
-    def fill_rows(
-        self, param: str, piece: Tensor, start: int, dtype: torch.dtype, digests: ReadDigests
-    ) -> None:
+    def fill_rows(self, param: str, piece: Tensor, start: int, dtype: torch.dtype) -> None:
         """Put the rows of new tokens into a piece of a flattened tensor of ``params``, which begins
         with element ``start``.
 
@@ -196,7 +190,7 @@ class Vocabulary:
         for row in range(start // width, -(-stop // width)):
             if row not in self.holders:
                 continue
-            value = self.mean_row(param, row, digests)
+            value = self.mean_row(param, row)
             if not is_finite(value.to(dtype)):
                 raise ValueError(
                     f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} "
@@ -207,19 +201,14 @@ class Vocabulary:
             last = min(start_of_row + width, stop)
             piece[first - start : last - start] = value[first - start_of_row : last - start_of_row]
 
-    def grown_layer(self, param: str, weight: Tensor, read: dict[str, str]) -> Tensor:
-        """Return a layer with the rows of new tokens, and add digests of what is read to those of
-        the models.
-        """
+    def grown_layer(self, param: str, weight: Tensor) -> Tensor:
+        """Return a layer with the rows of new tokens."""
         if param not in self.params:
             return weight
-        digests = ReadDigests()
         sides = weight.shape[1:]
         grown = torch.zeros((self.rows, *sides), dtype=weight.dtype, device="cpu")
         grown[: len(weight)] = weight
-        self.fill_rows(param, grown.flatten(), 0, weight.dtype, digests)
-        for role, digest in digests.by_role().items():
-            read[role] = read.get(role, "") + digest
+        self.fill_rows(param, grown.flatten(), 0, weight.dtype)
         return grown
 
 

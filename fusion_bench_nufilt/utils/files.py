@@ -18,7 +18,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from glob import escape as without_wildcards
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, Required, TypeVar, cast
 
 import psutil
 import yaml
@@ -415,9 +415,15 @@ Score = Annotated[float, Field(ge=-(10**4), le=10**4)]
 Seconds = Annotated[float, Field(ge=0, le=10**9)]
 
 
-class Fingerprint(TypedDict):
-    size: int  # in bytes
+_Checksum = Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3)]
+
+
+class Fingerprint(TypedDict, total=False):
+    size: Required[int]  # in bytes
     sha256: str
+    #: Of a file of weights instead: where the header and each tensor start and stop in it, and the
+    #: CRC-32 of these bytes.
+    checksums: list[_Checksum]
 
 
 class InputFile(TypedDict, total=False):
@@ -441,7 +447,7 @@ class Input(TypedDict, total=False):
     fingerprint: str
     hub: dict[str, str]  # the hub's digests of its files of weights
     files: dict[str, InputFile]  # beside the weights, which change a merge, too
-    read: str  # a digest of all that a merge read of it
+    stamps: dict[str, list[int]]  # size and time (ns) of each file of weights as it was read
 
 
 def _head_file(name: str) -> str:

@@ -1,10 +1,10 @@
-"""What a model is known by before any work: one digest of its content, from a small piece of every
+"""What a model is known by before any work: one digest of its content, from small pieces of every
 tensor.
 
 It is the same for the same names, dtypes, shapes and bytes, in files or in memory, whatever the
 files are called, however the tensors are spread over them, and whatever else is in their headers.
 Two models that were trained apart differ in every tensor, and so in their fingerprints. An edit
-inside one tensor may lie outside its piece: that only the digest of the whole tensor shows.
+inside one tensor may lie outside its pieces: sizes and times of files tell of that.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from .tensors import TensorFile, TensorInfo, describe, raw_bytes
 
-#: Read of each tensor, from its middle; a smaller one is read as a whole.
+#: Read of each tensor from its beginning, its middle and its end; a smaller one is read as a whole.
 PIECE_BYTES = 4096
-#: In so many tensors of a model at most; the others are known by name, dtype and shape.
-MOST_PIECES = 4096
+#: So many tensors of a model are read at most; the others are known by name, dtype and shape.
+MOST_TENSORS = 4096
 
 
 def fingerprint_files(files: Iterable[TensorFile]) -> str:
@@ -37,10 +37,14 @@ def fingerprint_files(files: Iterable[TensorFile]) -> str:
     pieces: dict[str, bytes] = {}
     for file, keys in sampled.items():
         bounds = []
+        keys_of_bounds = []
         for key in keys:
-            start, stop = _piece_bounds(tensors[key].nbytes)
-            bounds.append((tensors[key].start + start, tensors[key].start + stop))
-        pieces |= zip(keys, file.pieces(bounds), strict=True)
+            first = tensors[key].start
+            for start, stop in _bounds_of_pieces(tensors[key].nbytes):
+                bounds.append((first + start, first + stop))
+                keys_of_bounds.append(key)
+        for key, piece in zip(keys_of_bounds, file.pieces(bounds), strict=True):
+            pieces[key] = pieces.get(key, b"") + piece
     return _digest(tensors, pieces)
 
 
@@ -66,36 +70,37 @@ def fingerprint_tensors(model: nn.Module | Mapping[str, Tensor]) -> str:
     tensors = {name: describe(value) for name, value in values.items()}
     pieces: dict[str, bytes] = {}
     for name in _sample(values):
-        value = values[name].detach()
-        start, stop = _piece_bounds(value.nbytes)
+        value = values[name].detach().flatten()
         itemsize = value.element_size()
-        # Cut before it leaves an accelerator.
-        piece = value.flatten()[start // itemsize : stop // itemsize]
-        pieces[name] = bytes(raw_bytes(piece))
+        pieces[name] = b""
+        for start, stop in _bounds_of_pieces(value.nbytes):
+            # Cut before it leaves an accelerator.
+            pieces[name] += raw_bytes(value[start // itemsize : stop // itemsize])
     return _digest(tensors, pieces)
 
 
 def _sample(names: Collection[str]) -> list[str]:
-    """Return the names of the tensors of which a piece is read: all, or of very many some from all
+    """Return the names of the tensors of which pieces are read: all, or of very many some from all
     over the model.
     """
-    if len(names) <= MOST_PIECES:
+    if len(names) <= MOST_TENSORS:
         return list(names)
 
     # Every n-th one might be of one kind, such as the scales of all experts.
     def digest_of(name: str) -> bytes:
         return hashlib.sha256(name.encode()).digest()
 
-    return sorted(names, key=digest_of)[:MOST_PIECES]
+    return sorted(names, key=digest_of)[:MOST_TENSORS]
 
 
-def _piece_bounds(nbytes: int) -> tuple[int, int]:
-    """Return where the piece of a tensor starts and stops, in bytes."""
-    if nbytes <= PIECE_BYTES:
-        return 0, nbytes
-    # A multiple of the bytes of every dtype's elements.
-    start = (nbytes - PIECE_BYTES) // 2 // 16 * 16
-    return start, start + PIECE_BYTES
+def _bounds_of_pieces(nbytes: int) -> list[tuple[int, int]]:
+    """Return where the pieces of a tensor start and stop, in bytes."""
+    if nbytes <= 3 * PIECE_BYTES:
+        return [(0, nbytes)]
+    last = nbytes - PIECE_BYTES
+    # A multiple of the bytes of every dtype's elements, as the size of the tensor is.
+    middle = last // 2 // 16 * 16
+    return [(start, start + PIECE_BYTES) for start in (0, middle, last)]
 
 
 def _digest(tensors: Mapping[str, TensorInfo], pieces: Mapping[str, bytes]) -> str:

@@ -8,7 +8,6 @@ description says; otherwise, what differs is named (:func:`differences`).
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from .files import (
     write_json,
     write_text,
 )
-from .tensors import digest
+from .tensors import TensorFile, digest, file_checksum
 
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
 STATE_FILE = "nufilt_state/model.safetensors"
@@ -203,21 +202,43 @@ def verify_files(
             )
     if not digests:
         return
-    for name, fingerprint in _fingerprints(folder, names).items():
-        if fingerprint != files[name]:
-            raise ValueError(
-                f"'{folder}': {name} is not what was saved (its sha256 differs); {advice}"
-            )
+    with ThreadPoolExecutor(8) as pool:  # sums of large files are made without Python's lock
+        changes = pool.map(lambda name: _what_changed(folder / name, files[name]), names)
+        for name, what in zip(names, changes, strict=True):
+            if what:
+                raise ValueError(f"'{folder}': {name} is not what was saved ({what}); {advice}")
+
+
+def _what_changed(file: Path, saved: Fingerprint) -> str:
+    """Return what of a file is not as it was saved, empty if nothing is."""
+    if "checksums" not in saved:
+        return "" if _sha256(file) == saved.get("sha256") else "its sha256 differs"
+    end = 0
+    for start, stop, checksum in saved["checksums"]:
+        is_next = start == end and stop <= saved["size"]
+        if not is_next or file_checksum(file, start, stop) != checksum:
+            return f"its bytes from {start} to {stop} differ"
+        end = stop
+    return "" if end == saved["size"] else f"its bytes from {end} on are not known"
 
 
 def _fingerprints(folder: Path, names: Sequence[str]) -> dict[str, Fingerprint]:
-    def fingerprint(name: str) -> Fingerprint:
-        with (folder / name).open("rb") as stream:
-            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-            return Fingerprint(size=os.fstat(stream.fileno()).st_size, sha256=sha256)
+    with ThreadPoolExecutor(8) as pool:
+        fingerprints = pool.map(lambda name: _fingerprint(folder / name), names)
+        return dict(zip(names, fingerprints, strict=True))
 
-    with ThreadPoolExecutor(8) as pool:  # digests of large files are computed without Python's lock
-        return dict(zip(names, pool.map(fingerprint, names), strict=True))
+
+def _fingerprint(file: Path) -> Fingerprint:
+    """Return size and SHA-256 of a small file, or the sums of the tensors in a file of weights."""
+    size = file.stat().st_size
+    if file.suffix != ".safetensors":
+        return Fingerprint(size=size, sha256=_sha256(file))
+    return Fingerprint(size=size, checksums=TensorFile(file).checksums())
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # Fields of a task's configuration that are dropped: the user's folder, and what the merged model
@@ -277,7 +298,6 @@ class Difference(NamedTuple):
     stored: Any
     wanted: Any
     reason: str = ""  # what to say where values tell nothing
-    of_weights: bool = False  # whether it is in the content of a model
 
     def __str__(self) -> str:
         if self.reason:
@@ -313,19 +333,15 @@ def differences(
     return differing
 
 
-def merge_differences(
-    stored: Mapping[str, Any], wanted: Mapping[str, Any], *, contents: bool = True
-) -> list[Difference]:
+def merge_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Difference]:
     """Return what differs between the descriptions of two merges of folders: their inputs are
-    compared by their contents, whatever their names; without ``contents``, weights are not.
+    compared by their contents, whatever their names.
     """
     differing: list[Difference] = []
     old_inputs = stored.get("inputs") or {}
     new_inputs = wanted.get("inputs") or {}
     for role in {**old_inputs, **new_inputs}:
-        for difference in input_differences(role, old_inputs.get(role), new_inputs.get(role)):
-            if contents or not difference.of_weights:
-                differing.append(difference)
+        differing += input_differences(role, old_inputs.get(role), new_inputs.get(role))
     return differing + differences(_without_names(stored), _without_names(wanted))
 
 
@@ -357,6 +373,19 @@ def input_differences(role: str, stored: Input | None, wanted: Input | None) -> 
         new_files = _digests_of_files(wanted)
         differing += differences(old_files, new_files, f"inputs.{role}.files.")
     return differing
+
+
+def inputs_at_other_times(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return the names of the inputs of a merge whose files have another size or time than in an
+    earlier description of it.
+    """
+    names = []
+    for role, model in wanted["inputs"].items():
+        earlier = stored["inputs"][role].get("stamps")
+        # A model that is still on the hub has none.
+        if earlier and "stamps" in model and earlier != model["stamps"]:
+            names.append(model["name"])
+    return names
 
 
 def _digests_of_files(model: Input) -> dict[str, str]:
@@ -427,7 +456,7 @@ def _content_difference(role: str, stored: Input, wanted: Input) -> Difference:
         old = stored.get(key)
         new = wanted.get(key)
         if old and new and old != new:
-            return Difference(f"inputs.{role}.{key}", old, new, of_weights=True)
+            return Difference(f"inputs.{role}.{key}", old, new)
     reason = "is not the same"
     if is_same_model(stored, wanted) is None:
         reason = "is not recorded there, as in results of earlier versions"
@@ -436,7 +465,7 @@ def _content_difference(role: str, stored: Input, wanted: Input) -> Difference:
     label = f"the content of {role} '{wanted.get('name')}'"
     old = stored.get("fingerprint")
     new = wanted.get("fingerprint")
-    return Difference(label, old, new, reason, of_weights=True)
+    return Difference(label, old, new, reason)
 
 
 def in_one_line(differing: list[Difference]) -> str:

@@ -153,6 +153,12 @@ class TensorFile:
         except OSError as error:
             raise self._unreadable(error) from error
 
+    def checksums(self) -> list[list[int]]:
+        """Return where the header and each tensor start and stop, and the CRC-32 of these bytes."""
+        bounds = {(info.start, info.stop) for info in self.tensors.values() if info.nbytes}
+        ranges = [(0, len(self.header)), *sorted(bounds)]
+        return [[start, stop, file_checksum(self.path, start, stop)] for start, stop in ranges]
+
     def _ended_early(self) -> ValueError:
         return ValueError(
             f"'{self.path}' ended before its header says: was it changed during the run?"
@@ -279,7 +285,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    # As safe as SHA-256, and faster: a merge digests three bytes for each that it writes, or more.
+    # As safe as SHA-256, and faster: a run digests all models of its pool.
     return blake3(raw_bytes(tensor)).hexdigest()
 
 

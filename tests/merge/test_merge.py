@@ -3,6 +3,8 @@ checkpoint as it was.
 """
 
 import hashlib
+import zlib
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIP
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.conftest import every_device
 from tests.merge.helpers import (
     STATE,
@@ -283,7 +286,7 @@ def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(stream):
     assert "base_model" not in card  # which would have to be a name on the hub
 
 
-def test_the_manifest_has_size_and_digest_of_every_other_file(tmp_path):
+def test_the_manifest_has_the_size_of_every_other_file_and_the_sums_of_its_content(tmp_path):
     save_stream(tmp_path, llama(), dtype=torch.bfloat16)
     templates = tmp_path / "base" / "additional_chat_templates"
     templates.mkdir()
@@ -294,8 +297,14 @@ def test_the_manifest_has_size_and_digest_of_every_other_file(tmp_path):
     for path in out.rglob("*"):
         if path.is_file() and path != out / "nufilt.json":
             data = path.read_bytes()
-            digest = hashlib.sha256(data).hexdigest()
-            files[str(path.relative_to(out))] = {"size": len(data), "sha256": digest}
+            content = {"sha256": hashlib.sha256(data).hexdigest()}
+            if path.suffix == ".safetensors":
+                first = 8 + int.from_bytes(data[:8], "little")
+                starts = [info.start for info in TensorFile(path).tensors.values()]
+                bounds = [0, first, *sorted(starts)[1:], len(data)]
+                sums = [[*each, zlib.crc32(data[slice(*each)])] for each in pairwise(bounds)]
+                content = {"checksums": sums}
+            files[str(path.relative_to(out))] = {"size": len(data), **content}
     assert {STATE, "README.md", "additional_chat_templates/tool.jinja"} < files.keys()
     assert made["files"] == files
 

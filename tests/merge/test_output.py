@@ -11,23 +11,24 @@ from contextlib import closing
 import pytest
 
 from fusion_bench_nufilt.merge.output import Output, clear_work_folder, work_folder
-from tests.merge.helpers import never
 
 TENSOR = b"12345678"
 CHECKSUM = zlib.crc32(TENSOR)
 HEADERS = {"model.safetensors": (b"header", 14)}
 
 
-def begin(folder, seed=1, content="0", unchanged=list, headers=HEADERS):
-    inputs = {"base": {"name": "base", "fingerprint": content * 64, "files": {}}}
+def begin(folder, seed=1, content="0", time=1, headers=HEADERS):
+    stamps = {"model.safetensors": [14, time]}
+    base = {"name": "base", "fingerprint": content * 64, "stamps": stamps, "files": {}}
+    inputs = {"base": base}
     run = {"settings": {"seed": seed}, "inputs": inputs}
-    return Output(folder / "out", run, headers, unchanged)
+    return Output(folder / "out", run, headers)
 
 
 def write_tensor(output):
     output.write("model.safetensors", memoryview(TENSOR), 6)
     written = [("model.safetensors", 6, 14, CHECKSUM)]
-    output.record({"param": "w", "written": written, "read": {}, "reports": []})
+    output.record({"param": "w", "written": written, "reports": []})
 
 
 def test_a_link_in_place_of_the_work_folder_is_not_followed(tmp_path):
@@ -108,7 +109,7 @@ def test_nobody_else_can_write_into_the_work_folder(tmp_path):
 
 def test_files_of_a_run_with_another_base_are_in_no_result(tmp_path):
     other = {"other.safetensors": (b"header", 6)}
-    with closing(Output(tmp_path / "out", {}, other, never)) as output:
+    with closing(Output(tmp_path / "out", {}, other)) as output:
         (output.model / "vocab.txt").touch()  # killed before it took its name
     with closing(begin(tmp_path)) as output:
         assert sorted(path.name for path in output.model.iterdir()) == ["model.safetensors"]
@@ -159,7 +160,6 @@ def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_n
         {"written": [["model.safetensors", 6, 2**70, 0]]},
         {"written": [["../../secret", 0, 1, 0]]},
         {"param": None},
-        {"read": []},
         {"reports": [3]},
         {"not_finite": 2.7},
     ],
@@ -189,37 +189,35 @@ def test_why_a_run_starts_anew_is_said(tmp_path, caplog):
     caplog.set_level("INFO")
     with closing(begin(tmp_path, seed=1)) as output:
         write_tensor(output)
-    with closing(begin(tmp_path, seed=2, content="9", unchanged=never)) as output:
+    with closing(begin(tmp_path, seed=2)) as output:
         assert output.done == {}
     assert "out' was begun otherwise: settings.seed is 1 there and 2 here" in caplog.text
-    assert "content" not in caplog.text
 
 
 def test_tensors_that_have_another_place_in_the_files_are_made_again(tmp_path):
     with closing(begin(tmp_path)) as output:
         write_tensor(output)
     headers = {"model.safetensors": (b"reader", 14)}
-    with closing(begin(tmp_path, unchanged=never, headers=headers)) as output:
+    with closing(begin(tmp_path, headers=headers)) as output:
         assert output.done == {}
 
 
-@pytest.mark.parametrize("content", ["0", "9"])
-@pytest.mark.parametrize("is_unchanged", [True, False])
-def test_what_is_done_is_compared_with_what_the_inputs_hold_now(tmp_path, content, is_unchanged):
+@pytest.mark.parametrize("change", [{"content": "9"}, {"time": 2}], ids=str)
+def test_what_was_made_of_inputs_of_another_content_or_time_is_made_again(tmp_path, change):
     with closing(begin(tmp_path)) as output:
         write_tensor(output)
-    done = []
-    if is_unchanged:
-        done = ["w"]
+    with closing(begin(tmp_path, **change)) as output:
+        assert output.done == {}
 
-    def unchanged(records):
-        assert [record["param"] for record in records] == ["w"]
-        if is_unchanged:
-            return records
-        return []
 
-    with closing(begin(tmp_path, content=content, unchanged=unchanged)) as output:
-        assert list(output.done) == done
+def test_the_sums_of_a_file_are_those_of_its_header_and_its_tensors(tmp_path):
+    with closing(begin(tmp_path)) as output:
+        write_tensor(output)
+        (fingerprint,) = output.fingerprints().values()
+    assert fingerprint == {
+        "size": 14,
+        "checksums": [[0, 6, zlib.crc32(b"header")], [6, 14, CHECKSUM]],
+    }
 
 
 def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done(tmp_path):
@@ -227,7 +225,7 @@ def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done
         output.write("model.safetensors", memoryview(TENSOR), 6)
         written = [("model.safetensors", 6, 14, CHECKSUM)]
         for number in range(3000):
-            output.record({"param": f"w{number}", "written": written, "read": {}, "reports": []})
+            output.record({"param": f"w{number}", "written": written, "reports": []})
     start = time.process_time()
     with closing(begin(tmp_path)) as output:
         assert len(output.done) == 3000

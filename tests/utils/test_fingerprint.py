@@ -108,9 +108,7 @@ def test_it_tells_by_bits_and_not_by_values():
     assert fingerprint_tensors({"w": nan["w"].clone()}) == fingerprint_tensors(nan)
 
 
-def test_a_small_piece_is_read_from_within_each_tensor_and_each_file_is_opened_once(
-    tmp_path, monkeypatch
-):
+def test_small_pieces_of_each_tensor_are_read_and_each_file_is_opened_once(tmp_path, monkeypatch):
     save_file(random_tensors(side=400), tmp_path / "model.safetensors")
     file = TensorFile(tmp_path / "model.safetensors")
     bounds = []
@@ -123,15 +121,16 @@ def test_a_small_piece_is_read_from_within_each_tensor_and_each_file_is_opened_o
     monkeypatch.setattr(TensorFile, "pieces", noted)
     fingerprint_files([file])
     (of_file,) = bounds
-    assert len(of_file) == 6
-    for info, (start, stop) in zip(file.tensors.values(), of_file, strict=True):
-        assert stop - start == PIECE_BYTES
-        middle = (info.start + info.stop) / 2
-        assert start < middle < stop
+    assert len(of_file) == 18
+    for number, info in enumerate(file.tensors.values()):
+        first, second, third = of_file[3 * number : 3 * number + 3]
+        assert first == (info.start, info.start + PIECE_BYTES)
+        assert second[0] < (info.start + info.stop) / 2 < second[1]
+        assert third == (info.stop - PIECE_BYTES, info.stop)
 
 
 def test_of_very_many_tensors_some_from_all_over_the_model_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprint, "MOST_PIECES", 20)
+    monkeypatch.setattr(fingerprint, "MOST_TENSORS", 20)
     kinds = ("gate", "up", "down", "scale")
     tensors = {}
     for layer in range(10):

@@ -294,7 +294,7 @@ def test_the_head_of_a_task_of_any_name_has_a_file_that_is_read_again(tmp_path, 
     for head in heads.values():
         file = tmp_path / head["file"]
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(b"")
+        save_file({}, file)
     write_manifest(tmp_path, {"heads": heads})
     assert len(read_heads(tmp_path, read_manifest(tmp_path))) == 3
 
