@@ -77,7 +77,7 @@ def test_a_run_is_refused_by_the_name_of_an_option_that_was_given_otherwise(tmp_
 
     with pytest.raises(InterruptedRunError):
         run(interrupt_after(1), resume=False)
-    idle = [{"ridge": 5.0}, {"heads": "none"}, {"on_shape_mismatch": "keep-base"}, {"seed": 7}]
+    idle = [{"ridge": 5.0}, {"heads": "none"}, {"seed": 7}]
     for changed in idle:
         (name,) = changed
         with pytest.raises(ValueError, match=f"holds another run: {name} is "):

@@ -32,7 +32,7 @@ from fusion_bench_nufilt.utils.overrides import key_value
 # The options that are a number or a share of the width.
 RANKS = {field.name for field in dataclasses.fields(FusionConfig) if field.type == int | float}
 # The options that are a number of bytes, or a size such as 4GB.
-SIZES = ("max_memory", "max_shard_size")
+SIZES = ("max_memory",)
 ConfigDir = Annotated[
     Path | None,
     typer.Option(help="Folder of your own configurations, such as modelpool/mine.yaml."),

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.merge.checks import (
     check_made_from,
     check_same_base,
+    check_shapes,
     check_state,
     check_task,
     other_options,
@@ -91,7 +92,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     _holds_float32: bool  # whether that has all in float32 that the model rounds
     _mean_counts: dict[str, int]  # models in the mean of a tensor, where not one for each step
     _spacings: dict[str, list[float]]  # of the values of each task so far, by layer
-    _ignored_keys: dict[str, set[str]]  # by model: weights that it lacks, or in another shape
+    _ignored_keys: dict[str, set[str]]  # by model: weights that its checkpoint lacks
     _first_params: dict[str, str]  # of tied weights, in a merge that is gone on from
     _reports: list[dict[str, Any]]  # the rows of layers.csv
 
@@ -287,15 +288,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 missing_heads[0],
             )
         plan = self._plan([task], self.first_step + self.names.index(name))
-        draft.fit(task)
+        check_shapes(draft.selection, task, draft.architecture)
         for warning in check_task(plan, task, draft.architecture, plan.averaged):
             log.warning("%s", warning)
         for warning in check_same_base(plan):
             log.warning("%s", warning)
         self._ignored_keys[name] = set(missing_keys)
-        for key in task.source.tensors:
-            if draft.architecture.param(key) in task.ignored:
-                self._ignored_keys[name].add(key)
 
     def _refuse_late_head(self, name: str) -> None:
         """Refuse a head that is found after a step has merged it as a layer."""

@@ -44,6 +44,7 @@ from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import read_merged_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
+from .checks import check_shapes
 from .draft import Draft, add_own_head
 from .kept_state import KeptStateOfAdapter, open_kept
 from .plan import DTYPES, FactorKeys, Files, Plan, SavedTensor, Selection
@@ -109,7 +110,7 @@ def plan_adapter(
     covered = coverage(architecture.model, views, targets)
     draft.selection = dataclasses.replace(selection, coverage=covered)
     for task in opened:
-        draft.fit(task)
+        check_shapes(draft.selection, task, architecture)
         task.check_layers(selection.layers, draft.pretrained, architecture, can_exclude=True)
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)

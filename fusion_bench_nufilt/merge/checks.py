@@ -241,15 +241,12 @@ def check_shapes(
     architecture: Architecture,
     *,
     can_exclude: bool = True,
-) -> list[str]:
+) -> None:
     """Refuse a task whose tensors have other shapes than the base's.
 
-    Where ``on_shape_mismatch`` allows them outside the layers, return the params of those tensors,
-    which are to stay as they are in the base. ``can_exclude`` tells whether the user has this
-    option and others that leave tensors out.
+    ``can_exclude`` tells whether the user has options that leave tensors out.
     """
     pretrained = selection.pretrained
-    merged_params = {layer.param for layer in selection.layers}
     task.source.check_unwrapped(set(task.params) - set(pretrained.params))
     selection.base.check_unwrapped(set(pretrained.params) - set(task.params))
     # An empty tensor is a lost one, unless the base's is empty, too.
@@ -259,7 +256,6 @@ def check_shapes(
         if param in with_elements or architecture.packed_params(param):
             keys_with_elements.append(key)
     task.source.check_not_empty(keys_with_elements)
-    kept = []
     for param, shape in task.params.items():
         # The parts of a tensor that was not split, since it has another shape.
         packed_params = architecture.packed_params(param)
@@ -268,10 +264,6 @@ def check_shapes(
             task.check_base_has(param, pretrained, architecture)
             continue
         if shape == expected:
-            continue
-        is_outside = merged_params.isdisjoint([param, *packed_params])
-        if is_outside and selection.targets.on_shape_mismatch != "error":
-            kept.append(param)
             continue
         reason = "it comes from another base, its vocabulary was changed, or it is a head"
         if can_exclude:
@@ -282,13 +274,10 @@ def check_shapes(
                 "transformers 5 saves these experts transposed: load the other model with "
                 "it and save it again"
             )
-        if is_outside and can_exclude:
-            reason += "; on_shape_mismatch=keep-base leaves it as it is in the base"
         raise ValueError(
             f"model '{task.source.name}', tensor '{param}': shape {shape} differs from {expected} "
             f"of the base '{selection.base.name}': {reason}"
         )
-    return kept
 
 
 def check_task(
@@ -309,10 +298,6 @@ def check_task(
     merged_params = {layer.param for layer in selection.layers}
     changed = merged_params | averaged
     warnings = []
-    if task.ignored:
-        warnings.append(
-            f"'{name}': kept from the base because of their shape: {format_names(task.ignored)}"
-        )
     # A folder in it may be the state or the heads of a result, or the weights in another form.
     unread = [file for file in task.source.unread_weights if "/" not in file]
     if unread:

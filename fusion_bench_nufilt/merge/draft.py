@@ -3,8 +3,7 @@
 Folders are all open at once, and the models of a pool one after another, since memory may hold no
 more. One that comes late may have a head of its own, or as two weights what was one until then. So
 whoever plans a merge shows its models to a :class:`Draft`, which asks all of them the same, in the
-same order: which names share a weight, which tensors are heads, which layers that leaves, and which
-tensors have other shapes than the base's.
+same order: which names share a weight, which tensors are heads, and which layers that leaves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from fusion_bench_nufilt.utils.files import Head, Manifest
 from fusion_bench_nufilt.utils.manifest import add_head
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
-from .checks import check_shapes
 from .plan import Plan, Selection
 
 
@@ -100,13 +98,6 @@ class Draft:
         """Return the method that merges these layers."""
         shapes = {layer.name: layer.view.shape for layer in self.selection.layers}
         return kind(options, list(shapes), seed, self.architecture.last_blocks, shapes)
-
-    def fit(self, task: ModelWeights) -> None:
-        """Leave out of the merge what a task has in another shape than the base, or refuse it, as
-        the targets say.
-        """
-        for param in check_shapes(self.selection, task, self.architecture):
-            task.ignore(param)
 
     def plan(
         self,

@@ -54,7 +54,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
                 if options_class is Settings and option.name != "seed":
                     continue
                 # mergekit takes tensors of equal shapes alone.
-                if option.name in ("heads", "on_shape_mismatch"):
+                if option.name == "heads":
                     continue
                 parameters.append(_parameter(options_class, option, kind))
         url = re.search(r"https://[^)]+", getattr(kind, "citation", ""))

@@ -10,11 +10,9 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
@@ -347,9 +345,7 @@ def models_by_role(
 
 
 def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settings) -> Files:
-    """Arrange the tensors of the result in the base's files, or in new ones of ``max_shard_size``
-    bytes at most; a larger tensor has a file of its own.
-    """
+    """Arrange the tensors of the result in the base's files."""
     base = selection.pretrained.checkpoint
     tensors = {key: as_written(info, settings.dtype) for key, info in base.whole.items()}
     keys_by_param = dict(selection.other_keys)
@@ -358,18 +354,7 @@ def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settin
     for param in vocabulary.params:
         for key in keys_by_param[param]:
             tensors[key] = _with_rows(tensors[key], vocabulary.rows)
-    if settings.max_shard_size is None:
-        return _by_file(tensors)
-    split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=attrgetter("nbytes"),
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=settings.max_shard_size,
-    )
-    files: Files = {}
-    for file, keys in split.filename_to_tensors.items():
-        files[file] = {key: tensors[key] for key in keys}
-    return files
+    return _by_file(tensors)
 
 
 def _with_rows(info: TensorInfo, count: int) -> TensorInfo:

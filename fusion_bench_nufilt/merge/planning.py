@@ -33,6 +33,7 @@ from .checks import (
     check_merged,
     check_module_files,
     check_same_base,
+    check_shapes,
     check_state,
     check_task,
     verify_merged,
@@ -131,7 +132,7 @@ def _plan_model(
     # names, rows and shapes, and checks and merge go by that.
     vocabulary = _join_vocabularies(draft, models, settings.tokenizer, small_files)
     for task in models.tasks:
-        draft.fit(task)
+        check_shapes(draft.selection, task, architecture)
     if settings.tokenizer is not None:
         # It may be a path, which manifests do not record.
         settings = dataclasses.replace(settings, tokenizer=vocabulary.tokenizer)
@@ -229,9 +230,6 @@ def _join_vocabularies(
     draft: Draft, models: _Models, tokenizer: str | None, small_files: Mapping[str, bytes]
 ) -> Vocabulary:
     """Return the result's tokens, and have the models present the base's rows."""
-    targets = draft.targets
-    if tokenizer is None and targets.on_shape_mismatch == "keep-base":
-        return Vocabulary()
     embeddings = draft.architecture.embeddings(draft.pretrained.params)
     vocabulary = models.merged_manifest.get("vocabulary", {})
     return join_vocabularies(
@@ -240,7 +238,7 @@ def _join_vocabularies(
         tokenizer or "union",
         small_files,
         vocabulary.get("token_weights", {}),
-        first_alone=targets.other_params == "first",
+        first_alone=draft.targets.other_params == "first",
         kept=models.state,
     )
 

@@ -153,7 +153,6 @@ ORDER_FREE = tuple(
 
 
 OtherParams = Literal["pretrained", "first", "mean"]
-OnShapeMismatch = Literal["error", "keep-base"]
 
 
 @dataclass(frozen=True)
@@ -176,11 +175,6 @@ class TargetConfig:
         "pretrained",
         "Every other parameter: the pretrained model's (the authors' way), the first task's, or "
         "the tasks' mean.",
-    )
-    on_shape_mismatch: OnShapeMismatch = _layer_option(
-        "error",
-        "What to do if a tensor outside the merged layers, such as embeddings, has another shape "
-        "than the pretrained model's: refuse the model, or keep the pretrained tensor.",
     )
     heads: str = _layer_option(
         "auto",
@@ -249,7 +243,7 @@ class Settings:
     tokenizer: str | None = _layer_option(
         None,
         "Whose tokens the result has where models brought new ones: base, union or the name of a "
-        "task. The default is union, or base if on_shape_mismatch is keep-base.",
+        "task. The default is union.",
         scope="merge",
     )
     step: int | None = _machine_option(
@@ -280,9 +274,6 @@ class Settings:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _file_option(
         "auto",
         "Type of the result: auto is the base's, with FP8 as bfloat16, and float32 for an adapter.",
-    )
-    max_shard_size: int | None = _file_option(
-        None, "The largest size of a weight file, such as 5GB; by default, the base's files."
     )
     device: str = _machine_option(
         "cpu",
@@ -323,9 +314,8 @@ class Settings:
         self._check_adapter()
         if self.state is not None and not isinstance(self.state, bool):
             raise ValueError(f"state must be true or false, got {self.state!r}")
-        for size in ("max_memory", "max_shard_size"):
-            if getattr(self, size) is not None:
-                check_whole(self, size, least=1, most=2**62)
+        if self.max_memory is not None:
+            check_whole(self, "max_memory", least=1, most=2**62)
         if self.engine == "local":  # a cluster's workers choose their own devices
             from fusion_bench_nufilt.utils.devices import check_devices
 
@@ -344,9 +334,8 @@ class Settings:
         if self.rank is not None:
             check_whole(self, "rank", least=1)
         if self.adapter:
-            for name in ("tokenizer", "max_shard_size"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} is for a model, and the result is an adapter")
+            if self.tokenizer is not None:
+                raise ValueError("tokenizer is for a model, and the result is an adapter")
         elif self.rank is not None:
             raise ValueError(f"rank {self.rank} is for an adapter: add adapter=true (--adapter)")
 

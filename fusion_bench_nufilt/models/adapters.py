@@ -349,7 +349,7 @@ class LoraAdapter(ModelWeights):
         return marks
 
     def has(self, param: str) -> bool:
-        return param not in self.ignored  # what an adapter does not change is the base's
+        return True  # what an adapter does not change is the base's
 
     def rank_of(self, param: str) -> int | None:
         if param in self.keys or param in self.magnitudes:

@@ -46,7 +46,6 @@ class ModelWeights:
         self.params: dict[str, tuple[int, ...]] = {}
         self.keys: dict[str, str] = {}
         self.matched_rows: dict[str, MatchedRows] = {}
-        self.ignored: list[str] = []
         self.left_out: list[str] = []  # names of tied weights that are more than one here alone
         self.head: dict[str, str] = {}  # keys of the task's own head, by param
         self.gives_rows_of: set[str] = set()  # params from which the result has rows of new tokens
@@ -113,11 +112,6 @@ class ModelWeights:
         for name in chain(*architecture.shared):
             if architecture.param_named(name) != name:
                 self._forget(name)
-
-    def ignore(self, param: str) -> None:
-        """Treat a tensor outside the merged layers as missing."""
-        self.ignored.append(param)
-        self._forget(param)
 
     def _forget(self, param: str) -> None:
         """Treat a tensor as one that the model does not have."""

@@ -22,7 +22,7 @@ from tests.continual.helpers import (
     saved_pool,
 )
 from tests.continual.test_evaluation import Counter, Counting, WholePool
-from tests.tiny_models import clip, finetuned, llama, tower
+from tests.tiny_models import clip, tower
 
 SMALL = {
     "null_rank": 6,
@@ -287,21 +287,3 @@ def test_a_bad_merge_is_refused_before_any_work():
         NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(
             models, on_step=lambda *_: pytest.fail("merged")
         )
-
-
-@pytest.mark.parametrize("order", [("task1", "grown", "task2"), ("grown", "task1", "task2")])
-def test_a_mean_goes_on_from_the_models_that_it_is_of(tmp_path, order):
-    """A model with a grown vocabulary is not in the mean of the embedding, and does not count
-    there.
-    """
-    base = llama()
-    models = {**pool(2, base), "grown": finetuned(base, 3)}
-    models["grown"].resize_token_embeddings(base.config.vocab_size + 3)
-    settings = {"on_shape_mismatch": "keep-base"}
-    with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path, **settings).run(models, on_step=interrupt_after(2))
-    merged = algorithm_in(tmp_path, resume=True, **settings).run(models).state_dict()
-    expected = [
-        models[name].state_dict()["model.embed_tokens.weight"] for name in ("task1", "task2")
-    ]
-    torch.testing.assert_close(merged["model.embed_tokens.weight"], torch.stack(expected).mean(0))

@@ -72,12 +72,12 @@ def test_a_damaged_card_of_the_base_is_passed_over(stream, content):
 
 
 def test_it_says_in_words_what_was_merged_and_what_was_left_out(stream):
-    change(stream / "task1", "model.norm.weight", lambda weight: weight[:-1])
-    out = merge(stream, target_modules=["q_proj"], on_shape_mismatch="keep-base")
+    change(stream / "task1", "model.norm.weight", lambda weight: None)
+    out = merge(stream, target_modules=["q_proj"], other_params="mean")
     card = (out / "README.md").read_text()
     assert "Merged: 2 layers in 2 parameters, " in card
     assert "model.layers.*.mlp.up_proj.weight (2)" in card
-    assert "'task1': kept from the base because of their shape: 'model.norm.weight'" in card
+    assert "'task1' is left out of the mean of 'model.norm.weight'" in card
     for text in manifest(out)["warnings"]:
         assert f"- {text}" in card
 

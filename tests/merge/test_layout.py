@@ -10,12 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.folders import merge_folders
-from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.utils.tensors import describe, make_header, read_header
-from tests.cli.helpers import nufilt
 from tests.docs import run_program
 from tests.merge.helpers import (
-    RANKS,
     change,
     manifest,
     merge,
@@ -100,30 +97,6 @@ def test_values_that_the_dtype_can_not_hold_are_refused_by_name(stream):
     assert not (stream / "out").exists()
 
 
-def test_shards_hold_the_bytes_that_are_asked_for_and_the_bits_of_the_merge(stream):
-    whole = tensors(merge(stream, out="whole"))
-    for size, most, count in (("1GB", 10**9, 1), ("40KB", 40_000, 3), ("1", 1, len(whole))):
-        out = stream / size
-        code, text = nufilt("merge", *words(stream), "--max-shard-size", size, "--out", out)
-        assert code == 0, text
-        assert same(tensors(out), whole)
-        files = sorted(path.name for path in out.glob("*.safetensors"))
-        assert len(files) == count
-        weight_map = {}
-        for file in files:
-            state = load_file(out / file)
-            assert len(state) == 1 or sum(value.nbytes for value in state.values()) <= most
-            weight_map |= dict.fromkeys(state, file)
-        if count == 1:
-            assert files == ["model.safetensors"]
-            assert not (out / INDEX).exists()
-        else:
-            index = json.loads((out / INDEX).read_text())
-            assert index["weight_map"] == weight_map
-            assert index["metadata"]["total_size"] == disk_bytes(plan(stream))
-        assert same(AutoModelForCausalLM.from_pretrained(out).state_dict() | whole, loaded(stream))
-
-
 def test_a_file_without_a_changed_tensor_is_the_bases_own_in_every_step(stream):
     """Also its order of tensors; whoever has the base needs no other copy."""
     options = {"target_modules": ["q_proj"], "other_params": "pretrained"}
@@ -163,24 +136,6 @@ def test_tensors_of_a_file_are_aligned_whatever_their_sizes():
     assert list(places) == ["matrix", "doubles", "singles", "halves", "bytes"]
     for key, info in places.items():
         assert info.start % state[key].itemsize == 0
-
-
-def words(folder):
-    models = ["--base", folder / "base"]
-    for number in (1, 2, 3):
-        models += ["--task", folder / f"task{number}"]
-    return [*models, *(f"{key}={value}" for key, value in RANKS.items())]
-
-
-def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder / "whole").state_dict()
-
-
-@pytest.mark.parametrize("size", ["0", "many"])
-def test_a_size_that_is_none_is_refused(stream, size):
-    code, text = nufilt("merge", *words(stream), "--max-shard-size", size, "--out", stream / "out")
-    assert code == 1
-    assert "max_shard_size must be" in text
 
 
 def test_pickled_weights_are_refused_with_a_program_that_saves_them_as_safetensors(stream):

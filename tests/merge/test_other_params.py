@@ -28,41 +28,37 @@ from tests.merge.helpers import (
 )
 from tests.tiny_models import llama
 
-EMBEDDING = "model.embed_tokens.weight"
-OPTIONS = {"other_params": "mean", "on_shape_mismatch": "keep-base"}
+NORM = "model.norm.weight"
+OPTIONS = {"other_params": "mean"}
 
 
 @pytest.fixture
 def stream(stream):
-    """A stream whose second task has a larger vocabulary than the base."""
-    change(stream / "task2", EMBEDDING, lambda value: torch.cat([value, value[:4]]))
+    """A stream whose second task lacks a norm."""
+    change(stream / "task2", NORM, lambda value: None)
     return stream
-
-
-def embedding(folder):
-    return tensors(folder)[EMBEDDING]
 
 
 @pytest.mark.parametrize("order", [("task1", "task2"), ("task2", "task1")])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_an_ignored_embedding_does_not_count_in_the_mean(stream, order, at_once):
+def test_a_tensor_that_a_model_lacks_does_not_count_in_the_mean(stream, order, at_once):
     if at_once:
         out = merge(stream, order, **OPTIONS)
     else:
         merge(stream, order[:1], "first", **OPTIONS)
         out = merge(stream, order[1:], merged="first", **OPTIONS)
-    assert torch.equal(embedding(out), embedding(stream / "task1"))
-    assert manifest(out)["mean_counts"] == {EMBEDDING: 1}
+    assert torch.equal(norm(out), norm(stream / "task1"))
+    assert manifest(out)["mean_counts"] == {NORM: 1}
     last = merge(stream, ["task3"], "last", merged="out", **OPTIONS)
-    expected = torch.lerp(embedding(stream / "task1"), embedding(stream / "task3"), 0.5)
-    assert torch.equal(embedding(last), expected)
-    assert manifest(last)["mean_counts"] == {EMBEDDING: 2}
+    expected = torch.lerp(norm(stream / "task1"), norm(stream / "task3"), 0.5)
+    assert torch.equal(norm(last), expected)
+    assert manifest(last)["mean_counts"] == {NORM: 2}
 
 
 def test_until_a_model_has_the_tensor_the_mean_is_the_bases(stream):
     out = merge(stream, ["task2"], **OPTIONS)
-    assert torch.equal(embedding(out), embedding(stream / "base"))
-    assert manifest(out)["mean_counts"] == {EMBEDDING: 0}
+    assert torch.equal(norm(out), norm(stream / "base"))
+    assert manifest(out)["mean_counts"] == {NORM: 0}
 
 
 def test_a_manifest_without_counts_counts_every_step(stream):
@@ -71,12 +67,11 @@ def test_a_manifest_without_counts_counts_every_step(stream):
     del content["mean_counts"]
     (out / "nufilt.json").write_text(json.dumps(content))
     last = merge(stream, ["task3"], "last", merged="out", settings={"verify": False}, **OPTIONS)
-    expected = torch.lerp(embedding(stream / "task1"), embedding(stream / "task3"), 1 / 3)
-    assert torch.equal(embedding(last), expected)
+    expected = torch.lerp(norm(stream / "task1"), norm(stream / "task3"), 1 / 3)
+    assert torch.equal(norm(last), expected)
     assert manifest(last)["mean_counts"] == {}
 
 
-NORM = "model.norm.weight"
 FEW = {"target_modules": ["k_proj"], "other_params": "mean"}
 TASKS = [f"task{i}" for i in range(1, 6)]
 REST = {"_pretrained_": "base", "task4": "task4", "task5": "task5"}
@@ -87,7 +82,7 @@ def norm(folder):
 
 
 def test_the_first_tasks_tensors_count_one_model_at_once_and_one_at_a_time(stream):
-    first = {**FEW, "other_params": "first", "on_shape_mismatch": "keep-base"}
+    first = {**FEW, "other_params": "first"}
     counts = manifest(merge(stream, **first))["mean_counts"]
     assert counts[NORM] == 1
     merge(stream, ["task1"], "one", **first)
@@ -97,7 +92,7 @@ def test_the_first_tasks_tensors_count_one_model_at_once_and_one_at_a_time(strea
 
 
 def test_a_mean_that_a_merge_leaves_as_it_is_counts_the_models_that_it_has(stream):
-    few = {"target_modules": ["k_proj"], "on_shape_mismatch": "keep-base"}
+    few = {"target_modules": ["k_proj"]}
     merge(stream, ["task1"], "one", other_params="first", **few)
     merge(stream, ["task2"], "two", merged="one", other_params="first", **few)
     last = merge(stream, ["task3"], "three", merged="two", other_params="mean", **few)

@@ -275,15 +275,6 @@ def test_what_peft_writes_of_a_saved_module_beside_its_tensor_is_no_tensor_of_it
     assert same(tensors(merge(tmp_path, ["adapter"], "one", other_params="mean")), tensors(plain))
 
 
-def test_an_update_of_the_head_for_another_vocabulary_is_left_out_whole(tmp_path):
-    save_all(tmp_path, llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
-    key = "base_model.model.lm_head.lora_B.weight"
-    change(tmp_path / "adapter", key, lambda value: torch.cat([value, value[:2]]))
-    out = merge(tmp_path, ["adapter"], on_shape_mismatch="keep-base", other_params="mean")
-    head = tensors(tmp_path / "base")["lm_head.weight"]
-    assert torch.equal(tensors(out)["lm_head.weight"], head)
-
-
 SAVED = {
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "head": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True},

@@ -172,7 +172,6 @@ def test_the_name_of_a_layer_does_not_depend_on_the_wrapper_of_a_clip_tower():
         ("target_modules", ["", [], ["q_proj", 3], None]),
         ("exclude_modules", [[""]]),
         ("other_params", ["median"]),
-        ("on_shape_mismatch", ["pad"]),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(key, values):

@@ -70,7 +70,7 @@ REFUSED = (
     "is of fused experts",
 )
 #: What changes nothing, by the name of an option.
-IDLE = {"verify": False, "max_memory": 10**11, "max_shard_size": 10**10}
+IDLE = {"verify": False, "max_memory": 10**11}
 
 
 class Merges:
