@@ -17,14 +17,15 @@ from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
 from fusion_bench_nufilt.utils.devices import exact_products
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
+from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
 
 from .engine import LayerMerger, MergedLayer
 from .output import Record
 from .plan import Plan
 from .planned import PlannedLayers
 
-# The record of each layer, and its bytes in arrays, which Ray moves without a copy.
-_Merged = list[tuple[Record, list[numpy.ndarray]]]
+# The record of each layer, and its pieces in arrays of bytes, which Ray moves without a copy.
+_Merged = list[tuple[Record, list[tuple[TensorInfo, numpy.ndarray]]]]
 
 
 def cluster_nodes(plan: Plan) -> list[Node]:
@@ -38,12 +39,14 @@ def cluster_nodes(plan: Plan) -> list[Node]:
 
 
 def merge_on_cluster(
-    plan: Plan, layers: Sequence[Layer], write: Callable[[Record, Sequence[memoryview]], object]
+    plan: Plan,
+    layers: Sequence[Layer],
+    write: Callable[[Record, Sequence[tuple[TensorInfo, memoryview]]], object],
 ) -> Generator[int, None, None]:
     """Merge layers on the plan's cluster, and yield the number of those that were written
     meanwhile.
 
-    ``write`` takes a layer's record, and the bytes for each range in the record's ``written``.
+    ``write`` takes a layer's record, and its pieces with their places.
     """
     # A run that goes on may have none left, for which no worker is started.
     if not layers:
@@ -60,7 +63,7 @@ def merge_on_cluster(
         for _, merged in results:
             # As they arrive: a driver that is killed has lost no more than the layers in progress.
             for record, pieces in merged:
-                write(record, [piece.data for piece in pieces])
+                write(record, [(place, piece.data) for place, piece in pieces])
             yield len(merged)
 
 
@@ -91,8 +94,9 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
         results: _Merged = []
 
         def on_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
-            pieces = reader.serialize(state_places, merged, merged_weight)
-            arrays = [numpy.frombuffer(piece, numpy.uint8) for piece in pieces]
+            arrays = []
+            for place, piece in reader.pieces(state_places, merged, merged_weight):
+                arrays.append((place, numpy.frombuffer(raw_bytes(piece), numpy.uint8)))
             results.append((merged.record, arrays))
 
         # As in map_layers: a node may be set to round products, as containers of NVIDIA's are.

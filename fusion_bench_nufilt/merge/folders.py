@@ -38,7 +38,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 from .card import adapter_card, model_card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import MergedLayer, Work, merge_layers
-from .other_params import NOT_FINITE, head_files, write_other_param
+from .other_params import NOT_FINITE, head_files, pieces_of_other_param
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .planned import (
@@ -235,10 +235,11 @@ def _merge(
     other_params = [param for param in plan.other_keys if param not in done]
 
     def write_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
-        output.add(merged.record, reader.serialize(state_places, merged, merged_weight))
+        output.add(merged.record, reader.pieces(state_places, merged, merged_weight))
 
     def write_param(param: str) -> int:
-        write_other_param(plan, param, state_places, output)
+        record: Record = {"param": param, "written": [], "reports": []}
+        output.add(record, pieces_of_other_param(plan, param, state_places, record))
         return 0
 
     if plan.settings.engine == "ray":

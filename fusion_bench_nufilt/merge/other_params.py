@@ -4,8 +4,7 @@ time; and those of heads, which are kept beside the merged model.
 
 import logging
 import math
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from safetensors.torch import save
@@ -21,11 +20,10 @@ from fusion_bench_nufilt.utils.tensors import (
     TensorInfo,
     compute_dtype,
     is_finite,
-    raw_bytes,
 )
 
 from .kept_state import kept_state, mean_key
-from .output import Output, Record
+from .output import Record
 from .plan import Plan
 from .planned import factors_by_key
 
@@ -138,51 +136,53 @@ def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
     return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
 
 
-def write_other_param(
-    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], output: Output
-) -> None:
-    """Write a tensor outside the merged layers, under every key that the result has for it.
+Pieces = Iterator[tuple[TensorInfo, Tensor]]
+"""Parts of tensors of the result, with the place of the whole; those of one follow each other."""
+
+
+def pieces_of_other_param(
+    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], record: Record
+) -> Pieces:
+    """Yield a tensor outside the merged layers, under every key that the result has for it, and
+    what the state has of it; note in its record what a manifest says of it.
 
     ``state_places`` has the places in the file of the state, by key.
     """
     if plan.is_adapter:
         if param in plan.saved_tensors:
-            _write_saved(plan, param, output)
+            yield from _saved_pieces(plan, param)
         else:
-            _write_update(plan, param, output)
+            yield from _pieces_of_update(plan, param, record)
         return
-    record: Record = {"param": param, "written": [], "reports": []}
-    mean_writer = None
-    if mean_key(param) in state_places:
-        mean_writer = _Writer(output, state_places[mean_key(param)])
+    mean_place = state_places.get(mean_key(param))
     for key in plan.other_keys[param]:
         tensor = OtherParam(plan, param, key)
-        writer = _Writer(output, plan.places[key])
-        is_copy = tensor.is_kept and tensor.info.dtype == writer.place.dtype
-        if is_copy and not tensor.info.is_quantised:
-            all_finite = _copy(tensor, writer)
+        place = plan.places[key]
+        is_copy = tensor.is_kept and tensor.info.dtype == place.dtype
+        if not tensor.numel:
+            pieces = iter([(place, torch.empty(0, dtype=torch.uint8, device="cpu"))])
+        elif is_copy and not tensor.info.is_quantised:
+            pieces = _copied_pieces(tensor, place)
         else:
-            all_finite = _write(tensor, writer, mean_writer)
-        if mean_writer is not None:
-            record["written"].append(mean_writer.entry())
-            mean_writer = None  # one of the keys of a tied tensor is enough
-        record["written"].append(writer.entry())
+            pieces = _merged_pieces(tensor, place, mean_place)
+            mean_place = None  # one of the keys of a tied tensor is enough
+        all_finite = True
+        for place_of_piece, piece in pieces:
+            if place_of_piece is place and piece.is_floating_point():
+                all_finite = all_finite and is_finite(piece)
+            yield place_of_piece, piece
         if not all_finite:
             # In the record, so that a run that goes on has it in its manifest, too.
             record["not_finite"] = key
             log.warning(NOT_FINITE, key)
     rows_place = state_places.get(new_rows_key(param))
     if rows_place is not None:
-        rows_writer = _Writer(output, rows_place)
-        rows_writer.write(plan.vocabulary.new_rows(param))
-        record["written"].append(rows_writer.entry())
-    # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
-    output.record(record)
+        yield rows_place, plan.vocabulary.new_rows(param)
 
 
-def _write_saved(plan: Plan, param: str, output: Output) -> None:
-    """Write to an adapter what it holds in full of a tensor outside the merged layers, all of it or
-    the rows of some tokens.
+def _saved_pieces(plan: Plan, param: str) -> Pieces:
+    """Yield what an adapter holds in full of a tensor outside the merged layers, all of it or the
+    rows of some tokens.
     """
     saved = plan.saved_tensors[param]
     tensor = OtherParam(plan, param, plan.other_keys[param][0])
@@ -190,22 +190,18 @@ def _write_saved(plan: Plan, param: str, output: Output) -> None:
     if saved.tokens is not None:
         width = tensor.numel // tensor.info.shape[0]
         parts = [(token * width, (token + 1) * width) for token in saved.tokens]
-    writers = {key: _Writer(output, plan.places[key]) for key in saved.keys}
     for first, end in parts:
         for start, stop in _bounds(first, end, tensor.piece_length):
             value = tensor.piece(start, stop)
-            for key, writer in writers.items():
-                writer.write(_rounded(value, key, FLOATS[writer.place.dtype]))
-    entries = [writer.entry() for writer in writers.values()]
-    record: Record = {"param": param, "written": entries, "reports": []}
-    output.record(record)
+            for key in saved.keys:
+                place = plan.places[key]
+                yield place, _rounded(value, key, FLOATS[place.dtype])
 
 
-def _write_update(plan: Plan, param: str, output: Output) -> None:
-    """Write to an adapter what adapters change of a tensor outside the merged layers: the factors
-    of the update that the rule ``other_params`` makes of theirs.
+def _pieces_of_update(plan: Plan, param: str, record: Record) -> Pieces:
+    """Yield what adapters change of a tensor outside the merged layers: the factors of the update
+    that the rule ``other_params`` makes of theirs.
     """
-    record: Record = {"param": param, "written": [], "reports": []}
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     joining = plan.joining(param)
     count = plan.models_in_mean(param)
@@ -226,47 +222,36 @@ def _write_update(plan: Plan, param: str, output: Output) -> None:
     left = torch.cat([update.left * part for update, part in updates], dim=1)
     right = torch.cat([update.right for update, _ in updates])
     for key, value in factors_by_key(plan, param, LowRank(left, right), record).items():
-        writer = _Writer(output, plan.places[key])
-        writer.write(_rounded(value, key, FLOATS[writer.place.dtype]))
-        record["written"].append(writer.entry())
-    output.record(record)
+        place = plan.places[key]
+        yield place, _rounded(value, key, FLOATS[place.dtype])
 
 
-def _copy(tensor: OtherParam, writer: "_Writer") -> bool:
-    """Copy a tensor of the base; return whether all its values are finite."""
-    all_finite = True
+def _copied_pieces(tensor: OtherParam, place: TensorInfo) -> Pieces:
+    """Yield a tensor of the base as it is."""
     file = tensor.plan.base.opened[tensor.info.file]
+    dtype = FLOATS.get(tensor.info.dtype, torch.uint8)
     for piece in file.chunks(tensor.info):
-        writer.write(piece)
-        dtype = FLOATS.get(tensor.info.dtype)
-        if dtype is not None and not is_finite(piece.view(dtype)):
-            all_finite = False
-    return all_finite
+        yield place, piece.view(dtype)
 
 
-def _write(tensor: OtherParam, writer: "_Writer", mean_writer: "_Writer | None") -> bool:
-    """Write a merged tensor, with the rows of new tokens behind the base's, and its mean to the
-    state; return whether all values are finite.
+def _merged_pieces(tensor: OtherParam, place: TensorInfo, mean_place: TensorInfo | None) -> Pieces:
+    """Yield a merged tensor, with the rows of new tokens behind the base's, and its mean for the
+    state.
     """
-    all_finite = True
     vocabulary = tensor.plan.vocabulary
-    dtype = FLOATS[writer.place.dtype]
+    dtype = FLOATS[place.dtype]
     for start, stop in _bounds(0, tensor.numel, tensor.piece_length):
         value = tensor.piece(start, stop)
-        if mean_writer is not None:
-            mean_writer.write(value.to(FLOATS[mean_writer.place.dtype]))
+        if mean_place is not None:
+            yield mean_place, value.to(FLOATS[mean_place.dtype])
         if tensor.grows:
             vocabulary.fill_rows(tensor.param, value, start, tensor.dtype)
-        rounded = _rounded(value, tensor.key, dtype)
-        writer.write(rounded)
-        all_finite = all_finite and is_finite(rounded)
+        yield place, _rounded(value, tensor.key, dtype)
     if tensor.grows:
-        size = math.prod(writer.place.shape)
-        for start, stop in _bounds(tensor.numel, size, CHUNK_BYTES // 8):
+        for start, stop in _bounds(tensor.numel, math.prod(place.shape), CHUNK_BYTES // 8):
             value = torch.zeros(stop - start, dtype=tensor.dtype, device="cpu")
             vocabulary.fill_rows(tensor.param, value, start, tensor.dtype)
-            writer.write(_rounded(value, tensor.key, dtype))
-    return all_finite
+            yield place, _rounded(value, tensor.key, dtype)
 
 
 def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
@@ -278,26 +263,6 @@ def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
             f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype"
         )
     return rounded
-
-
-class _Writer:
-    """Writes a tensor to its place in a file, piece by piece."""
-
-    def __init__(self, output: Output, place: TensorInfo) -> None:
-        self.place = place
-        self._output = output
-        self._offset = place.start
-        self._checksum = 0
-
-    def write(self, piece: Tensor) -> None:
-        data = raw_bytes(piece)
-        self._output.write(self.place.file, data, self._offset)
-        self._offset += len(data)
-        self._checksum = zlib.crc32(data, self._checksum)
-
-    def entry(self) -> tuple[str, int, int, int]:
-        """Return the range of bytes and its checksum, as the journal lists them."""
-        return self.place.file, self.place.start, self.place.stop, self._checksum
 
 
 def average_other_params(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, Tensor]:

@@ -10,12 +10,13 @@ import shutil
 import stat
 import threading
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Required, TypeVar
 
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.utils.files import (
@@ -26,7 +27,7 @@ from fusion_bench_nufilt.utils.files import (
     write_text,
 )
 from fusion_bench_nufilt.utils.manifest import in_one_line, inputs_at_other_times, merge_differences
-from fusion_bench_nufilt.utils.tensors import file_checksum, write_at
+from fusion_bench_nufilt.utils.tensors import TensorInfo, file_checksum, raw_bytes, write_at
 
 log = logging.getLogger(__name__)
 
@@ -202,12 +203,22 @@ class Output:
                 return False
         return True
 
-    def add(self, record: Record, pieces: Sequence[memoryview]) -> None:
-        """Write a tensor, given the bytes for each range in its record's ``written``, and note that
-        it is done.
+    def add(self, record: Record, pieces: Iterable[tuple[TensorInfo, Tensor | memoryview]]) -> None:
+        """Write the pieces of a tensor of the merge, and note in the journal that it is done.
+
+        A piece comes with the place of the whole of which it is a part, under one of its keys or of
+        what the state has of it; those of one place follow each other.
         """
-        for (file, start, _, _), data in zip(record["written"], pieces, strict=True):
-            self.write(file, data, start)
+        ends: dict[TensorInfo, tuple[int, int]] = {}  # so far, with the checksum up to there
+        for place, piece in pieces:
+            data = piece if isinstance(piece, memoryview) else raw_bytes(piece)
+            offset, checksum = ends.get(place, (place.start, 0))
+            self.write(place.file, data, offset)
+            # Of what is to be written: a run that goes on compares it with what is on the disk.
+            ends[place] = (offset + len(data), zlib.crc32(data, checksum))
+        for place, (end, checksum) in ends.items():
+            record["written"].append((place.file, place.start, end, checksum))
+        # After all of its bytes: a kill in between leaves no record, and the tensor is made again.
         self.record(record)
 
     def write(self, file: str, data: memoryview, offset: int) -> None:

@@ -5,7 +5,6 @@ written with what the next merge needs (:mod:`.kept_state`).
 import dataclasses
 import logging
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -25,7 +24,6 @@ from fusion_bench_nufilt.utils.tensors import (
     TensorInfo,
     compute_dtype,
     is_finite,
-    raw_bytes,
 )
 
 from .basis import Basis, LayerInBasis, best_factors
@@ -311,37 +309,36 @@ class PlannedLayers(LayerReader):
         factors = merged.basis.product(update)
         return torch.addmm(theta_0, factors.left, factors.right)
 
-    def serialize(
+    def pieces(
         self,
         state_places: Mapping[str, TensorInfo],
         merged: MergedLayer,
         merged_weight: Callable[[], Tensor],
-    ) -> list[memoryview]:
-        """Return the bytes of a layer's state, if it is kept, and of its weight; note their places
-        in its record.
+    ) -> list[tuple[TensorInfo, Tensor]]:
+        """Return a layer's state, if it is kept, and its weight, with their places in the result.
 
         ``state_places`` has the places in the file of the state, by key; none if there is no such
         file.
         """
         plan = self.plan
         layer = merged.layer
-        record = merged.record
         weight = merged_weight()
         state = merged.state
         if state_places and isinstance(merged, LayerInBasis):
             state = self.kept.expand(merged, weight)
         weight = plan.vocabulary.grown_layer(layer.param, weight)
-        stored: list[tuple[TensorInfo, Tensor]] = []
+        pieces: list[tuple[TensorInfo, Tensor]] = []
         if state_places:
             for key, value in self.kept.by_key(layer, state).items():
                 if key in state_places:
-                    stored.append((state_places[key], value.cpu()))
+                    pieces.append((state_places[key], value.cpu()))
         rows_place = state_places.get(new_rows_key(layer.param))
         if rows_place is not None:
-            stored.append((rows_place, plan.vocabulary.new_rows(layer.param)))
+            pieces.append((rows_place, plan.vocabulary.new_rows(layer.param)))
         if plan.is_adapter:
             assert isinstance(merged, LayerInBasis)
-            weights = factors_by_key(plan, layer.param, merged.basis.product(weight), record)
+            update = merged.basis.product(weight)
+            weights = factors_by_key(plan, layer.param, update, merged.record)
         else:
             weights = dict.fromkeys(layer.keys, weight)
         for key, wide in weights.items():
@@ -352,15 +349,7 @@ class PlannedLayers(LayerReader):
                 raise ValueError(
                     f"tensor '{key}': the merged weight is too large for {place.dtype}"
                 )
-            stored.append((place, value.cpu()))
-        written = []
-        pieces = []
-        for place, value in stored:
-            # Of what is to be written: a run that goes on compares it with what is on the disk.
-            piece = raw_bytes(value)
-            written.append((place.file, place.start, place.stop, zlib.crc32(piece)))
-            pieces.append(piece)
-        record["written"] = written
+            pieces.append((place, value.cpu()))
         return pieces
 
 
