@@ -1,13 +1,14 @@
-"""The cards of a merged model and of a merged adapter, for people and for the hub."""
+"""The card of a result, for people and for the hub."""
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
@@ -15,93 +16,99 @@ from fusion_bench_nufilt.utils.files import CARD, counted, escape_html
 
 from .plan import Plan
 
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
 
-def model_card(plan: Plan, warnings: Sequence[str]) -> str:
-    """Return the card of the merged model of a plan, with the warnings in its manifest, as Markdown
-    for the hub.
+# {{ number }} merged with {{ method }}
+
+{{ made }} {{ base }} by {{ citation }},
+without data and without training, of these {{ noun }}s in this order:
+
+{% for name in names -%}
+{{ loop.index }}. {{ name }}
+{% endfor %}
+{% if loading -%}
+```python
+{{ loading }}
+```
+
+{% endif -%}
+{% if task_with_head -%}
+With the head of one of the tasks, which are in `heads/`:
+
+```python
+from fusion_bench_nufilt import load_task
+
+model = load_task("THIS_FOLDER", {{ task_with_head }})
+```
+
+{% endif -%}
+Merged: {{ coverage }}.
+
+{% if vocabulary -%}
+Vocabulary: {{ vocabulary }}.
+
+{% endif -%}
+{% for warning in warnings -%}
+- {{ warning }}
+{% if loop.last %}
+{% endif -%}
+{% endfor -%}
+{% if energy -%}
+{{ energy }}
+
+{% endif -%}
+`nufilt.json` says which files were merged, and has a report for every layer of the last merge,
+which was this:
+
+```yaml
+# nufilt merge recipe.yaml
+{{ recipe }}```
+
+To merge one more {{ noun }} into this one:
+
+    nufilt merge {{ options }}--merged THIS_FOLDER --task NEW --out OUT
+"""
+
+
+def card(plan: Plan, warnings: Sequence[str], energy_kept: Mapping[str, Any] | None) -> str:
+    """Return the card of the result of a plan, as Markdown for the hub, with the warnings in its
+    manifest and, of an adapter, the energy that is kept.
     """
-    base = plan.base.label
-    paragraphs = _opening(plan, "model", f"Made from {base}")
-    paragraphs += _in_python(_loading(plan))
+    noun = "adapter" if plan.is_adapter else "model"
+    metadata = _metadata_of_adapter(plan) if plan.is_adapter else _metadata(plan)
+    task_with_head = ""
     if plan.heads:
-        first_task = json.dumps(next(iter(plan.heads)))
-        load = f'model = load_task("THIS_FOLDER", {first_task})'
-        paragraphs.append("With the head of one of the tasks, which are in `heads/`:")
-        paragraphs += _in_python(["from fusion_bench_nufilt import load_task\n", load])
-    paragraphs.append(_merged_layers(plan))
-    if plan.vocabulary.params:
-        paragraphs.append(f"Vocabulary: {plan.vocabulary}.")
-    paragraphs += _as_list(warnings)
-    paragraphs += _last_merge(plan)
-    paragraphs += [
-        "To merge one more model into this one:",
-        f"    nufilt merge --base {base} --merged THIS_FOLDER --task NEW --out OUT",
-    ]
-    return _card(_metadata(plan), paragraphs)
-
-
-def adapter_card(plan: Plan, warnings: Sequence[str], energy_kept: Mapping[str, Any]) -> str:
-    """Return the card of the adapter that adapters were merged into, with the warnings and the
-    energy that is kept in its manifest, as Markdown for the hub.
-    """
-    paragraphs = _opening(plan, "adapter", f"Made for {plan.base.label}")
-    paragraphs += _in_python(_loading_adapter(plan))
-    paragraphs.append(_merged_layers(plan))
-    paragraphs += _as_list(warnings)
-    if plan.settings.rank is not None:
-        paragraphs.append(sentence_about_energy(plan, energy_kept))
-    paragraphs += _last_merge(plan)
-    paragraphs += [
-        "To merge one more adapter into this one:",
-        "    nufilt merge --merged THIS_FOLDER --task NEW --out OUT",
-    ]
-    return _card(_metadata_of_adapter(plan), paragraphs)
-
-
-def _card(metadata: Mapping[str, Any], paragraphs: Sequence[str]) -> str:
-    blocks = [f"---\n{_yaml(metadata)}---"]
-    for paragraph in paragraphs:
-        # Names of folders and tasks are text, and no HTML; in code, they stay as they are.
-        if not paragraph.startswith(("```", "    ")):
-            paragraph = "\n".join(map(escape_html, paragraph.split("\n")))
-        blocks.append(paragraph)
-    return "\n\n".join(blocks) + "\n"
-
-
-def _opening(plan: Plan, noun: str, made_from: str) -> list[str]:
-    """Return the title, what the result was made from, and the tasks in their order."""
-    return [
-        f"# {counted(len(plan.names), noun)} merged with {plan.method.label}",
-        f"{made_from} by {plan.method.citation},\nwithout data and without training, of these "
-        f"{noun}s in this order:",
-        "\n".join(f"{number}. {name}" for number, name in enumerate(plan.names, 1)),
-    ]
-
-
-def _in_python(lines: Iterable[str]) -> list[str]:
-    code = "\n".join(lines)
-    if not code:
-        return []
-    return [f"```python\n{code}\n```"]
-
-
-def _merged_layers(plan: Plan) -> str:
-    return f"Merged: {str(plan.coverage).removeprefix('merging ')}."
-
-
-def _as_list(warnings: Sequence[str]) -> list[str]:
-    if not warnings:
-        return []
-    return ["\n".join(f"- {text}" for text in warnings)]
-
-
-def _last_merge(plan: Plan) -> list[str]:
-    """Return what was merged last, as a recipe."""
-    return [
-        "`nufilt.json` says which files were merged, and has a report for every layer of the last "
-        "merge, which was this:",
-        f"```yaml\n# nufilt merge recipe.yaml\n{_yaml(_recipe(plan))}```",
-    ]
+        task_with_head = json.dumps(next(iter(plan.heads)))
+    energy = ""
+    if energy_kept is not None and plan.settings.rank is not None:
+        energy = sentence_about_energy(plan, energy_kept)
+    # Names of folders and tasks are text, and no HTML; in code, they stay as they are.
+    text = {
+        "number": counted(len(plan.names), noun),
+        "method": plan.method.label,
+        "made": "Made for" if plan.is_adapter else "Made from",
+        "base": plan.base.label,
+        "citation": plan.method.citation,
+        "noun": noun,
+        "coverage": str(plan.coverage).removeprefix("merging "),
+        "vocabulary": str(plan.vocabulary) if plan.vocabulary.params else "",
+        "energy": energy,
+    }
+    filled = ModelCard.from_template(
+        ModelCardData(**metadata),
+        template_str=_TEMPLATE,
+        **{key: escape_html(value) for key, value in text.items()},
+        names=list(map(escape_html, plan.names)),
+        warnings=list(map(escape_html, warnings)),
+        loading="\n".join(_loading_adapter(plan) if plan.is_adapter else _loading(plan)),
+        task_with_head=task_with_head,
+        recipe=_yaml(_recipe(plan)),
+        options="" if plan.is_adapter else f"--base {plan.base.label} ",
+    )
+    return f"{filled}\n"
 
 
 def sentence_about_energy(plan: Plan, energy_kept: Mapping[str, Any]) -> str:

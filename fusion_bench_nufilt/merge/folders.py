@@ -35,7 +35,7 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
-from .card import adapter_card, model_card, sentence_about_energy
+from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import MergedLayer, Work, merge_layers
 from .other_params import NOT_FINITE, head_files, pieces_of_other_param
@@ -113,14 +113,11 @@ def _finish(
     plan: Plan, output: Output, files: Mapping[str, bytes], manifest: Mapping[str, Any]
 ) -> None:
     """Write what stands beside the weights, and give the folder its name."""
-    if plan.is_adapter:
-        energy_kept = manifest["energy_kept"]
-        card = adapter_card(plan, manifest["warnings"], energy_kept)
-        if plan.settings.rank is not None:
-            log.info("%s", sentence_about_energy(plan, energy_kept))
-    else:
-        card = model_card(plan, manifest["warnings"])
-    write_files(output.model, {**files, CARD: card.encode()})
+    energy_kept = manifest.get("energy_kept")
+    if plan.settings.rank is not None:
+        log.info("%s", sentence_about_energy(plan, manifest["energy_kept"]))
+    content = card(plan, manifest["warnings"], energy_kept)
+    write_files(output.model, {**files, CARD: content.encode()})
     # The last of the files, since it has the sums of all others.
     write_manifest(output.model, manifest, fingerprints=output.fingerprints())
     output.finish()
