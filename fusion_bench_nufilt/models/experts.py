@@ -2,7 +2,8 @@
 of a parameter.
 
 For a parameter ``(experts, height, width)`` of the loaded model, A is ``(experts * rank, a)``,
-expert by expert, and B is ``(b, experts * rank)``. Three things differ between adapters:
+expert by expert, and B is ``(b, experts * rank)``, rank by rank. Two things differ between
+adapters:
 
 - peft wraps a module once for each of its parameters and calls what is inside ``base_layer``, so
   that no name tells the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of
@@ -10,8 +11,6 @@ expert by expert, and B is ``(b, experts * rank)``. Three things differ between 
 - An expert's update is B A or its transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later
   ones) and of transformers. The sides tell which, unless they are equal. All experts of a model are
   alike in this.
-- The columns of B are rank by rank, or expert by expert as unsloth had them until 17 September
-  2026. Only the field ``lora_B_layout``, which unsloth has written since, tells them apart.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,17 +37,13 @@ class Expert:
     rows: slice  # of the expert's update that are the layer's
     transposed: bool  # whether the expert's update is (B A)^T
     flipped: bool  # whether the layer's matrix is the transpose of these rows
-    grouped: bool  # whether B's columns are expert by expert
 
     def cut(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layer's update, without
         its scaling.
         """
         right = a.unflatten(0, (self.count, -1))[self.number]
-        if self.grouped:
-            left = b.unflatten(1, (self.count, -1)).select(1, self.number)
-        else:
-            left = b.unflatten(1, (-1, self.count)).select(2, self.number)
+        left = b.unflatten(1, (-1, self.count)).select(2, self.number)
         if self.transposed:
             left, right = right.T, left.T
         left = left[self.rows]
@@ -146,12 +141,12 @@ def find_experts(
                 f"{_WITH_ITS_PEFT}"
             )
         is_transposed = orders == {True}
-        grouped = _is_grouped(adapter, count, adapter.tensors[key_a].shape[0] // count)
+        _check_order(adapter, count, adapter.tensors[key_a].shape[0] // count)
         experts = {}
         for param, number, rows, flipped in _places(
             architecture, name, count, sides[0], adapter.name
         ):
-            experts[param] = Expert(number, count, rows, is_transposed, flipped, grouped)
+            experts[param] = Expert(number, count, rows, is_transposed, flipped)
         yield key_a, key_b, name, experts
 
 
@@ -178,31 +173,26 @@ def _fitting_parameter(
     return fitting[0], stacks[fitting[0]]
 
 
-_LAYOUTS = ("rank_major", "grouped_by_expert")
-
-
-def _is_grouped(adapter: Checkpoint, count: int, rank: int) -> bool:
-    """Tell whether B's columns are expert by expert; for one expert or rank 1, the two orders are
-    the same.
+def _check_order(adapter: Checkpoint, count: int, rank: int) -> None:
+    """Refuse an adapter of unsloth that does not say that B's columns are rank by rank: until 17
+    September 2026, they were expert by expert. For one expert or rank 1, the two orders are the
+    same.
     """
+    if min(count, rank) == 1:
+        return
     config: Mapping[str, Any] = adapter.adapter_config
     layout = config.get("lora_B_layout")
-    # Before the refusal, which such an adapter does not deserve: it can be read in one way only.
-    if min(count, rank) == 1:
-        return False
-    if layout in _LAYOUTS:
-        return bool(layout == "grouped_by_expert")
-    problem = f"has lora_B_layout '{layout}'"
-    if layout is None:
-        is_marked = (config.get("auto_mapping") or {}).get("unsloth_fixed")
-        base = str(config.get("base_model_name_or_path"))
-        if not is_marked and not base.startswith("unsloth/"):
-            return False
-        problem = "is of unsloth and has no lora_B_layout"
-    raise ValueError(
-        f"adapter '{adapter.name}' {problem}: set it in adapter_config.json to rank_major (peft, "
-        "and unsloth since 17 September 2026) or grouped_by_expert (unsloth before)"
-    )
+    is_marked = (config.get("auto_mapping") or {}).get("unsloth_fixed")
+    base = str(config.get("base_model_name_or_path"))
+    if layout is None and not is_marked and not base.startswith("unsloth/"):
+        return  # of peft
+    if layout != "rank_major":
+        raise ValueError(
+            f"adapter '{adapter.name}' has lora_B_layout {layout}, and only rank_major can be "
+            "read, as peft has it, and unsloth since 17 September 2026: set it in "
+            "adapter_config.json if it was trained since, or else merge it into its base with the "
+            "unsloth that trained it, and give that folder"
+        )
 
 
 def _places(
