@@ -132,11 +132,15 @@ def same(state, other):
 
 
 def without_seconds(content):
-    """A manifest without the times that its layers took, which no two runs share."""
+    """A manifest without the seconds that its layers took and the times of its inputs, which two
+    runs need not share.
+    """
     for reports in content["layers"].values():
         for report in reports:
             report.pop("seconds", None)
             report.pop("solving_seconds", None)
+    for model in (*content["inputs"].values(), *content["task_inputs"]):
+        model.pop("stamps", None)
     return content
 
 
