@@ -639,31 +639,18 @@ class _LastFactors:
             return self._factors[key]
 
 
-# Options of peft that change the base's own weights or add other terms than B A.
-_REFUSED = {
-    "lora_bias": "lora_bias",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "BD-LoRA",
-    "kasa_config": "KaSA, which truncates the base",
-}
-# Options with which an adapter is no change of the base's weights, so that peft can't merge it.
-_NO_CHANGE_OF_WEIGHTS = {
-    "arrow_config": "Arrow, which mixes several adapters by the input",
-    "layer_replication": "layer_replication, which adds layers",
-    "alora_invocation_tokens": "activated LoRA, which acts on some tokens only",
-}
-# Kinds of adapters that add to the input or choose among adapters, which peft can't merge either.
-_WITHOUT_WEIGHTS = (
-    "PROMPT_TUNING",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "PREFIX_TUNING",
-    "ADAPTION_PROMPT",
-    "CPT",
-    "POLY",
-    "XLORA",
+# What a configuration may have beside its factors: where and how they were trained, and what is
+# read here. Whatever else is set makes the adapter another one than B A.
+_KNOWN = (
+    *("auto_mapping", "inference_mode", "peft_type", "r", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "fan_in_fan_out", "bias", "use_rslora", "use_dora", "modules_to_save"),
+    *("trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "loftq_config"),
+    *("eva_config", "corda_config", "lora_ga_config", "velora_config", "megatron_config"),
+    "runtime_config",
 )
-_REFUSED_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Starts of training that leave the base's weights as they are.
+_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 
 
 def _without_prefix(key: str) -> str:
@@ -697,33 +684,25 @@ def _is_in_module(name: str, ends: Sequence[str]) -> bool:
 
 
 def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
-    """Raise a ValueError if an adapter is of a kind that can't be merged."""
+    """Refuse an adapter that is another change of the base than B A, or none."""
     # The raw file is read, since peft drops fields that it does not know.
     config: Any = checkpoint.adapter_config
     adapter = f"adapter '{checkpoint.name}'"
-    kind = config.get("peft_type")
-    if kind in _WITHOUT_WEIGHTS:
+    problem = ""
+    if config.get("peft_type") != "LORA":
+        problem = f"is of type {config.get('peft_type')}"
+    for option, value in config.items():
+        # Numbers and words are those of options that are off.
+        if option not in _KNOWN and (value is True or (value and isinstance(value, list | dict))):
+            problem = problem or f"uses {option}"
+    if problem:
         raise ValueError(
-            f"{adapter} is of type {kind}: only LORA can be merged, and it changes no weights"
+            f"{adapter} {problem}, and only LoRA, rsLoRA and DoRA are merged. Where peft can merge "
+            f"it, {_with_peft(checkpoint, architecture)}"
         )
-    if kind != "LORA":
-        raise ValueError(
-            f"{adapter} is of type {kind}: only LORA can be merged; "
-            f"{_with_peft(checkpoint, architecture)}"
-        )
-    for option, meaning in _NO_CHANGE_OF_WEIGHTS.items():
-        if config.get(option):
-            raise ValueError(f"{adapter} uses {meaning}: it can't be merged")
-    # Before the loop, which sends to peft: what peft can't merge either must not get that remedy.
-    if config.get("lora_bias"):
-        _check_biases(checkpoint, architecture)
-    for option, meaning in _REFUSED.items():
-        if config.get(option):
-            raise ValueError(f"{adapter} uses {meaning}: {_with_peft(checkpoint, architecture)}")
     initialisation = str(config.get("init_lora_weights", True))
-    # By their start, since PiSSA's may end in a number of iterations: pissa_niter_16. In lower
-    # case, as peft compares them.
-    if initialisation.lower().startswith(_REFUSED_INITS):
+    # In lower case, as peft compares them.
+    if initialisation.lower() not in _PLAIN_INITS:
         raise ValueError(
             f"{adapter} was initialised with {initialisation}, which changes the base as well: "
             "save it with peft's path_initial_model_for_weight_conversion"
@@ -754,17 +733,6 @@ def _check_alone(checkpoint: Checkpoint) -> None:
             "the adapter: merge both into the base with the program that trained them, and give "
             "that folder; weights that do not belong to it must lie elsewhere"
         )
-
-
-def _check_biases(checkpoint: Checkpoint, architecture: Architecture) -> None:
-    """Refuse an adapter that adds a bias to a module without one, which peft can't merge either."""
-    for key in checkpoint.tensors:
-        module, has_bias, _ = key.removeprefix(PREFIX).partition(".lora_B.bias")
-        if has_bias and not architecture.rows(architecture.param(f"{module}.bias")):
-            raise ValueError(
-                f"adapter '{checkpoint.name}' uses lora_bias, and '{module}' of the base has no "
-                "bias: it can't be merged"
-            )
 
 
 def _with_peft(adapter: Checkpoint, architecture: Architecture) -> str:

@@ -409,7 +409,7 @@ def adapters() -> Iterator[Row]:
         yield said(field, "merge it into its base with peft", **{field: True})
     yield said("use_dora", "lacks tensors of it: save it again", use_dora=True)
     yield said(
-        "layer_replication", "which adds layers: it can't be merged", layer_replication=[[0, 1]]
+        "layer_replication", "only LoRA, rsLoRA and DoRA are merged", layer_replication=[[0, 1]]
     )
     yield said(
         "target_parameters that are no names", "target_parameters", target_parameters=[[0, 1]]
@@ -422,7 +422,7 @@ def adapters() -> Iterator[Row]:
     for kind in ("pissa", "olora", "corda", "loftq", "lora_ga"):
         yield said(f"initialised by {kind}", "changes the base as well", init_lora_weights=kind)
     for kind in ("IA3", "LOHA", "PREFIX_TUNING"):
-        yield said(f"of type {kind}", "only LORA can be merged", peft_type=kind)
+        yield said(f"of type {kind}", "only LoRA, rsLoRA and DoRA are merged", peft_type=kind)
     for key in (LORA_A, LORA_B):
         part = key.split(".")[-2]
         yield Row(

@@ -76,9 +76,9 @@ def copy_head(folder):
 
 
 MERGED_BY_PEFT = {
-    "QALoRA": LoraConfig(**LORA, use_qalora=True, qalora_group_size=8),
-    "KaSA": LoraConfig(**LORA, kasa_config=peft.tuners.lora.config.KasaConfig()),
-    "BD-LoRA": LoraConfig(
+    "use_qalora": LoraConfig(**LORA, use_qalora=True, qalora_group_size=8),
+    "kasa_config": LoraConfig(**LORA, kasa_config=peft.tuners.lora.config.KasaConfig()),
+    "use_bdlora": LoraConfig(
         **LORA, use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)
     ),
     "OFT": peft.OFTConfig(target_modules=["q_proj"], oft_block_size=4),
@@ -186,32 +186,11 @@ def test_lora_of_a_classifier_is_merged_into_the_model_that_has_it(tmp_path):
     torch.testing.assert_close(load_classifier(out).eval()(WORDS).logits, expected)
 
 
-NOT_MERGED = {
-    "Arrow": LoraConfig(**LORA, arrow_config=peft.ArrowConfig()),
-    "layer_replication": LoraConfig(**LORA, layer_replication=[[0, 2], [1, 2]]),
-    "activated LoRA": LoraConfig(**LORA, alora_invocation_tokens=[3, 4]),
-    "lora_bias": LoraConfig(**LORA, lora_bias=True),
-}
-
-
-@pytest.mark.parametrize("feature", NOT_MERGED)
-def test_what_peft_cannot_merge_is_not_sent_to_it(tmp_path, feature):
-    if feature == "Arrow":
-        train(tmp_path, llama(), LoraConfig(**LORA))
-        config = NOT_MERGED[feature]
-        config.save_pretrained(tmp_path / "adapter")
-    else:
-        train(tmp_path, llama(), NOT_MERGED[feature])
-    message = refusal(tmp_path)
-    assert feature in message
-    assert message.endswith("it can't be merged")
-
-
 def test_a_bias_of_b_goes_into_the_bias_of_the_layer(tmp_path):
     base = FAMILIES["gpt_oss"]()
     config = LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
     expected = train(tmp_path, base, config)
-    assert "uses lora_bias: merge it into its base with peft" in refusal(tmp_path)
+    assert "uses lora_bias, and only LoRA" in refusal(tmp_path)
     merge_with_peft(tmp_path, load(tmp_path / "base"))
     torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
 

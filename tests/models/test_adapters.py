@@ -481,14 +481,6 @@ def test_what_is_saved_again_with_the_gathered_weights_is_merged(tmp_path):
     assert same(tensors(merge(tmp_path, ["task1"])), expected)
 
 
-@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "XLORA"])
-def test_an_adapter_that_changes_no_weights_is_not_sent_to_peft(tmp_path, kind):
-    save_all(tmp_path, llama())
-    change_json(tmp_path / "adapter" / "adapter_config.json", peft_type=kind)
-    with pytest.raises(ValueError, match=f"is of type {kind}: .* it changes no weights$"):
-        plan_adapter(tmp_path)
-
-
 def test_an_adapter_without_its_alpha_has_that_of_peft(tmp_path):
     save_all(tmp_path, llama(tie_word_embeddings=False))
     expected = tensors(merge(tmp_path, ["adapter"], "expected"))

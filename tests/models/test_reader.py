@@ -131,6 +131,25 @@ def test_names_of_before_and_of_today_are_those_of_the_class(tmp_path, family):
     assert_read_as_merged(tmp_path, kind, inputs, names[::2])
 
 
+@modern
+def test_a_merge_goes_on_from_an_adapter_under_the_names_of_the_class(tmp_path):
+    make, inputs, rename = OLD_NAMES["LLaVA"]
+    kind = save_base(tmp_path, make())
+    patterns = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}}
+    options = {"target_modules": ["q_proj", "up_proj"], "use_rslora": True, **patterns}
+    names = [
+        save_adapter(tmp_path, kind, 1, rename, **options),
+        save_adapter(tmp_path, kind, 2, **options),
+        save_adapter(tmp_path, kind, 3, rename),
+    ]
+    merge(tmp_path, names, "whole", **MEAN)
+    whole = kind.from_pretrained(tmp_path / "whole", dtype=torch.float64)
+    out = None
+    for name in names:
+        out = merge(tmp_path, [name], f"{name}_out", out, settings={"adapter": True}, **MEAN)
+    assert_answers(tmp_path, kind, inputs, out, answers(whole, inputs))
+
+
 def test_adapters_of_two_classes_are_one_for_the_class_of_the_base(tmp_path):
     kind = save_base(tmp_path, llama())
     names = [save_adapter(tmp_path, LlamaModel, 1), save_adapter(tmp_path, kind, 2)]
