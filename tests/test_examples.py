@@ -66,6 +66,16 @@ def test_plain_state_dicts_are_merged_as_the_models_are(make, layers, tmp_path):
     assert all(torch.equal(value, expected[key]) for key, value in merged.items())
 
 
+@pytest.mark.parametrize("rank", [1, 4])
+def test_no_layer_violates_the_bounds_of_the_paper(rank):
+    _, *lines = example("paper_bounds.py", "--rank", rank).splitlines()
+    for line in lines:
+        size, misalignment, by_theorem, loss, by_corollary = map(float, line.split())
+        assert misalignment <= by_theorem + 1e-12
+        assert (by_theorem < 1) == (size < 0.5)
+        assert loss <= by_corollary
+
+
 @pytest.mark.slow
 def test_own_models(tmp_path):
     base = clip()

@@ -1,3 +1,3 @@
-"""The paper's measures besides accuracy: subspace affinity, surrogates and bounds, and those that
-need no data.
+"""The paper's measures besides accuracy: subspace affinity and surrogates, and those that need no
+data.
 """

@@ -61,7 +61,8 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
 
     name = (config.get("architectures") or ["None"])[0]
     kind: Any = getattr(transformers, str(name), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
         raise ValueError(f"'{folder}': transformers has no class '{name}' for the head")
     settings = without_implementations(transformers.AutoConfig.for_model(**config))
     if hasattr(settings, "vocab_size"):
