@@ -1,6 +1,5 @@
 """Adds this plugin's configs to FusionBench's search path, so that `fusion_bench method=nufilt`
-needs no flag, and refuses options of a method that were typed in the wrong place or by a wrong
-name.
+needs no flag.
 """
 
 import sys
@@ -20,8 +19,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        from fusion_bench_nufilt.utils.misplaced import CONFIG, refuse_misplaced
-        from fusion_bench_nufilt.utils.overrides import PLUGIN, user_folders
+        from fusion_bench_nufilt.utils.overrides import CONFIG, PLUGIN, user_folders
 
         is_fusion_bench = "fusion_bench.scripts.cli" in sys.modules
         words = []
@@ -30,13 +28,8 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # Hydra itself adds the user's folders last, and the first file of a name is taken: theirs.
         for folder in user_folders(words):
             search_path.append("user", folder)
-        folders_before = [element.path for element in search_path.get_path()]
         search_path.append(PLUGIN, f"file://{CONFIG}")
         # FusionBench prefers a folder ./config of the user's to its own; with its own appended,
         # both work.
         project = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
         search_path.append("fusion-bench", f"file://{project / 'fusion_bench_config'}")
-        try:
-            refuse_misplaced(words, "fusion_bench", folders_before)
-        except ValueError as error:
-            raise SystemExit(str(error)) from None  # Python prints it

@@ -11,8 +11,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.utils.misplaced import CONFIG, refuse_misplaced
-from fusion_bench_nufilt.utils.overrides import user_folders, with_config_dir
+from fusion_bench_nufilt.utils.overrides import CONFIG, user_folders, with_config_dir
 from hydra_plugins.fusion_bench_nufilt import FusionBenchNufiltSearchPathPlugin
 
 GROUPS = ("method", "modelpool", "taskpool")
@@ -80,13 +79,6 @@ def test_a_comparison_takes_the_users_method_of_that_name(tmp_path):
     words = with_config_dir(tmp_path, [])
     (spec,) = parse_methods("sum", words)
     assert compose_run([*words, *spec.overrides]).method.scale == 7
-
-
-def test_a_method_of_the_users_by_a_name_of_the_plugins_is_left_to_them(my):
-    words = ["method=sum", "seed=1"]
-    with pytest.raises(ValueError, match=r"say method\.seed=1"):
-        refuse_misplaced(words, "fusion_bench", ["file:///elsewhere", "pkg://hydra.conf"])
-    refuse_misplaced(words, "fusion_bench", [f"file://{my}"])
 
 
 PLAIN_RUN = """

@@ -174,9 +174,7 @@ def _pool(
     from fusion_bench_nufilt.compare.configs import compose_run, quiet
     from fusion_bench_nufilt.compare.experiment import Experiment
     from fusion_bench_nufilt.compare.specs import parse_methods
-    from fusion_bench_nufilt.utils.misplaced import refuse_misplaced
 
-    refuse_misplaced(overrides, "nufilt compare")
     words = [f"modelpool={modelpool}", *overrides]
     only_log_of("analysis")
     with quiet():

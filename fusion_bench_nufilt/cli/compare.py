@@ -89,9 +89,7 @@ def compare(
         only_log_of("compare")
         words = with_config_dir(config_dir, overrides or ())
         from fusion_bench_nufilt.compare import configs, run, specs, summary
-        from fusion_bench_nufilt.utils.misplaced import refuse_misplaced
 
-        refuse_misplaced(words, "nufilt compare")
         refuse_foreign(out, "compare.json")
         method_specs = _specs(methods, preset, with_data, modelpool, words)
         loggers = configs.make_trackers(words, out)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_nufilt.continual.errors import what_is_wrong
+from fusion_bench_nufilt.continual.program import refuse_misplaced
 from fusion_bench_nufilt.utils.files import message_in_one_line
 from fusion_bench_nufilt.utils.options import unknown
 from fusion_bench_nufilt.utils.overrides import (
@@ -49,7 +50,7 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
     # FusionBench would prefer a `config` in the current directory, even an empty one.
     with composing(), config_loader(overrides) as loader:
         try:
-            return compose(PROGRAM, list(overrides))
+            config = compose(PROGRAM, list(overrides))
         except MissingConfigException as error:
             group, _, name = str(error.missing_cfg_file).rpartition("/")
             searchpath = [word for word in overrides if word.startswith("hydra.searchpath")]
@@ -62,6 +63,8 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
         except ConfigCompositionException:
             _refuse_unknown_options(overrides, compose(PROGRAM, without_method(overrides)))
             raise
+        refuse_misplaced(config, overrides)
+        return config
 
 
 def _refuse_unknown_options(words: Sequence[str], config: DictConfig) -> None:

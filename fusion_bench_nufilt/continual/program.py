@@ -4,7 +4,9 @@ import json
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache, partialmethod
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +25,15 @@ from rich.logging import RichHandler
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from fusion_bench_nufilt.methods.options import (
+    METHOD_TABLE,
+    DeviceConfig,
+    ProtocolConfig,
+    TargetConfig,
+)
 from fusion_bench_nufilt.utils.files import write_text
 from fusion_bench_nufilt.utils.logs import TerminalLog
+from fusion_bench_nufilt.utils.options import as_typed
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +62,13 @@ class QuietTerminal(Callback):
         set_print_function_call_permeanent(config.print_function_call)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the log above the bars of a run, if it goes to the terminal as FusionBench has
-        it.
+        """Print the log above the bars of a run, if it goes to the terminal as FusionBench has it;
+        refuse options of the method that were typed as FusionBench's.
         """
+        try:
+            refuse_misplaced(config, config.hydra.overrides.task)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None  # of another error, Hydra would only warn
         _quiet_libraries()
         root = logging.getLogger()
         for handler in list(root.handlers):
@@ -113,6 +126,28 @@ class ContinualMergingProgram(FabricModelFusionProgram):
     def save_merged_model(self, merged_model: Any) -> None:
         if self.merged_model_save_path is not None:
             super().save_merged_model(merged_model)
+
+
+def refuse_misplaced(config: DictConfig, words: Sequence[str]) -> None:
+    """Raise a ValueError for an option of a method at the top level of a composed configuration,
+    where ``+null_rank=5`` puts it and nothing reads it.
+
+    FusionBench has a seed of its own there, which must not be the only one among the ``words`` of
+    the user.
+    """
+    kinds = [entry.Options for entry in METHOD_TABLE.values()]
+    kinds += [TargetConfig, DeviceConfig, ProtocolConfig]
+    options = {field.name for field in chain.from_iterable(map(fields, kinds))}
+    options.update(name for name in config.method if not str(name).startswith("_"))
+    for name in sorted(options & config.keys()):
+        if name == "seed" and (
+            config.seed is None or any(word.startswith("method.seed=") for word in words)
+        ):
+            continue
+        spelling = as_typed("fusion_bench", {name: config[name]})
+        if name == "seed":
+            spelling += f", or in a comparison --seeds {config.seed}"
+        raise ValueError(f"{name} is an option of the method, not of the program: say {spelling}")
 
 
 def refuse_several_processes(config: DictConfig) -> None:

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 #: The name of this plugin in Hydra's search path.
 PLUGIN = "fusion-bench-nufilt"
+_PACKAGE = Path(__file__).parents[1]
+#: The configurations: a wheel carries them inside the package, a checkout has them beside it.
+CONFIG = _PACKAGE / "config"
+if not CONFIG.is_dir():
+    CONFIG = _PACKAGE.parent / "config"
 
 
 def user_folders(words: Sequence[str]) -> list[str]:

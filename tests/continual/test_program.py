@@ -10,12 +10,15 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.logging import RichHandler
 
+from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual.program import (
     QuietTerminal,
     refuse_several_processes,
 )
 from fusion_bench_nufilt.continual.taskpools.local_tasks import register_task
 from fusion_bench_nufilt.utils.logs import TerminalLog
+
+CONFIG = OmegaConf.create({"method": {"null_rank": 8}, "hydra": {"overrides": {"task": []}}})
 
 
 def test_a_task_pool_that_is_named_wins_and_a_missing_task_is_shown_as_missing(program, capfd):
@@ -60,7 +63,7 @@ def test_the_log_stands_above_the_bars_without_times_and_what_the_user_chose_is_
     fusion_bench.addFilter(lambda record: "trace" not in record.msg)
     root.handlers[:] = [chosen, fusion_bench]
     try:
-        QuietTerminal().on_job_start(OmegaConf.create({}))
+        QuietTerminal().on_job_start(CONFIG)
         first, second = root.handlers
         assert first is chosen
         assert type(second) is TerminalLog
@@ -85,3 +88,30 @@ def test_a_test_set_that_is_looked_up_and_then_loaded_is_no_warning(recwarn):
     for _ in range(2):
         register_task("a_task_of_mine", ["cat", "dog"], "a {}")
     assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "spelling"),
+    [
+        (["method=nufilt", "+null_rank=0.1667"], "null_rank=0.1667"),
+        (["method=continual/magmax", "+save_on_every_step=false"], "save_on_every_step=False"),
+        (["method=continual/stream", "+base_method=1"], "base_method=1"),
+        (["method=nufilt", "seed=7"], "seed=7"),
+    ],
+)
+def test_an_option_of_the_method_that_was_typed_as_one_of_the_program_is_refused(words, spelling):
+    """Hydra puts it where nothing reads it."""
+    with pytest.raises(ValueError, match=f"of the program: say method.{spelling}"):
+        compose_run(words)
+    method, _ = words
+    compose_run([method, f"++method.{spelling}"])
+
+
+def test_fusion_bench_ends_with_that_line():
+    with pytest.raises(SystemExit, match=r"say method\.null_rank=5$"):
+        QuietTerminal().on_job_start(OmegaConf.merge(CONFIG, {"null_rank": 5}))
+
+
+def test_fusionbenchs_own_seed_and_keys_pass_beside_those_of_the_method():
+    words = ["method=nufilt", "seed=7", "method.seed=7", "+mine=1", "+modelpool.seed=1"]
+    assert compose_run(words).seed == 7
