@@ -584,7 +584,7 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
             changed.notify_all()
         return solve(self, batch, device)
 
-    def update_in_step(self, names, state, base, *args, **kwargs):
+    def update_in_step(self, state, base, *args):
         gpu = base.device.index
         other_gpu = 1 - gpu
 
@@ -596,7 +596,7 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
             solved[gpu] += 1
             changed.notify_all()
             assert changed.wait_for(in_step, 30)
-        return update(self, names, state, base, *args, **kwargs)
+        return update(self, state, base, *args)
 
     monkeypatch.setattr(LayerMerger, "_solve", counted_solve)
     monkeypatch.setattr(Nufilt, "update", update_in_step)

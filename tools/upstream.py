@@ -73,7 +73,7 @@ CONTRIBUTIONS = {
         },
         {
             f"fusion_bench/method/nufilt/{name}.py": NUFILT / f"{name}.py"
-            for name in ("config", "subspace", "adapter", "step")
+            for name in ("config", "blocks", "noise", "subspace", "adapter", "step")
         },
     ),
 }

@@ -20,6 +20,7 @@ from one_step import CONFIG, MODELS, Layer, Shape, make_layer, now, timed
 
 from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.methods import ORDER_FREE, LayerMethod, find_method
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 
 TASKS = 8
 Clock = Callable[[], float]
@@ -63,27 +64,22 @@ def measure_order_free(
     """Add the layers' tasks to one layer, and render the merged weight after each."""
     method: LayerMethod = kind(kind.Options(), ["layer"])
     base = layers[0][0][None]
-    states = [method.init_state(["layer"], base)]  # the last one alone is kept
+    states = [method.init_state(base)]  # the last one alone is kept
     adds = []
     renders = []
     peaks = []
     for theta_0, _, theta_t, _ in layers:
         update = partial(
             method.update,
-            ["layer"],
             states.pop(),
             base,
-            base + (theta_t - theta_0),
-            step=1,
-            strength=1.0,
-            spacings=[torch.finfo(base.dtype).eps],
-            coefficients=[1.0],
-            float64=False,
+            TaskVector(base + (theta_t - theta_0), base),
+            1,
         )
         seconds, peak = timed(lambda: states.append(update()[0]), clock)  # noqa: B023
         adds.append(seconds)
         peaks.append(peak)
-        render = partial(method.merged_weight, ["layer"], states[0], base, float64=False)
+        render = partial(method.merged_weight, states[0], base)
         seconds, peak = timed(render, clock)
         renders.append(seconds)
         peaks.append(peak)

@@ -13,8 +13,8 @@ from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
 from fusion_bench_nufilt.compare.run import ONE_RUN
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.algorithm import task_order
-from fusion_bench_nufilt.nufilt.bases import right_singular_basis
 from fusion_bench_nufilt.nufilt.options import FusionConfig
+from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 from fusion_bench_nufilt.pages.metrics import or_none
 from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.options import is_number
@@ -97,8 +97,8 @@ class LossTracker:
         ranks = self._config.ranks(W_0.shape[1])
         tau_old = W_old - W_0
         tau_task = W_task - W_0
-        V_p = right_singular_basis(tau_old, ranks.null)
-        V_t = right_singular_basis(tau_task, ranks.task)
+        V_p = top_right_singular_vectors(tau_old, ranks.null)
+        V_t = top_right_singular_vectors(tau_task, ranks.task)
         stability, plasticity = data_free_losses(W_new - W_0, tau_old, tau_task, V_p, V_t)
         row["data_free_stability"] = stability if self._C_old else None
         row["data_free_plasticity"] = plasticity

@@ -91,7 +91,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     _states: dict[str, Tensor]  # what is kept to go on from, as in the file beside a merged model
     _holds_float32: bool  # whether that has all in float32 that the model rounds
     _mean_counts: dict[str, int]  # models in the mean of a tensor, where not one for each step
-    _spacings: dict[str, list[float]]  # of the values of each task so far, by layer
+    _rounding: dict[str, float]  # what rounding has added to the update of each layer so far
     _ignored_keys: dict[str, set[str]]  # by model: weights that its checkpoint lacks
     _first_params: dict[str, str]  # of tied weights, in a merge that is gone on from
     _reports: list[dict[str, Any]]  # the rows of layers.csv
@@ -133,7 +133,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._states = {}
         self._holds_float32 = False
         self._mean_counts = {}
-        self._spacings = {}
+        self._rounding = {}
         self._reports = []
         self._ignored_keys = {}
         self._first_params = {}
@@ -217,7 +217,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return {
             "coverage": self._draft.selection.coverage.as_dict(),
             "mean_counts": counts,
-            "spacings": self._spacings,
+            "rounding": self._rounding,
             "heads": self.task_heads,
         }
 
@@ -226,7 +226,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
         self._mean_counts = dict(manifest.get("mean_counts", {}))
-        self._spacings = dict(manifest.get("spacings", {}))
+        self._rounding = dict(manifest.get("rounding", {}))
         self.task_heads = dict(manifest.get("heads", {}))
         self.files = {}
         self._states = {}
@@ -324,7 +324,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         merged_manifest = Manifest(
             step=step - 1,
             mean_counts=self._mean_counts,
-            spacings=dict(self._spacings),
+            rounding=dict(self._rounding),
             heads=self.task_heads,
         )
         return self._draft.plan(
@@ -362,8 +362,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             else:  # what an earlier merge kept in float32 is in the model now
                 for tensor in kept.of_layer(layer).values():
                     self._states.pop(tensor.key, None)
-            if self.method.is_stateless:
-                self._spacings[layer.name] = result.record["spacings"]
+            self._rounding[layer.name] = result.record["rounding"]
             reports[layer.name] = result.record["reports"][0]
 
         with (

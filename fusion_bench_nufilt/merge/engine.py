@@ -22,10 +22,11 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State, block_bytes
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import scaled_update
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError
+from fusion_bench_nufilt.nufilt.noise import rounding_of, summed_rounding
 from fusion_bench_nufilt.utils.devices import (
     DeviceOutOfMemoryError,
     DevicePool,
@@ -38,7 +39,6 @@ from fusion_bench_nufilt.utils.tensors import (
     is_finite,
     replace_rows,
     select_rows,
-    spacing_of,
     stack,
     to_compute_dtype,
 )
@@ -61,8 +61,8 @@ class MergedLayer:
     theta_0: Tensor  # (d_o, d_i)
     state: State  # of this layer alone
     record: Any  # a dict with the "reports" of its steps
-    spacings: list[float] = field(default_factory=list, kw_only=True)
-    """The spacing of the values of each task so far, see :func:`spacing_of`; 0 for factors."""
+    rounding: float = field(default=0.0, kw_only=True)
+    """What rounding has added to its update so far, see :mod:`fusion_bench_nufilt.nufilt.noise`."""
 
 
 @dataclass
@@ -89,7 +89,8 @@ class _Batch:
 class _TaskWeights:
     """A task's weights of some layers of a batch, or factors of one rank."""
 
-    spacings: tuple[float, ...]  # of the tasks so far, this one's at the end
+    rounding: float  # what rounding adds to their update
+    rounding_before: float  # what it has added to that of the tasks before
     rows: list[int]  # of the layers in the batch
     weights: list[Tensor | LowRank]
 
@@ -173,18 +174,27 @@ class LayerReader(ABC):
         """What the update of each task is multiplied by in the merge."""
         return [1.0] * len(self.task_names)
 
-    def spacing_of_base(self, merged: MergedLayer) -> float:
-        """Return the spacing of the base's values of a layer, relative to the power of two below
-        each, where they have been rounded to it as they were read, else 0: a task begins with what
-        is stored.
+    def rounding_of_base(self, merged: MergedLayer) -> float:
+        """Return the rounding of the base's values of a layer, where they have been rounded as they
+        were read, else 0: a task begins with what is stored.
         """
         return 0.0
 
-    def earlier_spacings(self, merged: MergedLayer) -> list[float]:
-        """Return the spacings of the values of tasks in earlier merges, times their coefficients;
-        where they are not known, those of what is left of them.
+    def rounding_before(self, merged: MergedLayer) -> float:
+        """Return what rounding has added to a layer in earlier merges: where nobody recorded it, as
+        much as if each task had the digits of the model so far, or the base's.
         """
-        return [torch.finfo(merged.theta_0.dtype).eps] * (self.first_step - 1)
+        if self.num_tasks_before == 0:
+            return 0.0
+        so_far = merged.state.get("weight", merged.theta_0)
+        rounding = max(rounding_of(so_far), rounding_of(merged.theta_0))
+        # Of the tasks, and of the base in all of them alike.
+        return self.num_tasks_before * (self.num_tasks_before + 1) * rounding
+
+    @property
+    def num_tasks_before(self) -> int:
+        """The number of tasks that were merged into the model so far."""
+        return self.first_step - 1
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank
@@ -279,15 +289,14 @@ class LayerMerger:
         return len(layers)
 
     def _log_halving(self, layers: Sequence[Layer], device: torch.device, error: Exception) -> None:
-        if not isinstance(error, SteepSpectrumError):
-            warn_once(
-                "device '%s', %d layers of shape %s together: %s; halves take over, which changes "
-                "them by rounding",
-                device,
-                len(layers),
-                layers[0].view.shape,
-                classify_error(error),
-            )
+        warn_once(
+            "device '%s', %d layers of shape %s together: %s; halves take over, which changes "
+            "them by rounding",
+            device,
+            len(layers),
+            layers[0].view.shape,
+            classify_error(error),
+        )
 
     def _solve(self, layers: Sequence[Layer], device: torch.device) -> list[MergedLayer]:
         """Read layers of one shape to a device, and add all tasks to their states."""
@@ -298,18 +307,9 @@ class LayerMerger:
         for key, value in batch.state.items():
             for layer, layer_value in zip(batch.merged, value, strict=True):
                 layer.state[key] = layer_value
-        coefficients = self._coefficients(len(self._strengths))
         for layer in batch.merged:
-            pairs = zip(layer.spacings, coefficients, strict=True)
-            layer.record["spacings"] = [spacing * abs(factor) for spacing, factor in pairs]
+            layer.record["rounding"] = layer.rounding
         return batch.merged
-
-    def _coefficients(self, count: int) -> list[float]:
-        """Return the coefficients of all tasks so far, the first ``count`` of this merge among
-        them; those of earlier ones are in what they left.
-        """
-        earlier_merges = [1.0] * (self.reader.first_step - 1)
-        return [*earlier_merges, *self.reader.coefficients[:count]]
 
     def _read(self, layers: Sequence[Layer], device: torch.device) -> _Batch:
         """Read layers of the base, and their states before the first task, as one batch."""
@@ -317,7 +317,7 @@ class LayerMerger:
         for layer in layers:
             with oom_as_error(_label(layer), device):
                 merged_layer = self.reader.read(layer, device)
-            merged_layer.spacings = self.reader.earlier_spacings(merged_layer)
+            merged_layer.rounding = self.reader.rounding_before(merged_layer)
             merged.append(merged_layer)
         base = _stack([layer.theta_0 for layer in merged])
         state = {key: _stack([layer.state[key] for layer in merged]) for key in merged[0].state}
@@ -330,23 +330,26 @@ class LayerMerger:
     def _read_task(self, number: int, batch: _Batch) -> list[_TaskWeights]:
         """Return a task's weights of the layers that it changes, by what is added together."""
         # An adapter may leave a layer as it is, or have another rank there.
-        groups: dict[tuple[tuple[float, ...], int | None], _TaskWeights] = {}
+        groups: dict[tuple[float, float, int | None], _TaskWeights] = {}
         for row, layer in enumerate(batch.merged):
             with oom_as_error(_label(layer.layer), batch.device):
                 weight = self.reader.read_task(number, layer)
-            # Factors have not been rounded to the digits of a weight.
-            spacing = 0.0
-            if isinstance(weight, Tensor):
-                spacing = max(spacing_of(weight), self.reader.spacing_of_base(layer))
-            layer.spacings.append(spacing)
             if weight is None:
                 continue
+            # Factors have not been rounded to the digits of a weight.
+            rounding = 0.0
+            if isinstance(weight, Tensor):
+                of_values = max(rounding_of(weight), self.reader.rounding_of_base(layer))
+                # The task's own and the base's, at the task's coefficient.
+                rounding = 2 * self.reader.coefficients[number] ** 2 * of_values
             weight = self.reader.weighted(number, layer, weight)
             if isinstance(weight, LowRank) and not self.reader.method.supports_low_rank:
                 weight = to_compute_dtype(layer.theta_0) + weight.product()
             rank = weight.rank if isinstance(weight, LowRank) else None
-            spacings = tuple(layer.spacings)
-            group = groups.setdefault((spacings, rank), _TaskWeights(spacings, [], []))
+            before = layer.rounding
+            key = (rounding, before, rank)
+            group = groups.setdefault(key, _TaskWeights(rounding, before, [], []))
+            layer.rounding = summed_rounding(before, rounding)
             group.rows.append(row)
             group.weights.append(weight)
         return list(groups.values())
@@ -365,6 +368,8 @@ class LayerMerger:
         update = partial(self._update, number, part, task)
         with self._turn_on(batch.device):
             after, measures = self._solved(update, layers, batch.device)
+            # A solver may have needed float64.
+            after = {key: value.to(part.state[key].dtype) for key, value in after.items()}
             # Reading them waits for an accelerator.
             columns = {key: values.tolist() for key, values in measures.items()}
         seconds = (time.perf_counter() - began) / len(rows)
@@ -397,17 +402,20 @@ class LayerMerger:
         float64: bool,
     ) -> tuple[State, Measures]:
         """Return what the method returns for a task, computed on a device."""
+        method = self.reader.method.for_stack([layer.name for layer in batch.layers])
+        base = _to(batch.base, device, float64)
         # The method alone holds a stack of weights, and can free it.
-        return self.reader.method.update(
-            [layer.name for layer in batch.layers],
-            _to(batch.state, device),
-            _to(batch.base, device),
-            _to(_stack(task.weights), device),
-            step=self.reader.first_step + number,
-            strength=self._strengths[number],
-            spacings=task.spacings,
-            coefficients=self._coefficients(number + 1),
-            float64=float64,
+        return method.update(
+            _to(batch.state, device, float64),
+            base,
+            TaskVector(
+                _to(_stack(task.weights), device, float64),
+                base,
+                strength=self._strengths[number],
+                rounding=task.rounding,
+                rounding_before=task.rounding_before,
+            ),
+            self.reader.first_step + number,
         )
 
     def _refuse_norm(self, number: int, layer: Layer, norm: float) -> None:
@@ -432,18 +440,16 @@ class LayerMerger:
         method = self.reader.method
         if method.is_stateless:  # it has been solved
             return self.reader.as_stored(merged, merged.state["weight"])
-        names = [merged.layer.name]
+        method = method.for_stack([merged.layer.name])
         state = {key: value[None] for key, value in merged.state.items()}
         base = merged.theta_0[None]
 
         def merged_weight(device: torch.device, float64: bool) -> Tensor:
-            return method.merged_weight(
-                names, _to(state, device), _to(base, device), float64=float64
-            )
+            return method.merged_weight(_to(state, device, float64), _to(base, device, float64))
 
         with self._turn_on(device):
             weight = self._solved(merged_weight, [merged.layer], device)
-        return self.reader.as_stored(merged, weight[0])
+        return self.reader.as_stored(merged, weight[0].to(base.dtype))
 
     def _solved(
         self,
@@ -454,7 +460,7 @@ class LayerMerger:
         """Return on a device what a function of the method returns there, or, where its solver
         fails for a single layer, on the CPU, in the end in float64.
 
-        ``solve`` takes a device, and whether matrices are decomposed in float64.
+        ``solve`` takes a device, and whether to compute in float64.
         """
         label = _label(layers[0])
         attempts = [(device, False, ""), (CPU, True, "float64 on the CPU")]
@@ -464,7 +470,7 @@ class LayerMerger:
         failure: RuntimeError | None = None
         for solving_device, float64, name in attempts:
             if failure is not None:
-                _log_takeover(label, failure, name)
+                warn_once("%s: %s takes over in such layers, which is slower", str(failure), name)
             try:
                 with oom_as_error(label, solving_device):
                     return _to(solve(solving_device, float64), device)
@@ -483,15 +489,6 @@ class LayerMerger:
 
 def _label(layer: Layer) -> str:
     return f"'{layer.name}' {layer.view.shape}"
-
-
-def _log_takeover(label: str, failure: RuntimeError, name: str) -> None:
-    """Log that another way to compute, of this name, takes over in a layer where one failed."""
-    if isinstance(failure, SteepSpectrumError):
-        # Nothing is wrong: a LoRA that was merged into its base has exactly low rank.
-        log.debug("layer %s: %s; %s computes it", label, failure, name)
-    else:
-        warn_once("%s: %s takes over in such layers, which is slower", str(failure), name)
 
 
 class Budget:
@@ -581,10 +578,13 @@ def _stack(weights: list[Any]) -> Any:
     return whole
 
 
-def _to(values: Any, device: torch.device) -> Any:
-    """Return tensors, factors, states, or a tuple of them, on a device."""
+def _to(values: Any, device: torch.device, float64: bool = False) -> Any:
+    """Return tensors, factors, states, or a tuple of them, on a device, if asked for in float64."""
     if isinstance(values, dict):
-        return {key: value.to(device) for key, value in values.items()}
+        return {key: _to(value, device, float64) for key, value in values.items()}
     if isinstance(values, tuple):
-        return tuple(_to(value, device) for value in values)
-    return values.to(device)
+        return tuple(_to(value, device, float64) for value in values)
+    if isinstance(values, LowRank):
+        return LowRank(_to(values.left, device, float64), _to(values.right, device, float64))
+    values = values.to(device)
+    return values.double() if float64 and values.is_floating_point() else values

@@ -282,15 +282,11 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
     about_adapter = {}
     if plan.is_adapter:
         about_adapter = {"base_model": plan.base.label, "energy_kept": _energy_kept(plan, done)}
-    about_rounding = {}
-    if plan.method.is_stateless:  # the others keep what is expected of it in their states
-        spacings = {layer.name: done[layer.param]["spacings"] for layer in plan.layers}
-        about_rounding = {"spacings": spacings}
     return {
         "method": plan.method.label,
         **description,
         **about_adapter,
-        **about_rounding,
+        "rounding": {layer.name: done[layer.param]["rounding"] for layer in plan.layers},
         "task_inputs": [*tasks_of(plan.merged_manifest), *own_tasks],
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.layers_known_from,

@@ -86,7 +86,7 @@ class MatrixLayers(LayerReader):
     def read(self, layer: Layer, device: torch.device) -> MergedLayer:
         theta_0 = self.pretrained[layer.name].detach().to(device)
         if self.states is None:
-            stack = self.method.init_state([layer.name], theta_0[None])
+            stack = self.method.for_stack([layer.name]).init_state(theta_0[None])
             state = {key: value[0] for key, value in stack.items()}
         else:
             kept = self.states[layer.name]

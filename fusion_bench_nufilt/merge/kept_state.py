@@ -71,7 +71,7 @@ class KeptState:
         memory.
         """
         base = torch.empty((1, *shape), dtype=dtype, device="meta")
-        stack = self.method.init_state([layer.name], base)
+        stack = self.method.for_stack([layer.name]).init_state(base)
         return {name: value[0] for name, value in stack.items()}
 
     def _wide(self, key: str) -> Tensor:

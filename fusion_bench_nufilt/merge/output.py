@@ -43,8 +43,8 @@ class Record(TypedDict, total=False):
     #: CRC-32, which the manifest has, too.
     written: Required[Annotated[list[tuple[str, NonNegativeInt, int, int]], Field(min_length=1)]]
     reports: Required[list[dict[str, Any]]]
-    #: Of the tasks so far in a layer, times their coefficients.
-    spacings: list[float]
+    #: What rounding has added to the update of a layer so far.
+    rounding: float
     not_finite: str
     #: Of an update in an adapter: the energies of what is kept and of the whole.
     energy: tuple[float, float]

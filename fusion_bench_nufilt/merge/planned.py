@@ -18,6 +18,7 @@ from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
+from fusion_bench_nufilt.nufilt.noise import rounding_of
 from fusion_bench_nufilt.utils.devices import free_memory, process_memory
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
@@ -170,7 +171,7 @@ class PlannedLayers(LayerReader):
         if plan.method.is_stateless:
             state = {"weight": self._weight_so_far(layer, theta_0, state)}
         elif not state:
-            stack = plan.method.init_state([layer.name], theta_0[None])
+            stack = plan.method.for_stack([layer.name]).init_state(theta_0[None])
             state = {name: value[0] for name, value in stack.items()}
         record: Record = {"param": layer.param, "written": [], "reports": []}
         return MergedLayer(layer, theta_0, state, record)
@@ -199,7 +200,7 @@ class PlannedLayers(LayerReader):
             self.method.sides_in_basis,
         )
         zeros = no_values.new_zeros(self._shape_merged(layer), dtype=compute_dtype(no_values))
-        stack = self.method.init_state([layer.name], zeros[None])
+        stack = self.method.for_stack([layer.name]).init_state(zeros[None])
         state = {name: value[0] for name, value in stack.items()}
         if earlier is not None:
             state = self.kept.turn(layer, kept, state, LowRank(lefts[-1], rights[-1]))
@@ -249,40 +250,30 @@ class PlannedLayers(LayerReader):
     def coefficients(self) -> Sequence[float]:
         return [task.coefficient for task in self.plan.tasks]
 
-    def spacing_of_base(self, merged: MergedLayer) -> float:
+    def rounding_of_base(self, merged: MergedLayer) -> float:
         stored = FLOATS[self.plan.base.tensors[merged.layer.keys[0]].dtype]
         # The base is computed in the dtype of the result.
         if merged.theta_0.dtype.itemsize < stored.itemsize:
-            return torch.finfo(merged.theta_0.dtype).eps
+            return rounding_of(merged.theta_0)
         return 0.0
 
-    def earlier_spacings(self, merged: MergedLayer) -> list[float]:
-        plan = self.plan
-        layer = merged.layer
-        spacings = super().earlier_spacings(merged)
-        saved = plan.merged_manifest.get("spacings", {}).get(layer.name, [])
-        if len(saved) == len(spacings):
-            spacings = list(saved)
-            if spacings and not self.kept.has_state(layer):
-                # With the model that was left, its first task was rounded, also if it was factors.
-                spacings[0] = max(spacings[0], self._spacing_of_merged(layer))
-            return spacings
-        if isinstance(merged, LayerInBasis):
-            return spacings  # those of factors
-        # As they are read: a quantised model is merged as the same model dequantised.
-        of_base = torch.finfo(FLOATS[plan.base.tensors[layer.keys[0]].dtype]).eps
-        of_stored = max(of_base, self._spacing_of_merged(layer))
-        return [max(spacing, of_stored) for spacing in spacings]
-
-    def _spacing_of_merged(self, layer: Layer) -> float:
-        """Return the spacing of the values of a layer as the model so far has them stored, or 0
-        where it has none.
-        """
-        merged = self.plan.merged
-        if merged is None or layer.param not in merged.keys:
+    def rounding_before(self, merged: MergedLayer) -> float:
+        if self.plan.merged is None:
             return 0.0
-        info = merged.source.tensors[merged.keys[layer.param]]
-        return torch.finfo(FLOATS[info.dtype]).eps
+        recorded = self.plan.merged_manifest.get("rounding", {}).get(merged.layer.name)
+        if isinstance(merged, LayerInBasis):
+            return recorded or 0.0  # factors have none of their own
+        if recorded is None:
+            return super().rounding_before(merged)
+        if self.kept.has_state(merged.layer) or "weight" not in merged.state:
+            return recorded
+        # The model that was left may have been rounded, whatever its tasks are.
+        return max(recorded, 2 * rounding_of(merged.state["weight"]))
+
+    @property
+    def num_tasks_before(self) -> int:
+        # What has no manifest is one model.
+        return max(self.first_step - 1, self.plan.merged_manifest.get("step", 1))
 
     def weighted(
         self, number: int, merged: MergedLayer, weight: Tensor | LowRank

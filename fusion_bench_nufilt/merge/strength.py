@@ -18,9 +18,9 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.task_vector import Measure, Spectrum, task_strength
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
+from fusion_bench_nufilt.nufilt.noise import ROUNDING_VARIANCE, rounding_of
 from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
-from fusion_bench_nufilt.utils.tensors import spacing_of, to_compute_dtype
+from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .engine import CPU
 from .plan import Plan
@@ -91,11 +91,10 @@ def _spectrum_of(
     assert isinstance(new, Tensor)
     rounding = 0.0
     if layer.param in task.keys:
-        spacing = spacing_of(new)
+        of_values = rounding_of(new)
         stored = task.source.tensors[task.keys[layer.param]]
         if stored.is_quantised:
-            spacing = max(spacing, stored.spacing)
-        energy = to_compute_dtype(new).square().sum().item()
-        rounding = ROUNDING_VARIANCE * spacing**2 * energy
+            of_values = max(of_values, ROUNDING_VARIANCE * stored.eps**2)
+        rounding = of_values * to_compute_dtype(new).square().sum().item()
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
     return measure(layer.view.matrix(tau), rounding)

@@ -6,12 +6,14 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from copy import copy
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.options import EntryPoint
+
+from .task_vector import TaskVector
 
 # Lazy, so that the outermost number is the block's: experts inside it have numbers, too.
 _BLOCK = re.compile(r"(.*?\.)??(\d+)\.(.+)")
@@ -33,11 +35,14 @@ class LayerMethod(ABC):
     (:meth:`update`), and which weights follow from it (:meth:`merged_weight`). A merge of many
     tasks calls ``update`` for each of them and ``merged_weight`` once. All three are functions of
     stacks: of n layers of one shape, whose weights are ``(n, d_o, d_i)``; what becomes of a layer
-    does not depend on the others. The constructor takes an instance of :attr:`Options`, the
-    names of all merged layers in the order of the model, the seed of all random draws, the number
-    of the last block of each stack of blocks that the model has (by default, that the layers have),
-    and the layers' shapes, which those of the stacks are unless :attr:`sides_in_basis` lets them be
-    given in a basis.
+    does not depend on the others. All compute in the dtype of what they are given, float32 at
+    least, or float64 where a solver failed in less.
+
+    The constructor takes an instance of :attr:`Options`, the names of all merged layers in the
+    order of the model, the seed of all random draws, the number of the last block of each stack of
+    blocks that the model has (by default, that the layers have), and the layers' shapes, which
+    those of the stacks are unless :attr:`sides_in_basis` lets them be given in a basis. The names
+    of the layers in a stack are :attr:`names`.
     """
 
     name: ClassVar[str]
@@ -89,59 +94,48 @@ class LayerMethod(ABC):
         self.seed = seed
         self.last_blocks = last_blocks or last_block_numbers(layers)
         self.shapes = shapes or {}
+        self.names = layers
+        """The layers of the stack that is merged, see :meth:`for_stack`."""
+
+    def for_stack(self, names: Sequence[str]) -> Self:
+        """Return the method for a stack of these of its layers."""
+        method = copy(self)
+        method.names = names
+        return method
 
     def __str__(self) -> str:
         """The method's name and all its settings."""
         settings = [f"{key} {value}" for key, value in vars(self.options).items()]
         return f"{self.label} ({', '.join(settings)})"
 
-    def shape_of(self, name: str, base: Tensor) -> tuple[int, int]:
-        """Return the shape ``(d_o, d_i)`` of a layer, whose pretrained weight may be given in a
-        basis.
+    def layer_shape(self, base: Tensor) -> tuple[int, int]:
+        """Return the shape ``(d_o, d_i)`` of the layers of the stack, whose pretrained weights may
+        be given in a basis.
         """
         d_o, d_i = base.shape[-2:]
-        return self.shapes.get(name, (d_o, d_i))
+        return self.shapes.get(self.names[0], (d_o, d_i))
 
     @abstractmethod
-    def init_state(self, names: Sequence[str], base: Tensor) -> State:
+    def init_state(self, base: Tensor) -> State:
         """Return the states of layers before the first task, given their pretrained weights."""
 
     @abstractmethod
     def update(
-        self,
-        names: Sequence[str],
-        state: State,
-        base: Tensor,
-        task: Tensor | LowRank,
-        *,
-        step: int,
-        strength: float,
-        spacings: Sequence[float],
-        coefficients: Sequence[float],
-        float64: bool,
+        self, state: State, base: Tensor, task: TaskVector, step: int
     ) -> tuple[State, Measures]:
         """Return the states after one more task, and what the step measured.
 
         Args:
-            names: the layers' names.
-            state: their states, whose shapes and dtypes the new ones have, and whose tensors may be
-                written to, unless the method is stateless: its state may be the pretrained weight.
+            state: the layers' states, whose shapes and dtypes the new ones have, and whose tensors
+                may be written to, unless the method is stateless: its state may be the pretrained
+                weight.
             base: their pretrained weights.
-            task: the task's weights, or the factors of its update.
+            task: what the task changes in them.
             step: the number of the task in the stream, from 1.
-            strength: that of the whole task, see :func:`.task_vector.task_strength`.
-            spacings: of the stored values of each task so far, relative to the power of two below
-                each; this task's at the end, and 0 for factors, and for a task that left the layers
-                as they were.
-            coefficients: what the updates of the same tasks were multiplied by in the merge, and
-                their rounding with them; 1 for those of earlier merges.
-            float64: decompose in float64, since a solver failed in less.
         """
 
     @abstractmethod
-    def merged_weight(
-        self, names: Sequence[str], state: State, base: Tensor, *, float64: bool
-    ) -> Tensor:
+    def merged_weight(self, state: State, base: Tensor) -> Tensor:
         """Return the merged weights that follow from states, in the dtype of the pretrained
         ones.
         """

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.low_rank import LowRank, task_vectors
+from fusion_bench_nufilt.nufilt.blocks import row_blocks
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.solvers import SOLVERS
 from fusion_bench_nufilt.nufilt.step import (
@@ -15,11 +16,9 @@ from fusion_bench_nufilt.nufilt.step import (
     initial_A,
     measures_of_first,
 )
-from fusion_bench_nufilt.nufilt.subspace import row_blocks
 from fusion_bench_nufilt.utils.devices import fast_in_float64
 from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 from fusion_bench_nufilt.utils.tensors import (
-    compute_dtype,
     replace_rows,
     select_rows,
     stack,
@@ -28,6 +27,7 @@ from fusion_bench_nufilt.utils.tensors import (
 
 from .base import LayerMethod, Measures, State
 from .options import METHOD_TABLE
+from .task_vector import TaskVector
 
 
 class Nufilt(LayerMethod):
@@ -58,73 +58,36 @@ class Nufilt(LayerMethod):
         super().__init__(options, layers, seed, last_blocks, shapes)
         self.lora_A = lora_A  # the initial A of each layer, instead of drawn ones
 
-    def init_state(self, names: Sequence[str], base: Tensor) -> State:
+    def init_state(self, base: Tensor) -> State:
         # Rounded once, when it is written, and not after every task.
         return {"weight": to_compute_dtype(base)}
 
-    def merged_weight(
-        self, names: Sequence[str], state: State, base: Tensor, *, float64: bool
-    ) -> Tensor:
+    def merged_weight(self, state: State, base: Tensor) -> Tensor:
         return state["weight"].to(base.dtype)
 
     def update(
-        self,
-        names: Sequence[str],
-        state: State,
-        base: Tensor,
-        task: Tensor | LowRank,
-        *,
-        step: int,
-        strength: float,
-        spacings: Sequence[float],
-        coefficients: Sequence[float],
-        float64: bool,
+        self, state: State, base: Tensor, task: TaskVector, step: int
     ) -> tuple[State, Measures]:
         theta = state["weight"]
         is_first_task = (~is_changed(theta, base)).tolist()
         if any(is_first_task) and not all(is_first_task):
             # Earlier tasks had only some of these layers.
-            weight = theta
-            zeros = base.new_zeros(len(names), dtype=torch.float64)
-            measures = dict.fromkeys(MEASURES, zeros)
-            for kind in (True, False):
-                rows = [row for row, is_first in enumerate(is_first_task) if is_first == kind]
-                part_of_task: Tensor | LowRank
-                if isinstance(task, LowRank):
-                    left = select_rows(task.left, rows)
-                    part_of_task = LowRank(left, select_rows(task.right, rows))
-                else:
-                    part_of_task = select_rows(task, rows)
-                after, measures_of_part = self.update(
-                    [names[row] for row in rows],
-                    {"weight": select_rows(theta, rows)},
-                    select_rows(base, rows),
-                    part_of_task,
-                    step=step,
-                    strength=strength,
-                    spacings=spacings,
-                    coefficients=coefficients,
-                    float64=float64,
-                )
-                weight = replace_rows(weight, rows, after["weight"])
-                for name, values in measures_of_part.items():
-                    measures[name] = replace_rows(measures[name], rows, values.double())
-            return {"weight": weight}, measures
-        wide = compute_dtype(theta)
-        tau = task_vectors(task, base, wide)
+            return self._update_parts(state, base, task, step, is_first_task)
+        tau = task.matrix_or_factors
+        noise = task.noise
+        rounding_before = task.rounding_before
         Q: Tensor | None = None
         if isinstance(tau, LowRank):
             Q, tau = tau.in_basis()
         if is_first_task[0] and self.options.first_task == "paper":
-            if isinstance(task, LowRank):
-                task = base.to(wide) + task.to(wide).product()
             # A whole model's own bits, which the base plus a rounded difference need not have.
-            return {"weight": task.to(wide).to(theta.dtype)}, measures_of_first(tau)
+            weight = task.weights()
+            return {"weight": weight.to(theta.dtype)}, measures_of_first(tau)
         del task  # as large as anything that follows
         A = None
         if self.options.has_adapter:
-            A = self._initial_A(names, step, theta)
-        float64 = float64 or fast_in_float64(theta.device)
+            A = self._initial_A(step, theta)
+        float64 = fast_in_float64(theta.device)
         weight, measures = fuse_stack(
             base,
             theta,
@@ -135,17 +98,40 @@ class Nufilt(LayerMethod):
             is_first_task=is_first_task[0],
             float64=float64,
             Q=Q,
-            height=self.shape_of(names[0], base)[0],  # the same in all layers of a stack
-            spacings=spacings,
-            coefficients=coefficients,
+            height=self.layer_shape(base)[0],
+            noise=noise,
+            rounding_before=rounding_before,
         )
         return {"weight": weight.to(theta.dtype)}, measures
 
-    def _initial_A(self, names: Sequence[str], step: int, theta: Tensor) -> Tensor:
+    def _update_parts(
+        self, state: State, base: Tensor, task: TaskVector, step: int, is_first_task: list[bool]
+    ) -> tuple[State, Measures]:
+        """Return what :meth:`update` does, of layers into which something has been merged, and of
+        the others, by themselves.
+        """
+        weight = state["weight"]
+        zeros = base.new_zeros(len(weight), dtype=torch.float64)
+        measures = dict.fromkeys(MEASURES, zeros)
+        for kind in (True, False):
+            rows = [row for row, is_first in enumerate(is_first_task) if is_first == kind]
+            part = self.for_stack([self.names[row] for row in rows])
+            after, measures_of_part = part.update(
+                {"weight": select_rows(state["weight"], rows)},
+                select_rows(base, rows),
+                task.rows(rows),
+                step,
+            )
+            weight = replace_rows(weight, rows, after["weight"])
+            for name, values in measures_of_part.items():
+                measures[name] = replace_rows(measures[name], rows, values.double())
+        return {"weight": weight}, measures
+
+    def _initial_A(self, step: int, theta: Tensor) -> Tensor:
         """Return the initial A ``(n, r_l, d_i)`` of each layer."""
         d_i = theta.shape[-1]
         initial = []
-        for name in names:
+        for name in self.names:
             if self.lora_A is None:
                 A = initial_A(name, d_i, self.options, self.seed, step)
             else:

@@ -6,7 +6,6 @@ grow with depth. Here are also those whose state is a plain sum; the others are 
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion_bench_nufilt.nufilt.bases import leading_basis
-from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix, row_blocks
+from fusion_bench_nufilt.nufilt.blocks import row_blocks
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 from .base import LayerMethod, Measures, State, block_bytes, block_of
@@ -26,7 +25,7 @@ from .options import (
     RampConfig,
     ScaleConfig,
 )
-from .task_vector import TaskOfLayer, TaskVector
+from .task_vector import TaskVector
 
 # Products in float32 know directions down to this share of the strongest, 840 eps of float32: they
 # are wrong by a few eps of the strongest one.
@@ -84,17 +83,17 @@ class OrderFree(LayerMethod):
         """Return the names and shapes of the tensors in a layer's state, whose sides may be those
         of a basis.
         """
-        lengths = {"o": d_o, "i": d_i, "k": min(layer_shape or (d_o, d_i)), "r": 2}
+        lengths = {"o": d_o, "i": d_i, "k": min(layer_shape or (d_o, d_i))}
         shapes = {}
         for name, axes in self.state_axes.items():
             shapes[name] = tuple(lengths[axis] for axis in axes)
         return shapes
 
-    def init_state(self, names: Sequence[str], base: Tensor) -> State:
+    def init_state(self, base: Tensor) -> State:
         state = {}
         wide = compute_dtype(base)
         d_o, d_i = base.shape[1:]
-        layer_shape = self.shape_of(names[0], base)  # the same in all layers of a stack
+        layer_shape = self.layer_shape(base)
         # The state is much smaller in a basis, where directions need not be rounded.
         in_basis = layer_shape != (d_o, d_i)
         for name, shape in self.state_shapes(d_o, d_i, layer_shape).items():
@@ -102,38 +101,20 @@ class OrderFree(LayerMethod):
             dtype = wide if shape else torch.float64
             if name in self.direction_names and not in_basis:
                 dtype = direction_dtype(wide)
-            state[name] = base.new_zeros((len(names), *shape), dtype=dtype)
-        return {**state, "count": base.new_zeros(len(names), dtype=torch.int64)}
+            state[name] = base.new_zeros((len(base), *shape), dtype=dtype)
+        return {**state, "count": base.new_zeros(len(base), dtype=torch.int64)}
 
     def update(
-        self,
-        names: Sequence[str],
-        state: State,
-        base: Tensor,
-        task: Tensor | LowRank,
-        *,
-        step: int,
-        strength: float,
-        spacings: Sequence[float],
-        coefficients: Sequence[float],
-        float64: bool,
+        self, state: State, base: Tensor, task: TaskVector, step: int
     ) -> tuple[State, Measures]:
         states = []
         task_norms = []
-        shape = self.shape_of(names[0], base)
-        spacing = abs(coefficients[-1]) * spacings[-1]
-        for row in range(len(names)):
-            tau = TaskOfLayer(
-                task[row], base[row], strength, shape, spacing=spacing, float64=float64
-            )
+        for row in range(len(base)):
+            tau = task.layer(row, self.layer_shape(base))
             before = {key: value[row] for key, value in state.items()}
             after = before
             if not tau.is_zero:
-                after = dict(before)
-                if float64:
-                    after = self._in_float64(before)
-                after["count"] = after["count"] + 1
-                after = self.accumulate(after, tau)
+                after = self.accumulate({**before, "count": before["count"] + 1}, tau)
             states.append({key: after[key].to(value.dtype) for key, value in before.items()})
             task_norms.append(tau.norm)
         new_state = {key: stack([row_state[key] for row_state in states]) for key in state}
@@ -143,34 +124,20 @@ class OrderFree(LayerMethod):
                 measures[key] = value
         return new_state, measures
 
-    def merged_weight(
-        self, names: Sequence[str], state: State, base: Tensor, *, float64: bool
-    ) -> Tensor:
+    def merged_weight(self, state: State, base: Tensor) -> Tensor:
         weights = []
-        for row, (name, theta_0) in enumerate(zip(names, base, strict=True)):
+        shape = self.layer_shape(base)
+        for row, (name, theta_0) in enumerate(zip(self.names, base, strict=True)):
             layer_state = {key: value[row] for key, value in state.items()}
-            if float64:
-                layer_state = self._in_float64(layer_state)
             if layer_state["count"] == 0:
                 weights.append(theta_0.clone())
             else:
-                shape = self.shape_of(name, base)
-                update = self.rows_of_update(layer_state, self._scales[name], shape)
+                update = self.rows_of_update(layer_state, self.scale_of(name), shape)
                 weight = torch.empty_like(theta_0)
                 for rows in row_blocks(weight):
                     weight[rows] = to_compute_dtype(theta_0[rows]) + update(rows)
                 weights.append(weight)
         return stack(weights)
-
-    def _in_float64(self, state: State) -> State:
-        """Return a state whose sums are in float64. Directions are as they were: their dtype tells
-        how many digits they have.
-        """
-        wide = dict(state)
-        for name, value in state.items():
-            if value.is_floating_point() and name not in self.direction_names:
-                wide[name] = value.double()
-        return wide
 
     @property
     def scale(self) -> float:
@@ -178,10 +145,9 @@ class OrderFree(LayerMethod):
         scale: float = getattr(self.options, self.scale_option)
         return scale
 
-    @cached_property
-    def _scales(self) -> dict[str, float]:
-        """The strength of the update of each layer."""
-        return layer_scales(self.layers, self.scale, self.options.ramp, self.last_blocks)
+    def scale_of(self, name: str) -> float:
+        """Return the strength of the update of a layer."""
+        return layer_scales([name], self.scale, self.options.ramp, self.last_blocks)[name]
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         numel = math.prod(shape)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix, row_blocks
+from fusion_bench_nufilt.nufilt.blocks import row_blocks
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 
 from .base import State, block_bytes
 from .options import (
@@ -35,12 +36,7 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 class FirstWhole(OrderFree):
     """A method that takes a single task whole, as the state's ``votes``, and sees to it once a
     second one arrives.
-
-    The state's ``rounding`` is what is expected of the rounding errors of the tasks, see
-    :func:`.expected_rounding`.
     """
-
-    state_axes: ClassVar[Mapping[str, str]] = {"rounding": "r"}
 
     @abstractmethod
     def accumulate_next(self, state: State, task: TaskVector) -> State:
@@ -56,12 +52,12 @@ class FirstWhole(OrderFree):
 
     def accumulate(self, state: State, task: TaskVector) -> State:
         count = state["count"]
-        rounding_before = state["rounding"]
-        state = {**state, "rounding": rounding_before + task.rounding}
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
-            first = TaskVector(state["votes"], rounding=rounding_before, shape=task.shape)
+            first = TaskVector(
+                state["votes"], shape=task.shape, noise=task.noise_before(state["votes"])
+            )
             votes = torch.zeros_like(state["votes"])
             state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
         return self.accumulate_next({**state, "count": count}, task)
@@ -108,7 +104,6 @@ class Spectral(FirstWhole):
         "votes": "oi",
         "vote_energy": "",
         "mean": "",
-        **FirstWhole.state_axes,
     }
 
     def accumulate_next(self, state: State, task: TaskVector) -> State:

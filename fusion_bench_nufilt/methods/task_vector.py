@@ -12,21 +12,21 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.bases import leading_basis, leading_directions, top_eigenvectors
+from fusion_bench_nufilt.nufilt.blocks import row_blocks
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.subspace import (
-    above_rounding,
-    expected_rounding,
-    gram_matrix,
-    row_blocks,
-)
+from fusion_bench_nufilt.nufilt.noise import Noise, above_noise, expected_noise
+from fusion_bench_nufilt.nufilt.step import difference
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.tensors import (
     compute_dtype,
+    select_rows,
     to_compute_dtype,
 )
 
@@ -49,47 +49,110 @@ class Directions(NamedTuple):
 
 
 class TaskVector:
-    r"""A task vector :math:`\tau` of a layer, ``(d_o, d_i)``; what several methods need of it is
-    computed once.
+    r"""What a task changes in layers of one shape: :math:`\tau`, ``(n, d_o, d_i)``, or that of one
+    of them, ``(d_o, d_i)``, of which alone there are directions and votes.
 
-    It is a matrix, float32 at least, or thin factors, which are multiplied only where a method
-    needs the matrix. ``strength`` is that of the whole task, in all layers. ``shape`` is that of
-    the layer, if the task vector is given in a basis.
+    It is given by the task's weights and the pretrained ones, ``base``, or by the factors of the
+    updates; without a base, by itself, float32 at least. Thin factors are multiplied only where a
+    method needs the matrix. What several methods need of a layer is computed once, and what takes
+    a pass over the weights only where a method asks for it.
+
+    Args:
+        strength: that of the whole task, in all layers (:func:`.task_strength`).
+        rounding: what the rounding of stored values adds to it (:mod:`fusion_bench_nufilt.nufilt.
+            noise`), and ``rounding_before`` what it has added to the update of the tasks before.
+        shape: the layers', if the task vector is given in a basis.
+        noise: the same as the rounding, of a task vector that is given by itself.
     """
 
     def __init__(
         self,
-        tau: Tensor | LowRank,
+        given: Tensor | LowRank,
+        base: Tensor | None = None,
+        *,
         strength: float = 1.0,
-        rounding: Tensor | None = None,
+        rounding: float = 0.0,
+        rounding_before: float = 0.0,
         shape: tuple[int, int] | None = None,
+        noise: Noise | None = None,
     ) -> None:
+        self._given = given
+        self._base = base
         self.strength = strength
-        self._rounding = rounding
-        d_o, d_i = tau.shape
+        self.rounding = rounding
+        self.rounding_before = rounding_before
+        d_o, d_i = given.shape[-2:]
         self.shape = shape or (d_o, d_i)
+        self._noise = noise
         self.factors: LowRank | None = None
         # Thicker factors cost more to decompose than their product.
-        if isinstance(tau, LowRank) and 4 * tau.rank <= min(tau.shape):
-            self.factors = tau
-        self._given = tau
+        if isinstance(given, LowRank) and 4 * given.rank <= min(d_o, d_i):
+            self.factors = given
         self._leading: dict[int, Directions] = {}
+
+    def rows(self, rows: Sequence[int]) -> "TaskVector":
+        """Return the task vector of some layers of a stack."""
+        return self._part(partial(select_rows, rows=rows), self.shape)
+
+    def layer(self, row: int, shape: tuple[int, int]) -> "TaskVector":
+        """Return the task vector of a layer of a stack, which has this shape."""
+        return self._part(itemgetter(row), shape)
+
+    def _part(self, part: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> "TaskVector":
+        given = self._given
+        if isinstance(given, LowRank):
+            given = LowRank(part(given.left), part(given.right))
+        else:
+            given = part(given)
+        return TaskVector(
+            given,
+            None if self._base is None else part(self._base),
+            strength=self.strength,
+            rounding=self.rounding,
+            rounding_before=self.rounding_before,
+            shape=shape,
+        )
 
     @cached_property
     def matrix(self) -> Tensor:
-        r"""The matrix :math:`\tau`."""
+        r"""The matrix :math:`\tau`, in float32 at least."""
         if isinstance(self._given, LowRank):
             return self._given.product()
-        return self._given
+        if self._base is None:
+            return self._given
+        wide = torch.promote_types(compute_dtype(self._given), compute_dtype(self._base))
+        return difference(self._given, self._base, wide)
 
     @property
-    def rounding(self) -> Tensor:
-        """What is expected of the rounding errors of the models that it is the difference of, see
-        :func:`.expected_rounding`, ``(2,)``: what is no stronger is no direction of the task.
+    def matrix_or_factors(self) -> Tensor | LowRank:
+        """The factors, if it is given by them, in float32 at least, or the matrix."""
+        if not isinstance(self._given, LowRank):
+            return self.matrix
+        wide = torch.promote_types(self._given.left.dtype, torch.float32)
+        left, right = self._given.left.to(wide), self._given.right.to(wide)
+        return LowRank(left.contiguous(), right.contiguous())
+
+    def weights(self) -> Tensor:
+        """Return the task's weights, with the bits that they are given by, if they are."""
+        if isinstance(self._given, Tensor):
+            return to_compute_dtype(self._given)
+        assert self._base is not None
+        return to_compute_dtype(self._base) + self.matrix
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """What is expected of the errors in it; factors have none. What is no stronger is no
+        direction of the task.
         """
-        if self._rounding is None:
-            return torch.zeros(2, dtype=torch.float64, device=self.norm.device)
-        return self._rounding
+        if self._base is None or isinstance(self._given, LowRank):
+            return self._noise
+        # That of the task and of the pretrained model.
+        return expected_noise(self._base, self.matrix, self.rounding)
+
+    def noise_before(self, update: Tensor) -> Noise | None:
+        """Return the same of the update of the tasks before."""
+        assert self._base is not None
+        return expected_noise(self._base, update, self.rounding_before)
 
     @cached_property
     def norm(self) -> Tensor:
@@ -111,11 +174,32 @@ class TaskVector:
         """Whether the task left the layer as it was."""
         if isinstance(self._given, LowRank):
             return not self.norm
-        return not self.matrix.any()
+        if self._base is None:
+            return not self.matrix.any()
+        if self._given.dtype == self._base.dtype:
+            return torch.equal(self._given, self._base)
+        # As a rule, the first rows tell.
+        blocks = row_blocks(self._given)
+        return not any(bool(self._difference(rows).any()) for rows in blocks)
+
+    def _difference(self, rows: slice) -> Tensor:
+        assert isinstance(self._given, Tensor)
+        assert self._base is not None
+        return to_compute_dtype(self._given[rows]) - to_compute_dtype(self._base[rows])
 
     def add_to(self, total: Tensor) -> None:
-        """Add the matrix to another in place."""
-        total.add_(self.matrix)
+        """Add the matrix to another in place, some rows after the others, of which none are kept;
+        the norm is found on the way.
+        """
+        if isinstance(self._given, LowRank) or self._base is None:
+            total.add_(self.matrix)
+            return
+        norms = []
+        for rows in row_blocks(total):
+            tau = self._difference(rows)
+            total[rows].add_(tau)
+            norms.append(torch.linalg.vector_norm(tau))
+        self.norm = torch.linalg.vector_norm(torch.stack(norms))
 
     def directions(self, count: int) -> Directions:
         """Return the ``count`` leading directions, or as many as thin factors have, in float64.
@@ -162,7 +246,8 @@ class TaskVector:
 
     def _of_rank(self, U: Tensor, s: Tensor, V: Tensor, dtype: torch.dtype) -> Directions:
         exist = s > max(self.shape) * torch.finfo(dtype).eps * s[:1]
-        exist &= above_rounding(s.square(), self.energy, self.rounding, *self.shape)
+        if self.noise is not None:
+            exist &= above_noise(s.square(), self.energy, self.noise, *self.shape)
         return Directions(U * exist, s * exist, V * exist)
 
     def vote(self) -> tuple[Tensor, Tensor]:
@@ -172,9 +257,7 @@ class TaskVector:
         if self.factors is not None:
             return _vote_of(_directions_of(self.factors))
         tall, rest, V, gram, s_1 = self._parts
-        edge = self.rounding[1].sqrt()
-        if MAX_TASKS * edge**3 > RTOL * s_1**3:
-            # Rounding would have votes that count, at the latest in the sum of so many tasks.
+        if self._has_noisy_votes(RTOL, s_1):
             return _vote_of(self.directions(min(tall.shape)))
         left = tall @ (V / s_1)
         right = tall.mT @ (tall @ (V / s_1**2))
@@ -200,8 +283,30 @@ class TaskVector:
         if self.factors is not None:
             return self.vote()
         gram = gram_matrix(self._tall)
+        if self._has_noisy_votes(faintest, s[0]):
+            return self._vote_above_noise(gram)
         s_1 = torch.linalg.vector_norm(self._tall @ top_eigenvectors(gram, 1))
         A = (self._tall / s_1) @ (gram / s_1**2)
+        return self._as_given(A), s_1.double()
+
+    def _has_noisy_votes(self, faintest: float, s_1: Tensor) -> bool:
+        """Tell whether noise may have votes that count, at the latest in the sum of many tasks."""
+        if self.noise is None:
+            return False
+        edge = self.noise.strongest.sqrt()
+        return bool(MAX_TASKS * edge**3 > faintest * s_1**3)
+
+    def _vote_above_noise(self, gram: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the vote of those directions of a matrix that are stronger than noise, given its
+        Gram matrix.
+        """
+        assert self.noise is not None
+        eigenvalues, V = torch.linalg.eigh(gram)
+        squares = eigenvalues.clamp_min(0).flip(-1)
+        count = int(above_noise(squares, self.energy, self.noise, *self.shape).sum())
+        V = V.flip(-1)[:, :count]
+        s_1 = squares[0].sqrt()
+        A = (self._tall / s_1) @ (V * (squares[:count] / squares[0])) @ V.mT
         return self._as_given(A), s_1.double()
 
     def squares(self) -> Tensor:
@@ -251,75 +356,6 @@ class TaskVector:
         V = V @ W.flip(-1).to(V)
         rest = tall - tall @ V @ V.mT
         return _Parts(tall, rest, V, gram_matrix(rest), squares[-1].sqrt().to(V))
-
-
-class TaskOfLayer(TaskVector):
-    """The task vector of a layer, given by the task's weight ``(d_o, d_i)``, or by the factors of
-    its update, and the pretrained weight, whose rounding errors, as they are here,
-    are those of values with a relative ``spacing``.
-
-    What takes a pass over the weights is computed where a method asks for it.
-    """
-
-    def __init__(
-        self,
-        task: Tensor | LowRank,
-        theta_0: Tensor,
-        strength: float = 1.0,
-        shape: tuple[int, int] | None = None,
-        *,
-        spacing: float,
-        float64: bool = False,
-    ) -> None:
-        if float64:
-            task = task.double()
-        super().__init__(task, strength, shape=shape)
-        self._theta_0 = theta_0
-        self._spacing = spacing
-
-    @cached_property
-    def matrix(self) -> Tensor:
-        if isinstance(self._given, LowRank):
-            return self._given.product()
-        wide = torch.promote_types(compute_dtype(self._given), compute_dtype(self._theta_0))
-        tau = torch.empty_like(self._given, dtype=wide)
-        for rows in row_blocks(tau):
-            tau[rows] = self._difference(rows)
-        return tau
-
-    def _difference(self, rows: slice) -> Tensor:
-        assert isinstance(self._given, Tensor)
-        return to_compute_dtype(self._given[rows]) - to_compute_dtype(self._theta_0[rows])
-
-    @cached_property
-    def rounding(self) -> Tensor:
-        if isinstance(self._given, LowRank):
-            return super().rounding  # factors are exact
-        # That of the task and of the pretrained model.
-        return expected_rounding(self._theta_0, self.matrix, 2 * self._spacing**2)
-
-    @property
-    def is_zero(self) -> bool:
-        if isinstance(self._given, LowRank):
-            return super().is_zero
-        if self._given.dtype == self._theta_0.dtype:
-            return torch.equal(self._given, self._theta_0)
-        # As a rule, the first rows tell.
-        return not any(bool(self._difference(rows).any()) for rows in row_blocks(self._given))
-
-    def add_to(self, total: Tensor) -> None:
-        """Add the matrix to another in place, some rows after the others, of which none are kept;
-        the norm is found on the way.
-        """
-        if isinstance(self._given, LowRank):
-            super().add_to(total)
-            return
-        norms = []
-        for rows in row_blocks(total):
-            tau = self._difference(rows)
-            total[rows].add_(tau)
-            norms.append(torch.linalg.vector_norm(tau))
-        self.norm = torch.linalg.vector_norm(torch.stack(norms))
 
 
 class _Parts(NamedTuple):

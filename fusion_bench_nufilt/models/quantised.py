@@ -130,7 +130,7 @@ _USUAL_SIDES = (128, 128)  # of the blocks, where config.json does not give them
 class Fp8Tensor(Encoded):
     """An FP8 tensor in a file, and the place of its scales."""
 
-    spacing: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).eps
+    eps: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).eps
 
     label: str  # the model and the tensor, for errors
     scale: TensorInfo
@@ -292,7 +292,7 @@ _PAIRS = torch.stack([_CODES.repeat(16), _CODES.repeat_interleave(16)], dim=1)
 class Mxfp4Tensor(Encoded):
     """An MXFP4 tensor, whose place is that of the blocks."""
 
-    spacing: ClassVar[float] = 0.5  # one bit after the point
+    eps: ClassVar[float] = 0.5  # one bit after the point
 
     blocks: TensorInfo
     scales: TensorInfo

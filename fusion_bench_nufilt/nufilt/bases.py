@@ -9,18 +9,7 @@ from .subspace import (
     gram_matrix,
     random_start,
     split_eigenvectors,
-    top_right_singular_vectors,
 )
-
-
-def right_singular_basis(tau: Tensor, rank: int) -> Tensor:
-    """Return :func:`top_right_singular_vectors` of one matrix, in float64 on the CPU
-    where its spectrum needs that.
-    """
-    try:
-        return top_right_singular_vectors(tau, rank)
-    except torch.linalg.LinAlgError:
-        return top_right_singular_vectors(tau.cpu(), rank, float64=True).to(tau.device)
 
 
 def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:

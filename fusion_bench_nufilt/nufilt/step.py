@@ -4,19 +4,18 @@ adapt, fuse.
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from .adapter import Objective, Solver, loop_gram
+from .blocks import row_blocks
 from .config import StepConfig
+from .noise import Noise, expected_noise
 from .subspace import (
-    expected_rounding,
     first_coordinates,
     null_space_filter,
-    row_blocks,
     subspace_affinity,
     top_right_singular_vectors,
 )
@@ -60,8 +59,8 @@ def fuse_stack(
     float64: bool,
     Q: Tensor | None = None,
     height: int | None = None,
-    spacings: Sequence[float] = (0.0,),
-    coefficients: Sequence[float] = (1.0,),
+    noise: Noise | None = None,
+    rounding_before: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
 
@@ -75,10 +74,10 @@ def fuse_stack(
     :math:`\tau = Q K`, and all but the new weights is computed as if the layers had
     only these outputs.
 
-    ``spacings`` are those of the stored values of the tasks so far, see
-    :func:`.expected_rounding`, and ``coefficients`` what their updates were multiplied
-    by, this one's at the end. Directions of models in 16 bits or fewer that are no
-    stronger than their rounding are none of the tasks', and the filter protects none.
+    ``noise`` is what the rounding of stored weights is expected to have added to
+    ``tau``, and ``rounding_before`` is the rounding of the cumulative update, see
+    :mod:`.noise`. Directions that are no stronger than noise are none of the tasks',
+    and the filter protects none.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -88,13 +87,8 @@ def fuse_stack(
     measures["task_norm"] = tau_norm2.sqrt()
     gram = loop_gram(tau)
     ranks = config.ranks(tau.shape[-1])
-    parts = [s * c for s, c in zip(spacings, coefficients, strict=True)]
-    digits = torch.finfo(torch.float32).eps
-    rounding_t = rounding_p = None
-    if spacings[-1] > digits:  # of the task and the base
-        rounding_t = expected_rounding(theta_0, tau, 2 * parts[-1] ** 2)
     V_t = top_right_singular_vectors(
-        tau, ranks.task, gram, float64=float64, height=height, rounding=rounding_t
+        tau, ranks.task, gram, float64=float64, height=height, noise=noise
     )
     # The cumulative update is not held while its singular vectors are found.
     if is_first_task:
@@ -103,19 +97,17 @@ def fuse_stack(
         )
         A = None
     else:
-        if max(spacings[:-1], default=0.0) > digits:
-            # The base's is in all tasks alike. Perhaps merged models were rounded, too.
-            spacing2 = sum(x**2 for x in parts[:-1]) + sum(map(abs, parts[:-1])) ** 2
-            spacing2 += (len(parts) - 2) * torch.finfo(theta_0.dtype).eps ** 2
+        noise_before = None
+        if rounding_before:
             tau_merged = difference(theta, theta_0, tau.dtype)
-            rounding_p = expected_rounding(theta_0, tau_merged, spacing2)
+            noise_before = expected_noise(theta_0, tau_merged, rounding_before)
             del tau_merged
         V_p = top_right_singular_vectors(
             difference(theta, theta_0, tau.dtype),
             ranks.null,
             float64=float64,
             height=height,
-            rounding=rounding_p,
+            noise=noise_before,
         )
     tau_merged = difference(theta, theta_0, tau.dtype)
     measures["merged_norm"] = _norm2(tau_merged).sqrt()

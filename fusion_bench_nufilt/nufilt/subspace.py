@@ -6,26 +6,18 @@ input directions in which the merged model already differs from the pretrained o
 """
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .noise import Noise, above_noise
+
 # Perturbation theory may change a singular vector by this much in the first round and
 # in the second, for spectra steeper than those of fine-tuned models. The error left is
 # the square of the first (34 eps of float32) or a tenth of the second (168 eps).
 _LARGEST_CHANGES = 2e-3, 2e-4
-
-# A direction is stronger than rounding's if it is by this much: the edge of a finite
-# matrix and the estimate of its energy are a few per cent off.
-_MARGIN = 1.1
-_TINY = torch.finfo(torch.float64).tiny  # for 0 / 0
-
-
-class SteepSpectrumError(torch.linalg.LinAlgError):
-    """A spectrum falls too steeply for float32, as where a matrix has exactly low rank,
-    or is so flat that float32 can't tell its directions apart.
-    """
 
 
 def top_right_singular_vectors(
@@ -35,7 +27,7 @@ def top_right_singular_vectors(
     *,
     float64: bool = False,
     height: int | None = None,
-    rounding: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> Tensor:
     r"""Return an orthonormal basis of the span of the top right singular vectors.
 
@@ -48,20 +40,20 @@ def top_right_singular_vectors(
         tau: matrices of shape ``(..., d_o, d_i)``, float32 or float64.
         rank: the number r of vectors, which is clipped to ``min(d_o, d_i)``.
         gram: :math:`\tau^\top\tau`, if it is at hand already.
-        float64: compute in float64, without ``gram``.
+        float64: compute in float64, without ``gram``. A matrix in float32 whose
+            spectrum falls too steeply for that, as where it has exactly low rank, or is
+            too flat, is computed so in any case.
         height: the outputs of the layer, where ``tau`` is given in a basis of fewer.
-        rounding: what the rounding of stored weights is expected to have added to
-            ``tau``, ``(2, ...)``, see :func:`expected_rounding`.
+        noise: what the rounding of stored weights is expected to have added to ``tau``.
 
     Returns:
         ``(..., d_i, r)``. Columns beyond the numerical rank (singular value at most
         ``max(d_o, d_i) * eps`` times the largest, numpy's rule, with the layer's sides)
         are zero, so that ``V @ V.mT`` is the orthogonal projector on the matrix's span;
-        so are those of directions that are no stronger than rounding's, see
-        :func:`above_rounding`.
+        so are those of directions that are no stronger than the noise, see
+        :func:`.above_noise`.
 
     Raises:
-        SteepSpectrumError: the spectrum falls too steeply for float32.
         torch.linalg.LinAlgError: an eigenvalue solver failed.
     """
     d_o, d_i = tau.shape[-2:]
@@ -77,30 +69,36 @@ def top_right_singular_vectors(
     block, others = split_eigenvectors(gram_matrix(X) if gram is None else gram, rank)
     for largest_change in _LARGEST_CHANGES:
         block, sigma, change = _refine(X, block, others, rank, cutoff)
-        converged = bool((change <= largest_change).all())
-        if converged:
+        converged = (change <= largest_change).flatten(-2).all(dim=-1)
+        if converged.all():
             break
-    if tau.dtype == torch.float32 and not converged:
-        # A Gram matrix has the squares, of which it knows those above a few roundings.
-        weakest = sigma.where(sigma > 0, torch.inf).amin(dim=-1)
-        is_steep = (
-            weakest.square() < torch.finfo(dtype).eps ** 0.5 * sigma.amax(-1) ** 2
-        )
-        shape = "falls too steeply" if bool(is_steep.any()) else "is too flat"
-        raise SteepSpectrumError(f"its spectrum {shape} for float32")
+    # A Gram matrix has the squares, of which it knows those above a few roundings.
+    is_float32 = tau.dtype == torch.float32
+    in_float64 = partial(
+        top_right_singular_vectors, rank=rank, float64=True, height=height
+    )
+    if is_float32 and not converged.any():
+        del block, others
+        return in_float64(tau, noise=noise)
     # The corrected vectors are not orthogonal where the spectrum is steep. QR keeps the
     # span of the leading columns: the largest come first, the last may be rounding
     # alone.
     V = block[..., :rank]
     V = torch.linalg.qr(tau.mT @ V if wide else V).Q
     exist = sigma > 0
-    if rounding is not None:
+    if noise is not None:
         # A norm of all values in float32 has an error of the size of rounding.
         energy = torch.linalg.vector_norm(tau, dim=-1).double().square().sum(dim=-1)
         squares = sigma[..., 0, :].square()
-        stronger = above_rounding(squares, energy, rounding, height or d_o, d_i)
+        stronger = above_noise(squares, energy, noise, height or d_o, d_i)
         exist &= stronger[..., None, :]
-    return (V * exist).to(dtype)
+    V = (V * exist).to(dtype)
+    if is_float32 and not converged.all():  # in a stack
+        failed = ~converged
+        if noise is not None:
+            noise = Noise(noise.energy[failed], noise.strongest[failed])
+        V[failed] = in_float64(tau[failed], noise=noise)
+    return V
 
 
 def _refine(
@@ -239,112 +237,6 @@ def _chebyshev_degree(ratios: Tensor) -> int:
     largest = max(1e-3, float(growth.max()))
     spread = max(1e-3, float((growth[..., -1] - growth[..., 0]).max()))
     return int(max(2, min(8, math.log(1e6) / spread, math.log(1e15) / largest)))
-
-
-def row_blocks(X: Tensor) -> list[slice]:
-    """Return slices of the rows of matrices ``(..., m, d)``, to compute with one after
-    the other: blocks of 2^17 elements, which stay in a processor's cache; on an
-    accelerator, all rows at once.
-    """
-    step = max(1, X.shape[-2])
-    if X.device.type == "cpu":
-        step = max(1, 2**17 * step // max(1, X.numel()))
-    return [slice(first, first + step) for first in range(0, X.shape[-2], step)]
-
-
-#: The mean squared error of a stored value over its square, with a spacing of 1
-#: relative to the power of two below: an error is spread evenly over one spacing, and
-#: with magnitudes m 2^e whose logarithms are, too, the mean of m^-2 is 3 / (8 ln 2).
-ROUNDING_VARIANCE = 3 / (8 * math.log(2)) / 12
-
-
-def expected_rounding(theta_0: Tensor, tau: Tensor, spacing2: float) -> Tensor:
-    r"""Return what is expected of the rounding errors in the difference ``tau`` of
-    stored weights and ``theta_0``, ``(..., d_o, d_i)``: their energy and that of their
-    strongest direction, ``(2, ...)``, in float64.
-
-    ``spacing2`` is the square of the spacing of stored values, relative to the power of
-    two below each, summed over the weights that were rounded. No row or column has more
-    energy of errors than there is: those that are as they were have none.
-    """
-    variance = ROUNDING_VARIANCE * spacing2
-    of_rows = []
-    of_columns = tau.new_zeros(2, *tau[..., 0, :].shape, dtype=torch.float64)
-    for rows in row_blocks(tau):
-        changes = tau[..., rows, :].square()
-        weights = (theta_0[..., rows, :] + tau[..., rows, :]).square_()
-        of_columns += torch.stack([weights.sum(dim=-2), changes.sum(dim=-2)])
-        sums = weights.sum(dim=-1), changes.sum(dim=-1), weights.amax(dim=-1)
-        of_rows.append(torch.stack(sums).double())
-    weights, changes, largest = torch.cat(of_rows, dim=-1)
-    r = torch.minimum(variance * weights, changes)
-    c = torch.minimum(variance * of_columns[0], of_columns[1])
-    energy = torch.minimum(r.sum(dim=-1), c.sum(dim=-1))
-    # A value that is much larger than all others is less even than its row and column.
-    lone = torch.minimum(4 * variance * largest, changes).amax(dim=-1)
-    return torch.stack([energy, lone.maximum(energy * share_of_norm(r, c))])
-
-
-def share_of_norm(r: Tensor, c: Tensor) -> Tensor:
-    r"""Return the squared norm of large random matrices over their energy, ``(...)``,
-    given the expected energies of their rows and columns.
-
-    With independent entries, whose energy is :math:`r_i c_j` where those of all rows
-    and columns are 1, it is the least :math:`t\,h(r)\,h(c)` of all t, where
-    :math:`\sum_i r_i / (h(r) - r_i) = t` (Lehner, 1999; Bandeira, Boedihardjo and van
-    Handel, 2023): Marchenko and Pastur's edge if they are even.
-    """
-    # Powers of two, of which the best is within 3 % of the least.
-    count = max(r.shape[-1], c.shape[-1]).bit_length() + 1
-    t = torch.arange(count, dtype=r.dtype, device=r.device).exp2()
-    return (t * _heights(r, t) * _heights(c, t)).amin(dim=-1)
-
-
-def _heights(r: Tensor, t: Tensor) -> Tensor:
-    """Return h(r) of :func:`share_of_norm` for each t, ``(..., k)``."""
-    r = (r / r.sum(dim=-1, keepdim=True).clamp_min(_TINY))[..., None, :]
-    # That of the largest entry alone, from where Newton's method for 1 / t rises to h.
-    h = (r.amax(dim=-1) * (1 + 1 / t)).clamp_min(_TINY)
-    for _ in range(12):
-        parts = r / (h[..., None] - r)
-        s, squares = parts.sum(dim=-1), parts.square().sum(dim=-1)
-        h = h * (1 + (s / t - 1) * s / (s + squares).clamp_min(_TINY))
-    return h
-
-
-def above_rounding(
-    squares: Tensor, energy: Tensor, rounding: Tensor, d_o: int, d_i: int
-) -> Tensor:
-    """Tell which directions of matrices ``(d_o, d_i)`` are stronger than any of their
-    rounding errors.
-
-    The energy of these errors is at most what is expected, and at most what is left
-    without the directions that are stronger: a matrix of exactly low rank has none.
-
-    Args:
-        squares: the largest squared singular values ``(..., k)``, the largest first.
-        energy: the sum of all of them, ``(...)``.
-        rounding: what is expected of the errors, ``(2, ...)``.
-
-    Returns:
-        ``(..., k)``, of which the first is true wherever there is any energy.
-    """
-    squares, energy = squares.double(), energy.double()
-    unknown = 16 * torch.finfo(torch.float32).eps * energy  # what sums may miss
-    expected, strongest = rounding.double()
-    noise = torch.minimum(expected, energy)
-    count = torch.zeros_like(noise)
-    while True:
-        edge = _MARGIN**2 * strongest * noise / expected.clamp_min(_TINY)
-        stronger = squares > edge[..., None]
-        stronger[..., 0] = squares[..., 0] > 0
-        count_before, count = count, stronger.sum(dim=-1).to(noise)
-        if torch.equal(count, count_before):
-            return stronger
-        rest = energy - (squares * stronger).sum(dim=-1)
-        # The stronger directions also have their part of the errors.
-        share = ((1 - count / d_o) * (1 - count / d_i)).clamp_min(1 / (d_o * d_i))
-        noise = torch.minimum(noise, rest.maximum(unknown) / share)
 
 
 def subspace_affinity(V: Tensor, W: Tensor) -> Tensor:

@@ -504,8 +504,9 @@ class Manifest(TypedDict, total=False):
     training_data: dict[str, Any]  # of a run: what the data of each task are known by
     #: Models in the mean of a tensor, where that is not `step`.
     mean_counts: dict[str, NonNegativeInt]
-    #: Of the values of each of `tasks` in a layer, times its coefficient; in what has no state.
-    spacings: dict[str, list[NonNegativeFloat]]
+    #: What rounding has added to the update of each layer: the energy of the errors over that of
+    #: the weights.
+    rounding: dict[str, NonNegativeFloat]
     #: All files of the folder but the manifest, by their relative paths.
     files: dict[str, Fingerprint]
     vocabulary: VocabularyEntry

@@ -66,8 +66,8 @@ class TensorInfo:
         return False
 
     @property
-    def spacing(self) -> float:
-        """The spacing of its values, relative to the power of two below."""
+    def eps(self) -> float:
+        """The distance of 1 from the next larger value."""
         return torch.finfo(FLOATS[self.dtype]).eps
 
     def rows(self, first: int, last: int) -> Self:
@@ -306,49 +306,6 @@ def compute_dtype(values: Tensor) -> torch.dtype:
 def to_compute_dtype(values: Tensor) -> Tensor:
     """Return the values in the dtype of :func:`compute_dtype`."""
     return values.to(compute_dtype(values))
-
-
-# The root mean square of the power of two below a value, over the value, if logarithms are even.
-_POWER_BELOW = (3 / (8 * math.log(2))) ** 0.5
-
-
-def spacing_of(values: Tensor) -> float:
-    """Return the spacing of values, relative to the power of two below each: that of the dtype of
-    the fewest digits that holds them all, since wider ones may have been rounded to 16 bits before.
-
-    Below 6e-5, its smallest normal number, float16 has one spacing for all values. Where it is more
-    than that of most, it is returned relative to their root mean square.
-    """
-    spacing = torch.finfo(values.dtype).eps
-    for dtype in (torch.float16, torch.bfloat16):
-        is_coarser = torch.finfo(dtype).eps > torch.finfo(values.dtype).eps
-        if values.dtype == dtype or (is_coarser and _is_held(values, dtype)):
-            spacing = max(spacing, torch.finfo(dtype).eps)
-            if dtype == torch.float16:
-                spacing = max(spacing, _spacing_of_subnormal(values))
-    return spacing
-
-
-def _is_held(values: Tensor, dtype: torch.dtype) -> bool:
-    # The first row tells as a rule.
-    return _equals_in(values[:1], dtype) and _equals_in(values, dtype)
-
-
-def _equals_in(values: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(values.to(dtype).to(values.dtype), values)
-
-
-def _spacing_of_subnormal(values: Tensor) -> float:
-    """Return the spacing of float16's subnormal numbers, relative to the power of two below the
-    root mean square of values; 0 if there is none.
-    """
-    # Of rows, since torch would copy the values for a norm in another dtype than theirs.
-    norms = torch.linalg.vector_norm(values, dim=-1).double()
-    rms = torch.linalg.vector_norm(norms).item() / max(1, values.numel()) ** 0.5
-    if rms == 0:
-        return 0.0
-    float16 = torch.finfo(torch.float16)
-    return float16.eps * float16.smallest_normal / (_POWER_BELOW * rms)
 
 
 def is_finite(values: Tensor) -> bool:

@@ -23,9 +23,9 @@ def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monke
     rendered = []
     merged_weight = RunningSum.merged_weight
 
-    def counted(self, names, *args, **options):
-        rendered.extend(names)
-        return merged_weight(self, names, *args, **options)
+    def counted(self, state, base):
+        rendered.extend(self.names)
+        return merged_weight(self, state, base)
 
     monkeypatch.setattr(RunningSum, "merged_weight", counted)
     out = merge(stream, method="running_sum", scale=0.3)
@@ -59,11 +59,11 @@ def test_its_manifest_names_it_its_options_and_the_digests_of_its_state(stream):
 
 
 def test_a_state_that_changes_its_shape_is_refused_by_name(stream, monkeypatch):
-    def update(self, names, state, base, task, **_):
+    def update(self, state, base, task, step):
         return {"sum": torch.zeros(1, 1), "count": torch.zeros(1)}, {"task_norm": torch.zeros(1)}
 
     monkeypatch.setattr(RunningSum, "update", update)
-    monkeypatch.setattr(RunningSum, "merged_weight", lambda self, names, state, base, **_: base)
+    monkeypatch.setattr(RunningSum, "merged_weight", lambda self, state, base: base)
     message = r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)"
     with pytest.raises(ValueError, match=message):
         merge(stream, method="running_sum")

@@ -149,10 +149,10 @@ def test_a_block_has_its_strength_whichever_other_blocks_are_merged(folder, meth
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_spacing_of_stored_values_is_that_of_their_dtype(tmp_path, dtype):
+def test_the_eps_of_stored_values_is_that_of_their_dtype(tmp_path, dtype):
     save_file({"weight": torch.ones(2, 2, dtype=dtype)}, tmp_path / "model.safetensors")
     info = TensorFile(tmp_path / "model.safetensors").tensors["weight"]
-    assert info.spacing == torch.finfo(dtype).eps
+    assert info.eps == torch.finfo(dtype).eps
 
 
 def test_a_layer_whose_name_lacks_the_prefix_of_its_tensor_finds_its_stack_of_blocks():

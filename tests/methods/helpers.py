@@ -1,9 +1,10 @@
 """A method on a single layer, whose state is given and returned without the stack around it."""
 
-import torch
+from torch import Tensor
 
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.utils.tensors import spacing_of
+from fusion_bench_nufilt.nufilt.noise import rounding_of
 
 
 def stacked(state):
@@ -14,32 +15,24 @@ def alone(state):
     return {name: value[0] for name, value in state.items()}
 
 
-def start(method, theta_0, layer="layer"):
-    return alone(method.init_state([layer], theta_0[None]))
+def start(method, theta_0):
+    return alone(method.init_state(theta_0[None]))
 
 
-def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, layer="layer"):
+def add(method, state, theta_0, theta_t, *, step=1, strength=1.0):
     """Return the state after one more task, which is given by its weight or by factors."""
-    spacings = [torch.finfo(theta_0.dtype).eps] * step
-    if isinstance(theta_t, LowRank):
-        task = LowRank(theta_t.left[None], theta_t.right[None])
-        spacings[-1] = 0.0
+    rounding = 0.0
+    if isinstance(theta_t, Tensor):
+        rounding = 2 * rounding_of(theta_t)
+        given = theta_t[None]
     else:
-        task = theta_t[None]
-        spacings[-1] = spacing_of(theta_t)
-    after, _ = method.update(
-        [layer],
-        stacked(state),
-        theta_0[None],
-        task,
-        step=step,
-        strength=strength,
-        spacings=spacings,
-        coefficients=[1.0] * step,
-        float64=False,
+        given = LowRank(theta_t.left[None], theta_t.right[None])
+    task = TaskVector(
+        given, theta_0[None], strength=strength, rounding=rounding, rounding_before=rounding
     )
+    after, _ = method.update(stacked(state), theta_0[None], task, step)
     return alone(after)
 
 
-def weight(method, state, theta_0, layer="layer"):
-    return method.merged_weight([layer], stacked(state), theta_0[None], float64=False)[0]
+def weight(method, state, theta_0):
+    return method.merged_weight(stacked(state), theta_0[None])[0]

@@ -40,15 +40,14 @@ class RunningSum(LayerMethod):
     Options = SumConfig
     defaults = {"target_modules": "all-linear"}  # noqa: RUF012
 
-    def init_state(self, names, base):
-        return {"sum": torch.zeros_like(base), "count": torch.zeros(len(names))}
+    def init_state(self, base):
+        return {"sum": torch.zeros_like(base), "count": torch.zeros(len(base))}
 
-    def update(self, names, state, base, task, **_):
-        tau = task - base
-        after = {"sum": state["sum"] + tau, "count": state["count"] + 1}
-        return after, {"task_norm": torch.linalg.vector_norm(tau, dim=(-2, -1))}
+    def update(self, state, base, task, step):
+        after = {"sum": state["sum"] + task.matrix, "count": state["count"] + 1}
+        return after, {"task_norm": torch.linalg.vector_norm(task.matrix, dim=(-2, -1))}
 
-    def merged_weight(self, names, state, base, **_):
+    def merged_weight(self, state, base):
         return base + self.options.scale * state["sum"]
 
 
@@ -86,8 +85,8 @@ def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(registered, demo, tmp_p
 def test_a_model_that_nobody_sees_is_not_rendered(registered, monkeypatch):
     rendered = []
 
-    def merged_weight(self, names, state, base, **_):
-        rendered.extend(names)
+    def merged_weight(self, state, base):
+        rendered.extend(self.names)
         return base
 
     monkeypatch.setattr(RunningSum, "merged_weight", merged_weight)

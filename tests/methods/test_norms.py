@@ -7,7 +7,6 @@ from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
-from fusion_bench_nufilt.nufilt.subspace import SteepSpectrumError, top_right_singular_vectors
 from tests.methods.test_spectral import distance, task_vectors
 
 NAMES = ["nufilt", *ORDER_FREE]
@@ -35,9 +34,3 @@ def test_the_norm_of_the_updates_does_not_matter(kind, norm):
 def test_an_update_whose_powers_float32_cannot_hold_is_refused_by_name(kind, norm):
     with pytest.raises(ValueError, match=r"layer 'layer' \(24, 16\): its update has the norm 1e"):
         merge(kind, norm)
-
-
-def test_a_flat_spectrum_is_not_said_to_fall():
-    X = torch.linalg.qr(torch.randn(300, 200, generator=torch.Generator().manual_seed(0))).Q
-    with pytest.raises(SteepSpectrumError, match="its spectrum is too flat for float32"):
-        top_right_singular_vectors(X, 64)

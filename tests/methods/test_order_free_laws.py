@@ -150,10 +150,11 @@ def test_later_blocks_move_more_with_a_ramp(kind):
     moved = []
     for layer in layers:
         method = kind(kind.Options(ramp=0.4), layers)
-        state = start(method, theta_0, layer)
+        method = method.for_stack([layer])
+        state = start(method, theta_0)
         for tau in taus:
-            state = add(method, state, theta_0, tau, layer=layer)
-        moved.append(weight(method, state, theta_0, layer).norm())
+            state = add(method, state, theta_0, tau)
+        moved.append(weight(method, state, theta_0).norm())
     assert moved[1] / moved[0] == pytest.approx(1.4 / 0.6)
 
 

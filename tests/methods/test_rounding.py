@@ -8,15 +8,20 @@ from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
 from fusion_bench_nufilt.methods import ORDER_FREE, find_method
 from fusion_bench_nufilt.methods.nufilt import Nufilt
-from fusion_bench_nufilt.methods.task_vector import TaskOfLayer, share_of_strongest
+from fusion_bench_nufilt.methods.task_vector import TaskVector, share_of_strongest
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.nufilt.subspace import (
-    above_rounding,
-    expected_rounding,
-    top_right_singular_vectors,
+from fusion_bench_nufilt.nufilt.noise import (
+    ROUNDING_VARIANCE,
+    Noise,
+    above_noise,
+    expected_noise,
+    rounding_of,
+    summed_rounding,
 )
+from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 
 WIDTH = 192
+BFLOAT16 = ROUNDING_VARIANCE * torch.finfo(torch.bfloat16).eps ** 2
 CONFIG = FusionConfig(null_rank=64, lora_rank=8, task_rank=4)
 
 
@@ -133,10 +138,29 @@ def test_the_strongest_direction_of_rounding_is_expected_as_strong_as_it_is(
     tau = (theta_0 + update).to(dtype).float() - base.float()
     errors = tau - update
     weights = 1 if pretrained == "exact" else 2
-    energy, strongest = expected_rounding(base, tau, weights * torch.finfo(dtype).eps ** 2)
+    energy, strongest = expected_noise(base, tau, weights * rounding_of(base))
     assert energy.item() == pytest.approx(errors.square().sum().item(), rel=0.1)
     ratio = (strongest.sqrt() / torch.linalg.matrix_norm(errors, 2)).item()
     assert 0.95 < ratio < most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("read_in", [None, torch.float32, torch.float64])
+def test_the_rounding_of_values_is_that_of_the_16_bits_that_hold_them_all(dtype, read_in):
+    exact = drawn(64, 64, seed=0, scale=0.04)
+    values = exact.to(dtype)
+    error = (values.double() - exact.double()).square().mean() / exact.square().mean()
+    assert rounding_of(values.to(read_in or dtype)) == pytest.approx(error.item(), rel=0.1)
+    assert rounding_of(torch.zeros(4, 4)) == 0  # they tell nothing
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 20])
+def test_the_rounding_of_several_tasks_is_that_of_each_and_of_the_base_in_all_alike(count):
+    rounding = 0.0
+    for _ in range(count):
+        rounding = summed_rounding(rounding, 2 * BFLOAT16)
+    expected = (count + count**2) * BFLOAT16
+    assert expected <= 1.000001 * rounding <= 1.17 * expected
 
 
 def test_a_value_much_larger_than_all_others_has_its_own_rounding():
@@ -146,8 +170,8 @@ def test_a_value_much_larger_than_all_others_has_its_own_rounding():
     for number in range(20):
         theta_0[3, 5] = 3 + drawn(1, seed=number, scale=0.3).item()
         tau = theta_0.bfloat16().float() - theta_0
-        errors = expected_rounding(theta_0, tau, torch.finfo(torch.bfloat16).eps ** 2)
-        strongest.append(torch.linalg.matrix_norm(tau, 2).item() / errors[1].sqrt().item())
+        errors = expected_noise(theta_0, tau, BFLOAT16)
+        strongest.append(torch.linalg.matrix_norm(tau, 2).item() / errors.strongest.sqrt().item())
     assert max(strongest) < 1.1
 
 
@@ -159,8 +183,7 @@ def test_rows_that_a_task_left_as_they_were_have_no_rounding():
     update = drawn(384, 4, seed=1, scale=0.02) @ drawn(4, 192, seed=2, scale=0.02)
     update[32:] = 0
     task = (theta_0 + update).bfloat16()
-    spacing = torch.finfo(torch.bfloat16).eps
-    directions = TaskOfLayer(task, theta_0, spacing=spacing).directions(64)
+    directions = TaskVector(task, theta_0, rounding=2 * BFLOAT16).directions(64)
     assert int(directions.values.count_nonzero()) == 4
 
 
@@ -174,20 +197,6 @@ def test_a_pretrained_layer_of_zeros_has_tasks_that_are_rounded(dtype, method):
     tasks = [2 * adapter(seed).product() for seed in (1, 2, 3, 4)]
     update = merged_by(method, theta_0, tasks)
     update_of_rounded = merged_by(method, theta_0, [task.to(dtype).float() for task in tasks])
-    assert (update_of_rounded - update).norm() < 0.1 * update.norm()
-
-
-@pytest.mark.parametrize("method", ["nufilt", *ORDER_FREE])
-@pytest.mark.parametrize("tiny", ["weights", "updates on zeros"])
-def test_values_that_float16_has_but_few_of_are_merged_as_in_float32(method, tiny):
-    """Those below its smallest normal one have one spacing, of which so little was expected as if
-    it were in proportion to them.
-    """
-    theta_0 = 1e-4 * THETA_0.float() if tiny == "weights" else torch.zeros(WIDTH, WIDTH)
-    tasks = [theta_0 + 5e-4 * adapter(seed).product() for seed in (1, 2, 3, 4)]
-    update = merged_by(method, theta_0, tasks) - theta_0
-    base = theta_0.half().float()
-    update_of_rounded = merged_by(method, base, [task.half().float() for task in tasks]) - base
     assert (update_of_rounded - update).norm() < 0.1 * update.norm()
 
 
@@ -206,12 +215,11 @@ def test_rounding_is_told_from_directions_that_are_much_stronger():
     theta_0 = drawn(384, 384, seed=0, scale=0.04).bfloat16()
     factors = drawn(2, 384, 8, seed=1, scale=0.05)
     task = (theta_0.float() + 1.5 * factors[0] @ factors[1].mT).bfloat16()
-    spacing = torch.finfo(torch.bfloat16).eps
-    directions = TaskOfLayer(task, theta_0, spacing=spacing).directions(64)
+    directions = TaskVector(task, theta_0, rounding=2 * BFLOAT16).directions(64)
     assert int(directions.values.count_nonzero()) == 8
     tau = task.float() - theta_0.float()
-    rounding = expected_rounding(theta_0, tau, 2 * spacing**2)
-    V = top_right_singular_vectors(tau, 64, rounding=rounding, float64=True)
+    noise = expected_noise(theta_0, tau, 2 * BFLOAT16)
+    V = top_right_singular_vectors(tau, 64, noise=noise, float64=True)
     assert int(V.any(dim=0).sum()) == 8
 
 
@@ -242,6 +250,28 @@ def test_what_earlier_tasks_rounded_is_not_protected_after_many_tasks():
     assert 24 <= reports["layer"].protected_rank <= 33  # four tasks of rank 8
 
 
+@pytest.mark.parametrize("base", [THETA_0, THETA_0.float()], ids=["bfloat16", "float32"])
+def test_what_earlier_tasks_rounded_is_not_protected_whatever_the_base_is_read_in(base):
+    """With a base that was read in float32, the filter protected 48 directions for 24."""
+    merged = {"layer": THETA_0.float()}
+    for step in range(1, 5):
+        task = {"layer": merged_in(torch.bfloat16, step)}
+        merged, reports = fuse_layers({"layer": base}, merged, task, CONFIG, step=step)
+    assert 20 <= reports["layer"].protected_rank <= 25  # three tasks of rank 8
+
+
+def test_a_task_votes_without_rounding_also_where_all_of_its_leading_directions_count():
+    """Of six adapters of rank 32, the votes had all of the rounding: they were a third off."""
+    tasks = []
+    for seed in range(6):
+        update = adapter(seed, rank=32).product()
+        tasks.append(THETA_0.float() + update / update.norm())
+    update = merged_by("best", THETA_0.float(), tasks) - THETA_0.float()
+    rounded = [task.bfloat16().float() for task in tasks]
+    difference = merged_by("best", THETA_0.float(), rounded) - THETA_0.float() - update
+    assert difference.norm() < 0.2 * update.norm()
+
+
 def test_a_full_model_in_bfloat16_fills_the_filter_as_in_float32():
     base = {"layer": THETA_0}
     models = [THETA_0.float() + drawn(WIDTH, WIDTH, seed=seed, scale=0.004) for seed in (1, 2)]
@@ -254,10 +284,10 @@ def test_directions_of_exactly_low_rank_stand_above_any_rounding():
     """Such as those of factors that were never rounded, however weak the last of them is."""
     squares = torch.tensor([[1.0, 1e-2, 1e-6]])
     strongest = 0.5 * share_of_strongest(100, 100)
-    rounding = torch.tensor([[0.5], [strongest]])
-    assert above_rounding(squares, squares.sum(dim=-1), rounding, 100, 100).all()
+    noise = Noise(torch.tensor([0.5]), torch.tensor([strongest]))
+    assert above_noise(squares, squares.sum(dim=-1), noise, 100, 100).all()
     rest = squares.sum(dim=-1) + 0.02
-    assert above_rounding(squares, rest, rounding, 100, 100).tolist() == [[True, True, False]]
+    assert above_noise(squares, rest, noise, 100, 100).tolist() == [[True, True, False]]
 
 
 def test_weak_factors_are_as_much_in_the_way_of_a_base_in_bfloat16_as_of_one_in_float32():
@@ -277,10 +307,9 @@ def test_weak_factors_are_as_much_in_the_way_of_a_base_in_bfloat16_as_of_one_in_
 
 
 def test_in_float32_no_direction_is_taken_for_rounding():
-    tau = merged_in(torch.float32, 1) - THETA_0.float()
-    V = top_right_singular_vectors(tau, 16)
-    rounding = expected_rounding(THETA_0, tau, torch.finfo(torch.float32).eps ** 2)
-    assert torch.equal(top_right_singular_vectors(tau, 16, rounding=rounding)[:, :8], V[:, :8])
+    task = merged_in(torch.float32, 1)
+    assert rounding_of(task) == 0
+    assert TaskVector(task, THETA_0, rounding=rounding_of(task)).noise is None
 
 
 def test_the_layers_of_one_merge_are_rounded_once():

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.methods.options import TsvConfig
 from fusion_bench_nufilt.methods.spectral import Best, TsvStream
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
-from tests.methods.helpers import add, start
+from tests.methods.helpers import add, start, weight
 from tests.methods.test_spectral import distance
 from tests.nufilt.matrices import matrix_with_spectrum
 from tests.pairs import pairs
@@ -78,8 +78,9 @@ def merge(kind, tasks, dtype, options=None, float64=False):
     state = start(method, theta_0)
     for task in tasks:
         state = add(method, state, theta_0, task)
-    stack = {name: value[None] for name, value in state.items()}
-    (merged,) = method.merged_weight(["layer"], stack, theta_0[None], float64=float64)
+    if float64:
+        state = {name: value.double() for name, value in state.items()}
+    merged = weight(method, state, theta_0)
     return merged.double() - theta_0.double()
 
 

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.methods.task_vector import (
     task_strength,
 )
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
+from fusion_bench_nufilt.nufilt.noise import ROUNDING_VARIANCE
 from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum

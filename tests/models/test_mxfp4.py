@@ -184,4 +184,4 @@ def test_the_spacing_is_that_of_the_values_over_the_power_of_two_below_each():
     spacings = set()
     for value, following in itertools.pairwise(values):
         spacings.add((following - value) / 2 ** math.floor(math.log2(value)))
-    assert spacings == {Mxfp4Tensor.spacing}
+    assert spacings == {Mxfp4Tensor.eps}

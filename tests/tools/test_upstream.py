@@ -243,7 +243,7 @@ def test_a_step_in_bfloat16_protects_no_rounding_as_the_plugins(method):
     assert measures["protected_rank"] == 4
 
 
-def test_a_step_in_float64_has_the_plugins_bits(method, caplog):
+def test_a_step_in_float64_has_the_plugins_bits(method):
     """A spectrum that falls too steeply for float32 is decomposed in float64."""
     generator = torch.Generator().manual_seed(0)
     values = 10.0 ** -torch.arange(8, dtype=torch.float64)
@@ -258,7 +258,6 @@ def test_a_step_in_float64_has_the_plugins_bits(method, caplog):
     theirs = method("nufilt")
     config = theirs.StepConfig(**SMALL)
     weight, _ = theirs.fuse_layer("layer", pretrained, merged, task, config, step=2)
-    assert "float64 takes over" in caplog.text
     assert torch.equal(weight, expected["layer"])
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fusion_bench_nufilt.nufilt.subspace import ROUNDING_VARIANCE
-from fusion_bench_nufilt.utils.tensors import TensorFile, is_finite, spacing_of
+from fusion_bench_nufilt.utils.tensors import TensorFile, is_finite
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,41 +28,6 @@ def test_a_file_larger_than_memory_is_opened_without_reserving_it(tmp_path):
     opened = TensorFile(tmp_path / "model.safetensors")
     last_elements = opened.elements(opened.tensors["w"], numel - 4, numel)
     assert last_elements.tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("read_in", [torch.float64, torch.float32])
-def test_the_spacing_of_values_is_that_of_the_dtype_they_were_rounded_to(dtype, read_in):
-    torch.manual_seed(0)
-    values = torch.randn(8, 8).double().sqrt().nan_to_num().to(dtype)
-    if dtype.itemsize <= read_in.itemsize:
-        values = values.to(read_in)
-    spacing = torch.finfo(dtype).eps
-    # Of float64 itself, values that are float32's are not told from others.
-    if dtype == torch.float32:
-        spacing = torch.finfo(values.dtype).eps
-    assert spacing_of(values) == spacing
-    values[-1, -1] = 1 / 3
-    assert spacing_of(values) == torch.finfo(values.dtype).eps
-
-
-@pytest.mark.parametrize("exponent", [-14, -16, -20])
-@pytest.mark.parametrize("read_in", [torch.float16, torch.float32])
-def test_the_spacing_of_values_below_float16s_smallest_normal_one_is_that_of_all_alike(
-    exponent, read_in
-):
-    generator = torch.Generator().manual_seed(0)
-    exact = 2.0**exponent * torch.randn(64, 64, generator=generator)
-    values = exact.half().to(read_in)
-    errors = (values.float() - exact).square().mean().item()
-    expected = ROUNDING_VARIANCE * spacing_of(values) ** 2 * values.float().square().mean().item()
-    assert expected / errors == pytest.approx(1, rel=0.2)
-
-
-@pytest.mark.parametrize("shape", [(4, 4), (0, 4)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_zeros_have_the_spacing_of_the_dtype_of_the_fewest_digits(shape, dtype):
-    assert spacing_of(torch.zeros(shape, dtype=dtype)) == torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

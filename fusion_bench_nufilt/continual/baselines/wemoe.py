@@ -18,7 +18,7 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.continual.precision import widen
 from fusion_bench_nufilt.methods.options import ProtocolConfig
-from fusion_bench_nufilt.nufilt.bases import right_singular_basis
+from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
 from fusion_bench_nufilt.utils.options import (
     check_choices,
     option,
@@ -78,7 +78,7 @@ class LowRankExperts(_Ensembling):
         for name, tau in task_vectors.items():
             B = self.B[name]
             A = self.A[name]
-            V = right_singular_basis(tau, rank)  # (d_i, rank); tau V V^T is the truncated SVD
+            V = top_right_singular_vectors(tau, rank)  # (d_i, rank); tau V V^T is the truncated SVD
             self.B[name] = nn.Parameter(torch.cat([B, (tau @ V).to(B)], dim=1))
             self.A[name] = nn.Parameter(torch.cat([A, V.T.to(A)]))
         old_gate = self.gate

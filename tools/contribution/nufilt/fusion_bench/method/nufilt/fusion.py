@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .adapter import fit_adapter
 from .config import StepConfig
+from .noise import expected_noise, rounding_of
 from .step import difference, fuse_stack, initial_A, measures_of_first
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ def fuse_layer(
         measures = measures_of_first(tau)
     else:
         solve = partial(fit_adapter, lr=config.lr, max_steps=config.max_steps)
+        # Of the pretrained model as of each task, whose errors add up.
+        rounding = rounding_of(theta_t)
         A = None
         if config.has_adapter:
             A = initial_A(name, theta.shape[-1], config, seed, step)[None]
@@ -65,8 +68,8 @@ def fuse_layer(
                     solve,
                     is_first_task=is_first_task,
                     float64=float64,
-                    spacings=[torch.finfo(theta_t.dtype).eps] * step,
-                    coefficients=[1.0] * step,
+                    noise=expected_noise(stack[0], stack[2], 2 * rounding),
+                    rounding_before=(step - 1) * step * rounding,
                 )
                 break
             except torch.linalg.LinAlgError as error:
