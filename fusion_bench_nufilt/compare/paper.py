@@ -81,21 +81,21 @@ def preset_specs(
 
 
 def _methods_of_paper(methods: Sequence[str], modelpool: str) -> list[str]:
-    """Return the methods that the paper shows for a model pool, with its settings, in each of their
-    forms.
+    """Return the methods that the paper shows for a model pool, with its settings, by both rules
+    where there are two.
     """
     if modelpool in _PAPER["fewer_methods"]:
         methods = [method for method in methods if method in _PAPER["fewer_methods"][modelpool]]
-    forms = dict(_PAPER["other_form"])
+    other_rules = dict(_PAPER["other_rule"])
     if modelpool == _FLAN_T5:
-        forms["task_arithmetic"] = "released"
+        other_rules["task_arithmetic"] = ("released", "restart")
     words = []
     for method in methods:
         settings = paper_settings(modelpool, method)
         words.append(":".join([f"{method}={method}", *settings]))
-        if method in forms:
-            form = forms[method]
-            words.append(":".join([f"{method} ({form})={method}", f"form={form}", *settings]))
+        if method in other_rules:
+            source, rule = other_rules[method]
+            words.append(":".join([f"{method} ({source})={method}", f"rule={rule}", *settings]))
     return words
 
 

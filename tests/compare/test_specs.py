@@ -234,14 +234,14 @@ def test_its_ranks_are_in_proportion_to_the_width_below_the_papers(width, ranks)
 @pytest.mark.parametrize(
     ("pool", "scale"), [("clip-vit-base-patch32_TA8", 0.3), ("clip-vit-base-patch32_TALL20", 0.1)]
 )
-def test_the_paper_scales_by_the_number_of_tasks_and_has_both_forms_where_there_are_two(
+def test_the_paper_scales_by_the_number_of_tasks_and_has_both_rules_where_there_are_two(
     pool, scale
 ):
     specs = {spec.label.partition(":")[0]: spec for spec in preset_specs("paper", pool, [])}
     for name in ("ties_merging", "task_arithmetic", "knots_ties"):
         assert compose_run(specs[name].overrides).method.base_method.scaling_factor == scale
     released = specs["ties_merging (released)"]
-    assert released.settings == ("form=released", *specs["ties_merging"].settings)
+    assert released.settings == ("rule=add", *specs["ties_merging"].settings)
     assert "nufilt" in specs
 
 

@@ -39,30 +39,17 @@ RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
 _SO_FAR = "merged so far"  # the name of that model in the pools of the methods
 
-ONE_FORM = (
-    "form=released is for methods whose released code has another formula than the paper; this "
-    "method has one form"
-)
-
 
 @dataclass(frozen=True)
 class RuleConfig:
     """The formula by which a batch method is run continually."""
 
-    form: Literal["paper", "released"] = option(
-        "paper",
-        "The formula: the paper's (rule), or that of the authors' code (released_rule).",
-    )
     rule: RuleName = option(
         "at_once",
         "The result, where M(θ; …) is what the method makes of a model θ and task vectors: at_once "
         "M(θ0; τ̃/λ, τ), "
         "add θ + M(θ0; τ̃, τ) - θ0, add_running the same with the method's last result for τ̃, "
         "restart M(θ0; τ), on_top M(θ; τ).",
-    )
-    released_rule: RuleName | None = option(
-        None,
-        "The rule of form=released; null if the method has one form.",
     )
     merged_scale: float = option(
         1.0, "The factor λ by which the method scales its result.", symbol="λ"
@@ -74,15 +61,6 @@ class RuleConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_positive(self, "merged_scale")
-        if self.form == "released" and self.released_rule is None:
-            raise ValueError(ONE_FORM)
-
-    @property
-    def chosen(self) -> RuleName:
-        """The rule of the chosen form."""
-        if self.form == "released" and self.released_rule is not None:
-            return self.released_rule
-        return self.rule
 
 
 @torch.no_grad()
@@ -179,7 +157,7 @@ class BatchMethodBaseline(_Baseline):
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self.rule_config = options_of(RuleConfig, self)
-        if self.rule_config.chosen == "add_running" and self.first_step > 1:
+        if self.rule_config.rule == "add_running" and self.first_step > 1:
             raise ValueError(
                 f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'"
             )
@@ -191,7 +169,7 @@ class BatchMethodBaseline(_Baseline):
             self.load_step(step - 1, self._merged_before)
 
     def needs_step(self, step: int, newest: int) -> bool:
-        return self.rule_config.chosen == "add_running" and step == newest - 1
+        return self.rule_config.rule == "add_running" and step == newest - 1
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
@@ -209,7 +187,7 @@ class BatchMethodBaseline(_Baseline):
     def _merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
-        rule = self.rule_config.chosen
+        rule = self.rule_config.rule
         scale = self.rule_config.merged_scale
         if step == 1 and not self.rule_config.merge_first:
             result = shifted(pretrained, task, pretrained, scale)
@@ -261,13 +239,10 @@ class ContinualMethodBaseline(_Baseline):
     Args:
         base_method: config of a method that hands its steps to its own ``save_merged_model``, with
             ``_target_``.
-        form: ``paper``, the only form.
         **kwargs: options of :class:`fusion_bench_nufilt.continual.ProtocolConfig`.
     """
 
-    def __init__(self, base_method: DictConfig, form: str = "paper", **kwargs: Any) -> None:
-        if form != "paper":
-            raise ValueError(ONE_FORM)
+    def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:

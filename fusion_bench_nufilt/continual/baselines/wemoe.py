@@ -191,13 +191,13 @@ MIXTURES: dict[type, type[MixtureOfExperts]] = {
 class WEMoEConfig(EntropyConfig):
     """The experts, and how their gates are trained."""
 
-    form: Literal["paper", "released"] = option(
+    rule: Literal["paper", "released"] = option(
         "paper",
         "paper: experts of one rank, and θ + λτ for all other parameters. released: 64 for the "
         "first expert and 16 for "
         "the others (T5: 32), and θ + λτ for attention alone.",
     )
-    rank: int = option(64, "Rank of the experts of form=paper.")
+    rank: int = option(64, "Rank of the experts of rule=paper.")
     init_lambda: float = option(
         0.3, "Factor of the other parameters' updates, and initial bias of a gate.", symbol="λ"
     )
@@ -265,7 +265,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
 
     def expert_rank(self, step: int) -> int:
         """Return the rank of a step's expert."""
-        if self._options.form == "paper":
+        if self._options.rule == "paper":
             return self._options.rank
         first_rank, other_rank = self._mixture.released_ranks
         return first_rank if step == 1 else other_rank
@@ -299,7 +299,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         """Add the expert of a step, and train the gates."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed + step)  # the new gates are drawn from it
-            released = self._options.form == "released"
+            released = self._options.rule == "released"
             self._mixture.add_expert(
                 pretrained, task, self.expert_rank(step), attention_alone=released
             )

@@ -103,11 +103,11 @@ def test_it_is_adam_on_the_entropy_of_the_new_tasks_predictions(pools):
         torch.testing.assert_close(merged.get_parameter(name), weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("form", "kept"), [("paper", 1), ("released", 0)])
-def test_the_papers_form_keeps_what_is_merged_and_the_released_one_drops_it(pools, form, kept):
+@pytest.mark.parametrize(("rule", "kept"), [("on_top", 1), ("restart", 0)])
+def test_the_papers_rule_keeps_what_is_merged_and_that_of_its_code_drops_it(pools, rule, kept):
     modelpool, taskpool = pools
     options = [
-        f"method.form={form}",
+        f"method.rule={rule}",
         "method.base_method.max_steps=0",
         "method.shuffle_order=false",
     ]

@@ -120,27 +120,27 @@ def test_a_continual_method_that_overflows_is_refused_and_not_scored():
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("task_arithmetic", "paper"), ("ties_merging", "released")]
+    ("name", "rule"), [("task_arithmetic", "at_once"), ("ties_merging", "add")]
 )
-def test_it_is_fusionbenchs_continual_one(name, form):
+def test_it_is_fusionbenchs_continual_one(name, rule):
     models = pool()
-    merged = baseline(name, "method.seed=43", f"method.form={form}").run(models)
+    merged = baseline(name, "method.seed=43", f"method.rule={rule}").run(models)
     assert_close(merged, by_itself(name, models, "method.seed=43", "method.scaling_factor=0.3"))
 
 
 AT_ONCE = [
-    ("task_arithmetic", "paper", TaskArithmeticAlgorithm),
-    ("magmax", "released", MagMaxAlgorithm),
+    ("task_arithmetic", "at_once", TaskArithmeticAlgorithm),
+    ("magmax", "at_once", MagMaxAlgorithm),
 ]
 
 
-@pytest.mark.parametrize(("name", "form", "method"), AT_ONCE)
+@pytest.mark.parametrize(("name", "rule", "method"), AT_ONCE)
 def test_with_its_own_factor_a_method_gives_what_it_gives_for_all_models_at_once(
-    name, form, method
+    name, rule, method
 ):
     models = pool()
     merged = baseline(
-        name, f"method.form={form}", IN_ORDER, "method.base_method.scaling_factor=0.4"
+        name, f"method.rule={rule}", IN_ORDER, "method.base_method.scaling_factor=0.4"
     ).run(models)
     assert_close(merged, method(scaling_factor=0.4).run(BaseModelPool(deepcopy(models))))
 
@@ -244,14 +244,14 @@ def running(join, taus):
 
 
 FORMULAS = {
-    ("task_arithmetic", "paper"): lambda taus: LAMBDA * sum(taus),
-    ("task_arithmetic", "released"): lambda taus: LAMBDA * taus[-1],
-    ("ties_merging", "paper"): partial(running, ties),
-    ("ties_merging", "released"): partial(added, ties),
-    ("magmax", "paper"): partial(running, magmax),
-    ("magmax", "released"): lambda taus: LAMBDA * reduce(magmax, taus),
-    ("knots_ties", "paper"): partial(added, knots),
-    ("iso_c", "paper"): partial(reduce, flattened),
+    ("task_arithmetic", "at_once"): lambda taus: LAMBDA * sum(taus),
+    ("task_arithmetic", "restart"): lambda taus: LAMBDA * taus[-1],
+    ("ties_merging", "add_running"): partial(running, ties),
+    ("ties_merging", "add"): partial(added, ties),
+    ("magmax", "add_running"): partial(running, magmax),
+    ("magmax", "at_once"): lambda taus: LAMBDA * reduce(magmax, taus),
+    ("knots_ties", "add"): partial(added, knots),
+    ("iso_c", "at_once"): partial(reduce, flattened),
 }
 FACTOR = f"method.base_method.scaling_factor={LAMBDA}"
 THRESHOLD = f"method.base_method.threshold={KEPT}"
@@ -265,16 +265,16 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize(("name", "form"), FORMULAS)
-def test_a_method_follows_the_formula_of_its_form(name, form, steps):
+@pytest.mark.parametrize(("name", "rule"), FORMULAS)
+def test_a_method_follows_the_formula_of_its_rule(name, rule, steps):
     base = nn.Linear(7, 5, bias=False, dtype=torch.float64)
     models = {"_pretrained_": base}
     for number in range(1, steps + 1):
         models[f"task{number}"] = finetuned(base, number, scale=1)
     theta_0, *thetas = [model.weight.detach().numpy().copy() for model in models.values()]
-    merged = baseline(name, f"method.form={form}", IN_ORDER, *SETTINGS[name]).run(models)
+    merged = baseline(name, f"method.rule={rule}", IN_ORDER, *SETTINGS[name]).run(models)
     update = merged.weight.detach().numpy() - theta_0
-    expected = FORMULAS[name, form]([theta - theta_0 for theta in thetas])
+    expected = FORMULAS[name, rule]([theta - theta_0 for theta in thetas])
     torch.testing.assert_close(update, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -284,31 +284,7 @@ def test_a_method_without_a_factor_takes_the_first_model_as_it_is(name):
     assert same(baseline(name).run(models), models["task1"])
 
 
-ONE_FORM = [
-    "iso_c",
-    "iso_cts",
-    "tsvm",
-    "tsvm_svc",
-    "wudi",
-    "knots_ties",
-    "opcm",
-    "weight_average",
-    "batch",
-]
-
-
-@pytest.mark.parametrize("name", ONE_FORM)
-def test_a_method_of_one_form_refuses_the_other(name):
-    method = []
-    if name == "batch":
-        method.append("+method@method.base_method=simple_average")
-    with pytest.raises(Exception, match=r"this method has one form"):
-        baseline(name, "method.form=released", *method)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"form": "printed"}, {"rule": "sum"}, {"merged_scale": 0}, {"merged_scale": "x"}]
-)
+@pytest.mark.parametrize("bad", [{"rule": "sum"}, {"merged_scale": 0}, {"merged_scale": "x"}])
 def test_values_out_of_range_are_refused(bad):
     (key,) = bad
     with pytest.raises(ValueError, match=f"{key} must be"):
@@ -380,7 +356,7 @@ def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
     models = pool(4)
 
     def run(folder, *overrides, stop=None):
-        algorithm = baseline("magmax", "method.form=paper", IN_ORDER, *overrides)
+        algorithm = baseline("magmax", "method.rule=add_running", IN_ORDER, *overrides)
         algorithm._fabric_instance = Fabric(
             devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", "")
         )

@@ -95,11 +95,11 @@ def test_one_gate_for_a_batch_or_one_for_each_item(base):
         assert torch.allclose(output(made), alone, atol=1e-2) is not batch_reduce
 
 
-@pytest.mark.parametrize(("form", "millions"), [("paper", 134.7), ("released", 103.7)])
-def test_the_released_form_has_the_parameters_that_the_paper_prints_for_eight_tasks_on_vit_b_32(
-    form, millions
+@pytest.mark.parametrize(("rule", "millions"), [("paper", 134.7), ("released", 103.7)])
+def test_the_rule_of_the_code_has_the_parameters_that_the_paper_prints_for_eight_tasks_on_vit_b_32(
+    rule, millions
 ):
-    method = LoRAWEMoE(form=form)
+    method = LoRAWEMoE(rule=rule)
     method._mixture = CLIPVisionModelWithExperts
     config = CLIPVisionConfig()
     config.experts = {
@@ -118,7 +118,7 @@ def millions_of_parameters(model):
     return round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1)
 
 
-def test_the_released_form_merges_attention_alone(base):
+def test_the_rule_of_the_code_merges_attention_alone(base):
     task = finetuned(base, 1)
     made = mixture(base, task, rank=3, attention_alone=True)
     changed = set()
@@ -222,7 +222,7 @@ def test_the_same_seed_gives_the_same_bits():
 @pytest.mark.parametrize("step", [1, 2])
 def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     models, taskpool = texts()
-    options = {"shuffle_order": False, "form": "released", "lr": 0.01, "max_steps": 2}
+    options = {"shuffle_order": False, "rule": "released", "lr": 0.01, "max_steps": 2}
     whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
     with pytest.raises(InterruptedRunError):
         logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, interrupt_after(step))
@@ -260,7 +260,7 @@ class KilledWhileScoring(GLUE):
 @pytest.mark.parametrize("scoring", [1, 2])
 def test_a_run_that_is_killed_while_it_scores_goes_on_with_the_same_bits(tmp_path, scoring):
     models, taskpool = texts()
-    options = {"shuffle_order": False, "form": "released", "lr": 0.01, "max_steps": 1}
+    options = {"shuffle_order": False, "rule": "released", "lr": 0.01, "max_steps": 1}
     whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
     with pytest.raises(InterruptedRunError):
         logging_to(tmp_path, LoRAWEMoE(**options)).run(models, KilledWhileScoring(scoring))
