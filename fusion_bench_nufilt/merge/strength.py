@@ -8,22 +8,36 @@ loads them, a weight has the errors of both, which no value tells from those of 
 base was published in 16 bits: an adapter that was merged there may count as a full model.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.methods.task_vector import Measure, Spectrum, task_strength
+from fusion_bench_nufilt.methods.task_vector import MAX_TASKS, TaskVector
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import ROUNDING_VARIANCE, rounding_of
+from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .engine import CPU
 from .plan import Plan
+
+# Tails between which the strength grows from a half to 1: those of adapters are below, those of
+# full models above.
+NO_TAIL = 0.003
+FULL_TAIL = 0.015
+MOST_ROUNDING = 1 / 8  # of a layer's energy; with more, its tail is less sure than other layers'
+SAMPLED_LAYERS = 16  # that a task changed
+MOST_LESS_SURE = 48  # that are measured in search of surer ones
+
+_L = TypeVar("_L")
 
 Reserve = Callable[[Layer], AbstractContextManager[object]]
 """Waits for the memory that it takes to measure a layer, which is less than to merge it."""
@@ -60,17 +74,17 @@ def strength_of(
     shapes = [layer.view.shape for layer in layers]
     pool = DevicePool(devices)
 
-    def measure(layer: Layer, by: Measure) -> Spectrum | None:
+    def measure(layer: Layer) -> Spectrum | None:
         if layer.param not in task.params:
             return None
         with reserve(layer), pool.free() as device:
             try:
-                return _spectrum_of(base, task, layer, device, by)
+                return _spectrum_of(base, task, layer, device)
             except RuntimeError as error:
                 if device == CPU or classify_error(error) is None:
                     raise
             # Out of the clause, whose error holds the matrices.
-            return _spectrum_of(base, task, layer, CPU, by)
+            return _spectrum_of(base, task, layer, CPU)
 
     # Each on one thread, as layers are solved: an eigenvalue solver has other bits on several.
     measure_all = partial(map_layers, device=devices[0], workers=workers)
@@ -79,13 +93,13 @@ def strength_of(
 
 @torch.no_grad()
 def _spectrum_of(
-    base: ModelWeights, task: ModelWeights, layer: Layer, device: torch.device, measure: Measure
-) -> Spectrum:
+    base: ModelWeights, task: ModelWeights, layer: Layer, device: torch.device
+) -> "Spectrum":
     """Return the spectrum of what a task changed in a layer."""
     if task.rank_of(layer.param) is not None:
         factors = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
         # Factors have not been rounded to the digits of a whole weight.
-        return measure(factors, 0.0)
+        return spectrum(factors, 0.0)
     theta_0 = base.source.read(layer.keys[0], device)
     new = task.weight(layer.param, theta_0)
     assert isinstance(new, Tensor)
@@ -97,4 +111,128 @@ def _spectrum_of(
             of_values = max(of_values, ROUNDING_VARIANCE * stored.eps**2)
         rounding = of_values * to_compute_dtype(new).square().sum().item()
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
-    return measure(layer.view.matrix(tau), rounding)
+    return spectrum(layer.view.matrix(tau), rounding)
+
+
+class Spectrum(NamedTuple):
+    """What a task changed in a layer."""
+
+    shape: tuple[int, int]
+    squares: Tensor  # squared singular values of the task vector, the largest first
+    rounding: float  # the energy that rounding to the task's stored dtype is expected to have
+
+    @property
+    def energy(self) -> float:
+        """The squared norm of the task vector."""
+        return self.squares.sum().item()
+
+    @property
+    def whole(self) -> float:
+        """The energy without that of rounding."""
+        return self.energy - self.rounding
+
+    def outside(self, num_leading: int) -> float:
+        """Return the energy outside the leading directions, without that of rounding."""
+        d_o, d_i = self.shape
+        edge = self.rounding * share_of_strongest(d_o, d_i)
+        leading = self.squares[:num_leading]
+        leading = leading[leading > edge]
+        return self.whole - without_noise(leading, self.rounding, d_o, d_i).sum().item()
+
+
+def task_strength(
+    layers: Sequence[_L],
+    shapes: Sequence[tuple[int, int]],
+    measure: Callable[[_L], Spectrum | None],
+    apply: Callable[
+        [Callable[[_L], Spectrum | None], Sequence[_L]], Iterable[Spectrum | None]
+    ] = map,
+) -> float:
+    r"""Return the strength of a task, between a half and 1: half of the strength for one of low
+    rank, such as an adapter.
+
+    Adapters want about half of the strength of full models (docs/notes/best.md). Whether a task is
+    of low rank is decided once for the model, by its *tail*: the share of its energy :math:`\lVert
+    \tau \rVert^2` outside the leading :math:`r` directions of every layer, where r is an eighth of
+    the smaller side of the model's layers (of their median). An adapter whose rank is at most r has
+    no tail; what full fine-tuning changes has one of several per cent. Up to a tail of 0.3 % a task
+    has half of the strength, from 1.5 % on it has all of it, and in between the strength grows
+    evenly.
+
+    A model that was stored after its adapter was merged has rounding errors on top. Those of a
+    weight have an expected energy,
+    and no direction of theirs is stronger than the edge of the spectrum of a random matrix of that
+    energy. So a direction leads only above that edge, and the tail and the whole are counted
+    without the energy of rounding. Layers in which rounding has more than an eighth of the energy
+    count where there are no others alone, and if it has all of it, the task has all of the
+    strength.
+
+    ``measure`` returns what the task changed in a layer, or None. The layers are taken from all
+    over the model until enough of them were changed; ``shapes`` are those of all layers. ``apply``
+    measures several layers, in their order, by default one after the other.
+    """
+    sides = sorted(min(shape) for shape in shapes)
+    num_leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
+    sure: list[Spectrum] = []
+    less_sure: list[Spectrum] = []
+    hidden = 0  # layers in which rounding has all of the energy
+    # Steps of the golden ratio are far from the period at which kinds of layers return.
+    scattered = deque(sorted(range(len(layers)), key=lambda number: number * 0.618034 % 1))
+    while scattered and len(sure) < SAMPLED_LAYERS and len(less_sure) + hidden < MOST_LESS_SURE:
+        # No more than are needed, though some of them may not count.
+        count = min(len(scattered), SAMPLED_LAYERS - len(sure))
+        sample = [layers[scattered.popleft()] for _ in range(count)]
+        for found in apply(measure, sample):
+            if found is None or found.energy == 0:
+                continue
+            if found.rounding < MOST_ROUNDING * found.energy:
+                sure.append(found)
+            elif found.rounding < found.energy:
+                less_sure.append(found)
+            else:
+                hidden += 1
+    sampled = sure or less_sure[:SAMPLED_LAYERS]
+    if not sampled:
+        return 1.0
+    growth = (tail(sampled, num_leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
+    return 0.5 + 0.5 * min(1.0, max(0.0, growth))
+
+
+def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
+    """Return the share of a task's energy outside the leading directions of its layers."""
+    outside = 0.0
+    whole = 0.0
+    for layer_spectrum in spectra:
+        outside += layer_spectrum.outside(num_leading)
+        whole += layer_spectrum.whole
+    return outside / whole
+
+
+def share_of_strongest(d_o: int, d_i: int) -> float:
+    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over
+    its energy (Marchenko and Pastur, 1967).
+    """
+    return (d_o**-0.5 + d_i**-0.5) ** 2
+
+
+def without_noise(squares: Tensor, noise: float, d_o: int, d_i: int) -> Tensor:
+    """Return the squared singular values that directions had before random errors of an energy were
+    added, if theirs are now above the edge of these (Gavish and Donoho, 2017).
+    """
+    variance = noise / (d_o * d_i)
+    raised = squares - variance * (d_o + d_i)
+    discriminant = raised.square() - 4 * variance**2 * d_o * d_i
+    return (raised + discriminant.clamp_min(0).sqrt()) / 2
+
+
+def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
+    """Return the spectrum of a task vector ``(d_o, d_i)``."""
+    d_o, d_i = tau.shape
+    task = TaskVector(tau)
+    if task.factors is not None:
+        squares = task.directions(task.factors.rank).values.square()
+    else:
+        tall = task.matrix.mT if d_o < d_i else task.matrix
+        # Two decades below the tails that count, float32 is off.
+        squares = torch.linalg.eigvalsh(gram_matrix(tall)).double().flip(-1).clamp_min(0)
+    return Spectrum((d_o, d_i), squares.cpu(), rounding)

@@ -315,7 +315,7 @@ class Best(FirstWhole):
       flat, such as Muon's. Where tasks cancel, this length fades with what is left of their votes,
       and both updates with it.
     - A task of low rank, such as a LoRA adapter, has half of the strength in all of the model's
-      layers (:func:`.task_vector.task_strength`), and a layer the mean of its tasks.
+      layers (:mod:`fusion_bench_nufilt.merge.strength`), and a layer the mean of its tasks.
 
     docs/notes/best.md has the reasons.
     """

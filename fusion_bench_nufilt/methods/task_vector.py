@@ -1,5 +1,5 @@
 r"""A task vector and its singular directions, for order-free methods that need more than its
-entries, and then the strength that a whole task should have.
+entries.
 
 Single precision has seven digits and a task vector's spectrum three or four decades, of which Gram
 matrices and cubes make many more. The few leading directions are therefore taken out first, and
@@ -7,18 +7,15 @@ everything else is computed from what is left, :math:`\tau_r = \tau (I - V V^\to
 errors are as small as its entries.
 """
 
-import math
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.nufilt.bases import leading_basis, leading_directions, top_eigenvectors
+from fusion_bench_nufilt.nufilt.bases import leading_directions, top_eigenvectors
 from fusion_bench_nufilt.nufilt.blocks import row_blocks
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import Noise, above_noise, expected_noise
@@ -58,7 +55,7 @@ class TaskVector:
     a pass over the weights only where a method asks for it.
 
     Args:
-        strength: that of the whole task, in all layers (:func:`.task_strength`).
+        strength: that of the whole task, in all layers.
         rounding: what the rounding of stored values adds to it (:mod:`fusion_bench_nufilt.nufilt.
             noise`), and ``rounding_before`` what it has added to the update of the tasks before.
         shape: the layers', if the task vector is given in a basis.
@@ -309,28 +306,6 @@ class TaskVector:
         A = (self._tall / s_1) @ (V * (squares[:count] / squares[0])) @ V.mT
         return self._as_given(A), s_1.double()
 
-    def squares(self) -> Tensor:
-        """Return all squared singular values, the largest first, in float64; of thin factors, as
-        many as they have.
-        """
-        if self.factors is not None:
-            return self.directions(self.factors.rank).values.square()
-        gram = gram_matrix(self._tall.double())
-        return torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0)
-
-    def bounds_of_squares(self, count: int, norm: float) -> Tensor:
-        """Return bounds of the ``count`` largest :meth:`squares` from below, in float64, given the
-        norm of the matrix.
-
-        They are the squares of the matrix within a subspace of inputs or outputs, each of which is
-        at most that of the whole matrix (Cauchy's interlacing theorem).
-        """
-        tall = self._tall / max(norm, torch.finfo(self.matrix.dtype).tiny)
-        basis = leading_basis(tall, count, rounds=1)
-        gram = gram_matrix((tall @ basis).double())
-        values = torch.linalg.eigvalsh(gram).flip(-1).clamp_min(0).sqrt()
-        return (norm * (values - SLACK).clamp_min(0)).square()
-
     @property
     def _is_wide(self) -> bool:
         d_o, d_i = self._given.shape
@@ -385,200 +360,3 @@ def _directions_of(factors: LowRank) -> Directions:
     P, right = torch.linalg.qr(factors.right.mT.double())
     U, s, Vh = torch.linalg.svd(left @ right.mT)
     return Directions(Q @ U, s, P @ Vh.mT)
-
-
-# Tails between which the strength grows from a half to 1: those of adapters are below, those of
-# full models above.
-NO_TAIL = 0.003
-FULL_TAIL = 0.015
-MOST_ROUNDING = 1 / 8  # of a layer's energy; with more, its tail is less sure than other layers'
-SAMPLED_LAYERS = 16  # that a task changed
-# Of a norm or an energy: 84 eps of float32, more than what is computed with it is off by.
-SLACK = 1e-5
-
-_L = TypeVar("_L")
-
-
-class Spectrum(NamedTuple):
-    """What a task changed in a layer."""
-
-    shape: tuple[int, int]
-    energy: float  # the squared norm of the task vector
-    squares: Tensor  # its squared singular values, or less than the leading ones, largest first
-    rounding: float  # the energy that rounding to the task's stored dtype is expected to have
-    is_exact: bool
-
-    @property
-    def whole(self) -> float:
-        """The energy without that of rounding."""
-        return self.energy - self.rounding
-
-    def outside(self, num_leading: int) -> float:
-        """Return the energy outside the leading directions, without that of rounding.
-
-        It is at least ``-rounding``, as no square grows where noise is taken from it. Of smaller
-        squares it is no less: below the edge of noise nothing of a square is left, and above, what
-        is left grows with the square.
-        """
-        d_o, d_i = self.shape
-        edge = self.rounding * share_of_strongest(d_o, d_i)
-        leading = self.squares[:num_leading]
-        leading = leading[leading > edge]
-        return self.whole - without_noise(leading, self.rounding, d_o, d_i).sum().item()
-
-    def least_outside(self, num_leading: int) -> float:
-        """Return what of the exact spectrum is outside at least."""
-        if self.is_exact:
-            return self.outside(num_leading)
-        return -self.rounding
-
-
-Measure = Callable[[Tensor | LowRank, float], Spectrum]
-"""Measures a task vector ``(d_o, d_i)``, given the energy of its rounding."""
-
-Spectra = Generator[Spectrum | None, None, None]
-
-
-def _one_by_one(function: Callable[[_L], Spectrum | None], layers: Sequence[_L]) -> Spectra:
-    yield from map(function, layers)
-
-
-def task_strength(
-    layers: Sequence[_L],
-    shapes: Sequence[tuple[int, int]],
-    measure: Callable[[_L, Measure], Spectrum | None],
-    apply: Callable[[Callable[[_L], Spectrum | None], Sequence[_L]], Spectra] = _one_by_one,
-) -> float:
-    r"""Return the strength of a task, between a half and 1: half of the strength for one of low
-    rank, such as an adapter.
-
-    Adapters want about half of the strength of full models (docs/notes/best.md). Whether a task is
-    of low rank is decided once for the model, by its *tail*: the share of its energy :math:`\lVert
-    \tau \rVert^2` outside the leading :math:`r` directions of every layer, where r is an eighth of
-    the smaller side of the model's layers (of their median). An adapter whose rank is at most r has
-    no tail; what full fine-tuning changes has one of several per cent. Up to a tail of 0.3 % a task
-    has half of the strength, from 1.5 % on it has all of it, and in between the strength grows
-    evenly.
-
-    A model that was stored after its adapter was merged has rounding errors on top. Those of a
-    weight :math:`\theta` in a dtype with relative spacing :math:`\epsilon` have an expected energy,
-    and no direction of theirs is stronger than the edge of the spectrum of a random matrix of that
-    energy. So a direction leads only above that edge, and the tail and the whole are counted
-    without the energy of rounding. Layers in which rounding has more than an eighth of the energy
-    count where there are no others alone, and if it has all of it, the task has all of the
-    strength.
-
-    Few tasks are between these two tails, and an exact spectrum takes long. So a task has half of
-    the strength once bounds of the leading directions prove that no more is outside, and all of it
-    once the exact spectra of some layers prove that enough is, whatever the others have.
-
-    ``measure`` returns what the task changed in a layer, as the given function measures it, or
-    None. The layers are taken from all over the model until enough of them were changed; ``shapes``
-    are those of all layers. ``apply`` measures several layers, in their order, by default one after
-    the other, until it is closed.
-    """
-    sides = sorted(min(shape) for shape in shapes)
-    num_leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
-    num_bounded = num_leading
-
-    def measure_bounds(layer: _L) -> Spectrum | None:
-        return measure(layer, partial(bounded_spectrum, count=num_bounded))
-
-    sure: list[tuple[_L, Spectrum]] = []
-    less_sure: list[tuple[_L, Spectrum]] = []
-    # Steps of the golden ratio are far from the period at which kinds of layers return.
-    scattered = deque(sorted(range(len(layers)), key=lambda number: number * 0.618034 % 1))
-    while scattered and len(sure) < SAMPLED_LAYERS:
-        # No more than are needed, though some of them may not count.
-        count = min(len(scattered), SAMPLED_LAYERS - len(sure))
-        sample = [layers[scattered.popleft()] for _ in range(count)]
-        for layer, bound in zip(sample, apply(measure_bounds, sample), strict=True):
-            if bound is None:
-                continue
-            if bound.rounding < MOST_ROUNDING * bound.energy:
-                sure.append((layer, bound))
-                if bound.outside(num_leading) > FULL_TAIL * bound.whole:
-                    num_bounded = 0  # Bounds are no use for a task that is hardly of low rank.
-            elif bound.rounding < bound.energy:
-                less_sure.append((layer, bound))
-    sampled = sure or less_sure[:SAMPLED_LAYERS]
-    if not sampled:
-        return 1.0
-    whole = sum(bound.whole for _, bound in sampled)
-    most_outside = sum(bound.outside(num_leading) for _, bound in sampled)
-    if most_outside < (NO_TAIL - SLACK) * whole:
-        return 0.5
-
-    spectra = [bound for _, bound in sampled]
-    bounded = [number for number, bound in enumerate(spectra) if not bound.is_exact]
-    bounded_layers = [sampled[number][0] for number in bounded]
-
-    def measure_exactly(layer: _L) -> Spectrum | None:
-        return measure(layer, spectrum)
-
-    with closing(apply(measure_exactly, bounded_layers)) as exact_spectra:
-        for number in bounded:
-            least_outside = sum(bound.least_outside(num_leading) for bound in spectra)
-            if least_outside > (FULL_TAIL + SLACK) * whole:
-                return 1.0
-            exact = next(exact_spectra)
-            assert exact is not None
-            spectra[number] = exact
-    growth = (tail(spectra, num_leading) - NO_TAIL) / (FULL_TAIL - NO_TAIL)
-    return 0.5 + 0.5 * min(1.0, max(0.0, growth))
-
-
-def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
-    """Return the share of a task's energy outside the leading directions of its layers."""
-    outside = 0.0
-    whole = 0.0
-    for layer_spectrum in spectra:
-        outside += layer_spectrum.outside(num_leading)
-        whole += layer_spectrum.whole
-    return outside / whole
-
-
-def share_of_strongest(d_o: int, d_i: int) -> float:
-    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over
-    its energy (Marchenko and Pastur, 1967).
-    """
-    return (d_o**-0.5 + d_i**-0.5) ** 2
-
-
-def without_noise(squares: Tensor, noise: float, d_o: int, d_i: int) -> Tensor:
-    """Return the squared singular values that directions had before random errors of an energy were
-    added, if theirs are now above the edge of these (Gavish and Donoho, 2017).
-    """
-    variance = noise / (d_o * d_i)
-    raised = squares - variance * (d_o + d_i)
-    discriminant = raised.square() - 4 * variance**2 * d_o * d_i
-    return (raised + discriminant.clamp_min(0).sqrt()) / 2
-
-
-def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:
-    """Return the spectrum of a task vector ``(d_o, d_i)``."""
-    d_o, d_i = tau.shape
-    squares = TaskVector(tau).squares().cpu()
-    return Spectrum((d_o, d_i), squares.sum().item(), squares, rounding, is_exact=True)
-
-
-def bounded_spectrum(tau: Tensor | LowRank, rounding: float, count: int) -> Spectrum:
-    """Return a spectrum with bounds of the ``count`` leading squares from below, or the exact one
-    if it takes no longer, or if the energy does not tell how sure the layer is.
-    """
-    d_o, d_i = tau.shape
-    task = TaskVector(tau)
-    if task.factors is not None or 4 * count > min(d_o, d_i):
-        return spectrum(tau, rounding)
-    norms = []
-    for rows in row_blocks(task.matrix):
-        norms.append(torch.linalg.vector_norm(task.matrix[rows], dtype=torch.float64))
-    norm = torch.linalg.vector_norm(torch.stack(norms)).item()
-    energy = norm * norm
-    unsure = abs(rounding - MOST_ROUNDING * energy), abs(rounding - energy)
-    if min(unsure) < SLACK * energy or not math.isfinite(energy):
-        return spectrum(tau, rounding)
-    squares = torch.zeros(0, dtype=torch.float64, device="cpu")
-    if count and norm:
-        squares = task.bounds_of_squares(count, norm).cpu()
-    return Spectrum((d_o, d_i), energy, squares, rounding, is_exact=False)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.merge import merge_folders, other_params, strength
-from fusion_bench_nufilt.methods.task_vector import spectrum
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
 from tests.merge.helpers import plan, save_stream, tensors
@@ -48,13 +47,12 @@ def test_a_merge_reads_every_tensor_of_every_model_once(stream, bytes_read, meth
 def test_best_reads_the_layers_again_from_which_it_finds_the_strength_of_a_task(
     stream, bytes_read, monkeypatch
 ):
-    """Once for bounds, and once more those of which it takes exact spectra."""
     spectrum_of = strength._spectrum_of
     measured = []
 
-    def noted(base, task, layer, device, measure):
-        measured.append((Path(task.source.name).name, layer, measure is spectrum))
-        return spectrum_of(base, task, layer, device, measure)
+    def noted(base, task, layer, device):
+        measured.append((Path(task.source.name).name, layer))
+        return spectrum_of(base, task, layer, device)
 
     monkeypatch.setattr(strength, "_spectrum_of", noted)
     planned = plan(stream, method="best", other_params="mean")
@@ -62,16 +60,12 @@ def test_best_reads_the_layers_again_from_which_it_finds_the_strength_of_a_task(
     merge_folders(planned, stream / "out")
     assert len(planned.layers) == 14  # fewer than are looked at
     expected = sizes(stream, "base", "task1", "task2", "task3")
-    for name, layer, _ in measured:
+    for name, layer in measured:
         nbytes = planned.base.tensors[layer.keys[0]].nbytes
         expected[name] += nbytes
         expected["base"] += nbytes
     assert bytes_read == expected
-    tasks_and_layers = {(name, layer.name) for name, layer, _ in measured}
-    assert len(tasks_and_layers) == 3 * 14
-    for is_exact in (False, True):
-        names = [(name, layer.name) for name, layer, exact in measured if exact == is_exact]
-        assert len(names) == len(set(names))
+    assert len({(name, layer.name) for name, layer in measured}) == len(measured) == 3 * 14
 
 
 def test_a_plan_reads_a_sample_of_the_base_once_for_all_tasks(stream, bytes_read):

@@ -6,9 +6,10 @@ import torch
 from fusion_bench_nufilt import FusionConfig, fuse_layers
 from fusion_bench_nufilt.merge.engine import merge_layers
 from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.merge.strength import share_of_strongest
 from fusion_bench_nufilt.methods import ORDER_FREE, find_method
 from fusion_bench_nufilt.methods.nufilt import Nufilt
-from fusion_bench_nufilt.methods.task_vector import TaskVector, share_of_strongest
+from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.nufilt.noise import (
     ROUNDING_VARIANCE,
