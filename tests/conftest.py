@@ -175,6 +175,7 @@ def fusion_bench(tmp_path, demo_cache):
         return done
 
     run.folder = folder
+    run.environment = environment
     run.logs = logs
     return run
 

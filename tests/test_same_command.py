@@ -70,13 +70,13 @@ def test_a_merge_that_goes_on_is_told_which_option_of_its_stream_is_another(stre
 def test_a_run_is_refused_by_the_name_of_an_option_that_was_given_otherwise(tmp_path):
     models = pool(2)
 
-    def run(on_step=None, resume=True, **changed):
+    def run(on_step=None, **changed):
         options = {"shuffle_order": False, "evaluate": "last", **RANKS, **changed}
-        algorithm = LayerwiseMergingAlgorithm("nufilt", resume=resume, **options)
+        algorithm = LayerwiseMergingAlgorithm("nufilt", **options)
         return logging_to(tmp_path / "run", algorithm).run(models, on_step=on_step)
 
     with pytest.raises(InterruptedRunError):
-        run(interrupt_after(1), resume=False)
+        run(interrupt_after(1))
     idle = [{"ridge": 5.0}, {"heads": "none"}, {"seed": 7}]
     for changed in idle:
         (name,) = changed

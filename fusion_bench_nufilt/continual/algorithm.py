@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from fusion_bench_nufilt.utils.files import Input, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import (
     Difference,
     base_of,
+    load_checkpoint,
     package_versions,
     tasks_of,
 )
@@ -57,7 +58,7 @@ from .models import (
     source_of,
 )
 from .program import ReportedTaskPool, finish_trackers, use_bundled_taskpool
-from .run_folder import RunFolder, open_run_folder
+from .run_folder import RunFolder, SavedStep, open_run_folder
 from .stopwatch import CHECKING, DATA, LOADING, MERGING, SAVING, SCORING, Stopwatch
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     A subclass says how one model is merged (:meth:`merge_step`) and which models it refuses
     (:meth:`check_model`). At no time are more than three models held: the pretrained, the merged
     and the new one. A pool with a ``_merged_`` model goes on from there; step numbers count the
-    models that it already holds.
+    models that it already holds. A log directory with steps of the same run is gone on from in the
+    same way, from its last whole step.
 
     Args:
         **kwargs: the options of :class:`ProtocolConfig`.
@@ -106,7 +108,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     evaluate: Evaluate
     save_on_every_step: bool
     check_models: bool
-    resume: bool
     num_merged: int | None
     verify: bool
 
@@ -166,11 +167,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         return {}
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
-        """Take over what an earlier merge left, or raise ValueError; then a stream goes on from its
-        model.
+        """Take over what was kept with a merged model, or raise ValueError; then a stream goes on
+        from it.
 
-        ``folder`` is the checkpoint of the model, or None where it is given by itself and
-        ``manifest`` is empty.
+        ``folder`` is the checkpoint of the model, of ``_merged_`` or of a step of this very run. It
+        is None where ``_merged_`` is given by itself, and then ``manifest`` is empty.
         """
 
     def differences_from(self, manifest: Manifest) -> list[Difference]:
@@ -187,24 +188,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         the pool's, where nothing else tells.
         """
 
-    def prepare(self, merged: nn.Module) -> None:
-        """Give a copy of the pretrained model the parameters that its weights need, before an
-        earlier result is loaded into it.
+    def prepare(self, merged: nn.Module) -> nn.Module:
+        """Return the model to merge into, given a copy of the pretrained one, with the parameters
+        that its weights need: what was merged before is loaded into it.
         """
-
-    def load_step(self, step: int, model: nn.Module) -> None:
-        """Give ``model`` the weights that it had after a step that the log directory has."""
-        assert self.folder is not None
-        self.folder.load_step(step, model)
-
-    def restore(self, step: int) -> None:
-        """Take over what the log directory has of the steps up to ``step`` when a run is
-        resumed.
-        """
-
-    def needs_step(self, step: int, newest: int) -> bool:
-        """Tell whether :meth:`restore` of step ``newest`` reads the model of an earlier step."""
-        return False
+        return merged
 
     @property
     def matrix(self) -> AccuracyMatrix:
@@ -279,6 +267,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._data_seconds_before = 0.0  # those of the processes that a resumed run had before
         self.on_step = on_step
         self._has_begun = False
+        self._saved_step: SavedStep | None = None  # from which the run goes on
         self._training_data: dict[str, Items] = {}
         self._fingerprints: dict[str, Fingerprints] = {}
         self._inputs: dict[str, Input] = {}
@@ -287,6 +276,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self.folder is not None:
             # By what is known without loading; `begin` compares the weights as well.
             self.folder.refuse_other_run(self._description())
+            self._saved_step = self.folder.newest_step(self.first_step, self._last_step)
         self.scores = self._scores(taskpool)
         # Data that are missing are told before any model is downloaded.
         scoring = None
@@ -307,8 +297,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         # `check_model` needs the layers to merge, which a layer-wise method chooses here.
         self.start(pretrained, names)
         self.check_model(pretrained, pretrained, PRETRAINED, self.missing_in_pretrained)
-        # A resumed run must know all weights, to tell whether they are those of before.
-        self._checked_first = self.check_models or self.resume
+        # A run that goes on must know all weights, to tell whether they are those of before.
+        self._checked_first = self.check_models or self._saved_step is not None
         if self._checked_first:
             with self.stopwatch.part(CHECKING):
                 for name in tqdm(names, desc="Checking models", leave=False, disable=None):
@@ -355,33 +345,20 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Merge models one after another, calling :meth:`finish_step` after each; return the last
         merged model.
         """
-        merged = deepcopy(pretrained)
+        previous = None
         if MERGED in modelpool.all_model_names:
-            previous, missing_keys = self._load(modelpool, MERGED)
-            self._check(pretrained, previous, MERGED, missing_keys)
-            folder, manifest = merged_checkpoint(modelpool)
-            if self.verify:
-                self._refuse_other_base(manifest, pretrained, previous)
-            self.go_on_from(folder, manifest)
-            differing = self.differences_from(manifest)
-            if differing:
-                listing = "; ".join(map(str, differing))
-                log.warning(
-                    "settings differ from those that '%s' was made with: %s", folder, listing
-                )
-            self.prepare(merged)
+            previous = self._load_merged(modelpool, pretrained)
+        merged = self.prepare(deepcopy(pretrained))
+        if previous is not None:
             merged.load_state_dict(previous.state_dict())
             if self.scores is not None:
                 with self.stopwatch.part(SCORING):
-                    self.scores.take_earlier_scores(folder)
+                    self.scores.take_earlier_scores(merged_checkpoint(modelpool)[0])
                     self.scores.score_earlier_tasks(previous)
             # At no time are more than three models held.
             del previous
-        self.prepare(merged)
-        next_step = self.first_step
-        if self.resume:
-            next_step = self._resume(merged) + 1
-        num_finished = next_step - self.first_step
+        num_finished = self.take_saved_step(merged)
+        next_step = self.first_step + num_finished
         unfinished = list(enumerate(names[num_finished:], next_step))
         for step, name in tqdm(unfinished, "Merging models", disable=None):
             task, missing_keys = self._load(modelpool, name)
@@ -392,6 +369,63 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             del task
             self.finish_step(step, merged)
         return merged
+
+    def _load_merged(self, modelpool: BaseModelPool, pretrained: nn.Module) -> nn.Module:
+        """Load and check ``_merged_``, and take over what was kept with it."""
+        previous, missing_keys = self._load(modelpool, MERGED)
+        self._check(pretrained, previous, MERGED, missing_keys)
+        folder, manifest = merged_checkpoint(modelpool)
+        if self.verify:
+            self._refuse_other_base(manifest, pretrained, previous)
+        self.go_on_from(folder, manifest)
+        differing = self.differences_from(manifest)
+        if differing:
+            listing = "; ".join(map(str, differing))
+            log.warning("settings differ from those that '%s' was made with: %s", folder, listing)
+        return previous
+
+    def take_saved_step(self, merged: nn.Module) -> int:
+        """Give ``merged`` the weights of the last whole step in the log directory, and enter the
+        scores of the steps so far; return how many models of the stream are in it.
+        """
+        if self._saved_step is None:
+            return 0
+        folder, manifest = self._saved_step
+        step = manifest["step"]
+        log.info("going on after step %d", step)
+        self.merge_seconds = manifest["merge_seconds"]
+        self._data_seconds_before = manifest.get("data_seconds", 0.0)
+        if self.scores is not None:
+            for finished_step in range(self.first_step, step):
+                self._take_scores(finished_step, merged)
+        # After earlier steps, which may have been loaded into `merged` to be scored.
+        self._load_step(folder, manifest, merged)
+        if self.scores is not None and not self.scores.take_report(step):
+            with self.stopwatch.part(SCORING):
+                self.scores.score_step(step, merged)
+        return step - self.first_step + 1
+
+    def _take_scores(self, step: int, merged: nn.Module) -> None:
+        """Enter the scores of a finished step: those of its report, or else of its model, which is
+        loaded into ``merged``.
+        """
+        assert self.scores is not None
+        assert self.folder is not None
+        if self.scores.take_report(step):
+            return
+        try:
+            manifest = self.folder.read_step(step)
+        except ValueError as error:
+            log.warning("the scores of step %d are lost: it has no report, and %s", step, error)
+            return
+        self._load_step(self.folder.checkpoint(step), manifest, merged)
+        with self.stopwatch.part(SCORING):
+            self.scores.score_step(step, merged)
+
+    def _load_step(self, folder: Path, manifest: Manifest, merged: nn.Module) -> None:
+        with self.stopwatch.part(LOADING):
+            load_checkpoint(merged, folder)
+            self.go_on_from(folder, manifest)
 
     def _check(
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str]
@@ -530,84 +564,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"'{self._inputs[MERGED]['source']}' was merged from another '{PRETRAINED}' model "
                 f"than the pool's; {CHANGED}"
             )
-
-    def _resume(self, merged: nn.Module) -> int:
-        """Give ``merged`` the weights of the newest complete step in the log directory; return that
-        step's number.
-        """
-        newest = self._newest_step()
-        if newest is None:
-            return self.first_step - 1
-        folder, manifest = newest
-        step = manifest["step"]
-        log.info("going on after step %d", step)
-        unread_models = [name for name in self.names if "sha256" not in manifest["inputs"][name]]
-        if unread_models:
-            log.warning(
-                "the run that made step %d had not read %s yet (check_models=false): whether its "
-                "weights have changed since is not known",
-                step,
-                ", ".join(unread_models),
-            )
-        self.merge_seconds = manifest["merge_seconds"]
-        self._data_seconds_before = manifest.get("data_seconds", 0.0)
-        if self.scores is not None:
-
-            def load_step(finished_step: int) -> nn.Module:
-                self.load_step(finished_step, merged)
-                return merged
-
-            # This may load earlier steps into `merged` to score them, so the newest is loaded last.
-            self.scores.restore(step, load_step)
-        self.load_step(step, merged)
-        self.go_on_from(folder, manifest)
-        self.restore(step)
-        return step
-
-    def _newest_step(self) -> tuple[Path, Manifest] | None:
-        """Return the folder and manifest of the newest complete step that the run can go on from.
-
-        An earlier step that is damaged or was deleted is not needed, unless it is to be scored
-        again: then it is made again, with all that follow it.
-        """
-        if self.folder is None:
-            return None
-        newest = self.folder.newest_step(self.first_step, self._last_step)
-        if newest is None:
-            return None
-        newest_step = newest[1]["step"]
-        damages = {}
-        for step in range(self.first_step, newest_step):
-            try:
-                self.folder.read_step(step)
-            except ValueError as error:
-                damages[step] = str(error)
-        while newest is not None:
-            lost_step = self._first_needed(damages, newest[1]["step"])
-            if lost_step is None:
-                break
-            log.warning(
-                "step %d: %s; it is made again, with the steps after it",
-                lost_step,
-                damages[lost_step],
-            )
-            newest = self.folder.newest_step(self.first_step, lost_step - 1)
-        for step, damage in damages.items():
-            if newest is not None and step < newest[1]["step"]:
-                log.warning(
-                    "step %d: %s; the run goes on without it, since nothing later needs it",
-                    step,
-                    damage,
-                )
-        return newest
-
-    def _first_needed(self, steps: Iterable[int], newest: int) -> int | None:
-        """Return the first of some steps without whose model the run can't go on after a step."""
-        for step in steps:
-            is_scored_again = self.scores is not None and self.scores.needs_model(step)
-            if step < newest and (is_scored_again or self.needs_step(step, newest)):
-                return step
-        return None
 
     def _description(self) -> dict[str, Any]:
         """Return all that the models after each step depend on: a run is resumed only if none of it

@@ -70,7 +70,11 @@ class _WithoutTraces(logging.Filter):
         self._config = config
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.exc_info or what_is_wrong(record.exc_info[1], self._config) is None
+        if not record.exc_info:
+            return True
+        error = record.exc_info[1]
+        # After Ctrl-C, the line has been said where it was caught.
+        return not isinstance(error, SystemExit) and what_is_wrong(error, self._config) is None
 
 
 def what_is_wrong(error: Any, config: DictConfig) -> str | None:

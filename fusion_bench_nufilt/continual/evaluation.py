@@ -574,9 +574,13 @@ class RunScores:
         if self.earlier == 0 or self.evaluate == "last":
             return
         tasks = self.matrix.tasks[: self.earlier]
-        report = self._report(merged_before, tasks, self.earlier)
+        report = None
         if self.folder is not None:
-            self.folder.save_report(self.first_step - 1, report)
+            report = self.folder.read_report(self.first_step - 1)
+        if report is None:
+            report = self._report(merged_before, tasks, self.earlier)
+            if self.folder is not None:
+                self.folder.save_report(self.first_step - 1, report)
         scores = {task: score(report[task]) for task in tasks if task in report}
         self.matrix.record(self.earlier, scores)
 
@@ -622,22 +626,18 @@ class RunScores:
             if self.is_last(step):
                 self.log_dict(self.matrix.metrics(), step=step)
 
-    def restore(self, step: int, load_step: Callable[[int], nn.Module]) -> None:
-        """Enter the scores of an earlier process up to a step, and score again where a report was
-        lost; ``load_step`` returns the model after a step.
+    def take_report(self, step: int) -> bool:
+        """Enter the scores of a finished step, and tell whether there was nothing to be scored or
+        they have been taken before.
         """
         assert self.folder is not None
-        for finished_step in range(self.first_step, step + 1):
-            report = self.folder.read_report(finished_step)
-            if report:
-                self.record(finished_step, report)
-            elif self.tasks(finished_step):
-                self.score_step(finished_step, load_step(finished_step))
-
-    def needs_model(self, step: int) -> bool:
-        """Tell whether a finished step is to be scored again, since its report was lost."""
-        assert self.folder is not None
-        return bool(self.tasks(step)) and not self.folder.read_report(step)
+        if not self.tasks(step):
+            return True
+        report = self.folder.read_report(step)
+        if report is None:
+            return False
+        self.record(step, report)
+        return True
 
     def final_report(self) -> Report:
         """Return the last report, with the metrics of the run and the paths of its matrix and its

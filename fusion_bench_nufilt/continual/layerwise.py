@@ -207,8 +207,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             return None
         return solving_seconds / sum(row["seconds"] for row in self._reports)
 
-    def prepare(self, merged: nn.Module) -> None:
+    def prepare(self, merged: nn.Module) -> nn.Module:
         untie_model(self._draft.architecture, merged)
+        return merged
 
     def describe(self) -> dict[str, Any]:
         step = self.first_step + len(self.merge_seconds) - 1
@@ -248,6 +249,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         kept = kept_state(plan)
         earlier_keys = kept.earlier_keys()
         self._states = {key: self._states[stored] for key, stored in earlier_keys.items()}
+        if self.folder is not None and folder == self.folder.checkpoint(step - 1):
+            self._read_reports(step - 1)
         # Of a method that keeps nothing but the weight, a state is the weight in float32.
         if self.method.is_stateless:
             layers = [layer for layer in plan.layers if kept.is_needed(layer)]
@@ -396,9 +399,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 self.head_tensors[name] = load(files[head["file"]])
         self.task_heads = plan.heads
 
-    def restore(self, step: int) -> None:
-        if self.folder is None:
-            return
+    def _read_reports(self, step: int) -> None:
+        """Take over the rows of ``layers.csv`` up to a step of this run."""
+        assert self.folder is not None
+        self._reports = []
         file = self.folder.path / "layers.csv"
         if not file.is_file():
             log.warning("'%s' is not there: it begins anew with step %d", file, step + 1)

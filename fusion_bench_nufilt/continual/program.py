@@ -2,8 +2,10 @@
 
 import json
 import logging
+import signal
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache, partialmethod
 from itertools import chain
@@ -31,7 +33,7 @@ from fusion_bench_nufilt.methods.options import (
     ProtocolConfig,
     TargetConfig,
 )
-from fusion_bench_nufilt.utils.files import write_text
+from fusion_bench_nufilt.utils.files import FullDiskError, write_text
 from fusion_bench_nufilt.utils.logs import TerminalLog
 from fusion_bench_nufilt.utils.options import as_typed
 
@@ -114,7 +116,7 @@ class ContinualMergingProgram(FabricModelFusionProgram):
         report_save_path = self.report_save_path
         # FusionBench would write it in place, and a kill would leave half of it.
         self.report_save_path = None
-        with patch.object(fabric_fusion_program, "print_json"):
+        with patch.object(fabric_fusion_program, "print_json"), says_how_to_go_on(self.log_dir):
             result: dict[str, Any] = super().run()
         if report_save_path is not None and result["report"] is not None:
             path = Path(report_save_path.format(log_dir=self.log_dir))
@@ -148,6 +150,19 @@ def refuse_misplaced(config: DictConfig, words: Sequence[str]) -> None:
         if name == "seed":
             spelling += f", or in a comparison --seeds {config.seed}"
         raise ValueError(f"{name} is an option of the method, not of the program: say {spelling}")
+
+
+@contextmanager
+def says_how_to_go_on(log_dir: str | None) -> Iterator[None]:
+    """End a run after Ctrl-C, or on a full disk, with a line that says how to go on."""
+    remedy = f"the same command with path.log_dir={log_dir} goes on after the last whole step"
+    try:
+        yield
+    except KeyboardInterrupt:
+        log.warning("interrupted; %s", remedy)
+        raise SystemExit(128 + signal.SIGINT) from None
+    except FullDiskError as error:
+        raise FullDiskError(f"{error}: {remedy}") from error
 
 
 def refuse_several_processes(config: DictConfig) -> None:

@@ -25,7 +25,6 @@ from fusion_bench_nufilt.utils.finished import FinishedFile, FinishedFolder, Oth
 from fusion_bench_nufilt.utils.manifest import (
     Difference,
     differences,
-    load_checkpoint,
     read_whole_checkpoint,
     save_checkpoint,
 )
@@ -33,8 +32,12 @@ from fusion_bench_nufilt.utils.manifest import (
 log = logging.getLogger(__name__)
 
 #: The fields of a step's manifest without which a run can't go on from it.
-_NEEDED = ("step", "merge_seconds", "inputs")
+_NEEDED = ("step", "merge_seconds")
 _ADVICE = "it is made again"
+
+
+#: The folder of a step, and its manifest.
+SavedStep = tuple[Path, Manifest]
 
 
 class _SavedRun(TypedDict, total=False):
@@ -147,13 +150,11 @@ class RunFolder:
         write_text(self._report(step), json.dumps(report))
 
     def read_report(self, step: int) -> dict[str, Any] | None:
-        """Read the scores after a step; None if they were not taken or are damaged, so that they
-        are taken again.
-        """
+        """Read the scores after a step; None if they were not taken or are damaged."""
         try:
             return read_json(self._report(step), dict[str, dict[str, Any]])
         except ValueError as error:
-            log.warning("%s; scoring step %d again", error, step)
+            log.warning("step %d: %s", step, error)
             return None
 
     def save_step(
@@ -171,14 +172,7 @@ class RunFolder:
         self._report(step).unlink(missing_ok=True)
         save_checkpoint(model, self.checkpoint(step), about, state, files)
 
-    def load_step(self, step: int, model: nn.Module) -> None:
-        """Give ``model`` the weights that it had after a step; damage is a ValueError that names
-        the file.
-        """
-        self.read_step(step)
-        load_checkpoint(model, self.checkpoint(step))
-
-    def newest_step(self, first: int, last: int) -> tuple[Path, Manifest] | None:
+    def newest_step(self, first: int, last: int) -> SavedStep | None:
         """Return the folder and manifest of the newest complete step between two; damaged steps are
         passed over.
         """

@@ -403,9 +403,6 @@ class ProtocolConfig:
     check_models: bool = _protocol_option(
         True, "Load every model before the first step.", scope="run"
     )
-    resume: bool = _protocol_option(
-        False, "Go on after the last complete step in the same log directory.", scope="run"
-    )
     num_merged: int | None = _protocol_option(
         None, "Number of models in the pool's _merged_ model; null: as its manifest says."
     )
@@ -422,10 +419,6 @@ class ProtocolConfig:
         check_choices(self)
         if self.num_merged is not None:
             check_whole(self, "num_merged", least=1)
-        if self.resume and not self.save_on_every_step:
-            raise ValueError(
-                "resume=true needs the checkpoints that save_on_every_step=false does not keep"
-            )
 
 
 _warn_once = cache(logging.getLogger(__name__).warning)

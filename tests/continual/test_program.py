@@ -3,6 +3,10 @@
 import io
 import json
 import logging
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from fusion_bench import RuntimeConstants
@@ -14,8 +18,10 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual.program import (
     QuietTerminal,
     refuse_several_processes,
+    says_how_to_go_on,
 )
 from fusion_bench_nufilt.continual.taskpools.local_tasks import register_task
+from fusion_bench_nufilt.utils.files import FullDiskError
 from fusion_bench_nufilt.utils.logs import TerminalLog
 
 CONFIG = OmegaConf.create({"method": {"null_rank": 8}, "hydra": {"overrides": {"task": []}}})
@@ -52,7 +58,7 @@ def test_a_run_on_one_batch_says_so_and_gives_no_score_to_a_whole_one(program, m
     page = (logs / "index.html").read_text().replace("&#39;", "'")
     assert f"scored on {one_batch}" in page
     with pytest.raises(ValueError, match=r'scored is "one batch .* there and "all test data" here'):
-        program(*words, "method.resume=true")
+        program(*words)
 
 
 def test_the_log_stands_above_the_bars_without_times_and_what_the_user_chose_is_left():
@@ -115,3 +121,35 @@ def test_fusion_bench_ends_with_that_line():
 def test_fusionbenchs_own_seed_and_keys_pass_beside_those_of_the_method():
     words = ["method=nufilt", "seed=7", "method.seed=7", "+mine=1", "+modelpool.seed=1"]
     assert compose_run(words).seed == 7
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(fusion_bench):
+    words = ("method=nufilt", "modelpool=nufilt_demo", "method.max_steps=2")
+    command = [sys.executable, "-m", "fusion_bench", f"path.log_dir={fusion_bench.logs}", *words]
+    first_step = fusion_bench.logs / "checkpoints" / "merged_model_0"
+    with subprocess.Popen(
+        command,
+        cwd=fusion_bench.folder,
+        env=fusion_bench.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        while not first_step.is_dir() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate()
+    assert process.returncode == 128 + signal.SIGINT, text
+    assert "Traceback" not in text
+    line = f"interrupted; the same command with path.log_dir={fusion_bench.logs} goes on"
+    assert " ".join(text.split()).count(line) == 1
+    text = fusion_bench(*words).stdout
+    assert "going on after step" in text
+    assert "ACC" in text
+
+
+def test_a_full_disk_says_how_to_go_on():
+    line = r"no room: the same command with path\.log_dir=logs goes on"
+    with pytest.raises(OSError, match=line), says_how_to_go_on("logs"):
+        raise FullDiskError("no room")

@@ -2,6 +2,7 @@
 thing.
 """
 
+import hashlib
 import json
 import shutil
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.utils.files import MANIFEST
 from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
+from fusion_bench_nufilt.utils.tensors import raw_bytes
+from tests.continual.baselines.helpers import baseline
 from tests.continual.helpers import (
     InterruptedRunError,
     interrupt_after,
@@ -50,23 +54,120 @@ def without_times(folder):
     return rows.drop(columns=["seconds", "solving_seconds"]).to_csv(), weights, reports
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
-def test_a_run_that_goes_on_has_the_same_bits(tmp_path, step):
-    algorithm_in(tmp_path / "whole").run(pool())
+class Weights(TasksByName):
+    """Scores that any bit of a model changes; it is interrupted where it is asked for the nth
+    time.
+    """
+
+    task_names = ("task1", "task2", "task3", "task4")
+    interrupted_at = 0
+
+    def load_test_data(self):
+        return {}
+
+    def evaluate(self, model, tasks=None, limit=None):
+        self.interrupted_at -= 1
+        if self.interrupted_at == 0:
+            raise InterruptedRunError
+        sha = hashlib.sha256()
+        for tensor in model.state_dict().values():
+            sha.update(bytes(raw_bytes(tensor)))
+        scores = {}
+        for number, name in enumerate(self.task_names):
+            if name in tasks:
+                scores[name] = {"accuracy": sha.digest()[number] / 256}
+        return scores
+
+
+def method_in(folder, name):
+    """A method of each kind, with a log directory."""
+    options = {"shuffle_order": False, "evaluate": "every_step"}
+    if name == "without state":
+        return logging_to(folder, LayerwiseMergingAlgorithm("sum", **options))
+    if name == "with state":
+        return algorithm_in(folder, evaluate="every_step")
+    rule = {"batch rule": "task_arithmetic", "running rule": "magmax"}[name]
+    words = [f"method.{key}={value}" for key, value in options.items()]
+    if rule == "magmax":
+        words.append("method.rule=add_running")
+    return logging_to(folder, baseline(rule, *words))
+
+
+def outcome(folder, first=1):
+    """The bits and numbers that a run leaves, by step."""
+    steps = {}
+    for step in range(first, 5):
+        manifest = read_whole_checkpoint(folder / "checkpoints" / f"merged_model_{step - 1}")
+        report = json.loads((folder / f"report_{step - 1}.json").read_text())
+        weights = {name: file for name, file in manifest["files"].items() if "safetensors" in name}
+        steps[step] = (weights, report["task1"])
+    return steps
+
+
+#: Pairs of a kind of method and of where it stops: after a step, or while that step is scored.
+PAIRS = [
+    ("with state", "step 1", torch.float32),
+    ("with state", "scoring 2", torch.bfloat16),
+    ("with state", "_merged_", torch.bfloat16),
+    ("with state", "step 4", torch.float32),
+    ("without state", "scoring 1", torch.bfloat16),
+    ("without state", "step 3", torch.float32),
+    ("without state", "_merged_", torch.float32),
+    ("batch rule", "step 2", torch.bfloat16),
+    ("batch rule", "_merged_", torch.float32),
+    ("running rule", "scoring 3", torch.float32),
+    ("running rule", "step 1", torch.bfloat16),
+    ("running rule", "_merged_", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("method", "stop", "dtype"), PAIRS)
+def test_a_run_that_goes_on_has_the_bits_and_the_numbers_of_a_clean_one(
+    tmp_path, method, stop, dtype
+):
+    models = {name: model.to(dtype) for name, model in pool().items()}
+    clean = method_in(tmp_path / "clean", method)
+    clean.run(models, Weights())
+    parts = tmp_path / "parts"
+    if stop == "_merged_":
+        early = {name: models[name] for name in ("_pretrained_", "task1", "task2")}
+        method_in(tmp_path / "early", method).run(early, Weights())
+        late = {name: models[name] for name in ("_pretrained_", "task3", "task4")}
+        merged_before = tmp_path / "early" / "checkpoints" / "merged_model_1"
+        models = saved_pool(tmp_path / "models", late, _merged_=merged_before)
+        resumed = method_in(parts, method)
+        resumed.run(models, Weights())
+        assert outcome(parts, first=3) == outcome(tmp_path / "clean", first=3)
+        assert resumed.matrix.rows() == clean.matrix.rows()
+        return
+    kind, step = stop.split()
+    taskpool = Weights()
+    on_step = None
+    if kind == "step":
+        on_step = interrupt_after(int(step))
+    else:
+        taskpool.interrupted_at = int(step)
     with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path / "parts").run(pool(), on_step=interrupt_after(step))
+        method_in(parts, method).run(models, taskpool, on_step)
     steps = []
-    algorithm = algorithm_in(tmp_path / "parts", resume=True)
-    algorithm.run(pool(), on_step=noting(steps))
-    assert steps == list(range(step + 1, 5))
+    resumed = method_in(parts, method)
+    resumed.run(models, Weights(), noting(steps))
+    assert steps == list(range(int(step) + 1, 5))
+    assert outcome(parts) == outcome(tmp_path / "clean")
+    assert resumed.matrix.rows() == clean.matrix.rows()
+    assert len(resumed.merge_seconds) == 4
+    # The same command in a finished folder finds everything there.
+    again = method_in(parts, method)
+    again.run(models, Weights(), lambda *_: pytest.fail("a step was made again"))
+    assert again.matrix.rows() == clean.matrix.rows()
+
+
+def test_the_layers_of_a_run_that_goes_on_are_those_of_a_clean_one(tmp_path):
+    algorithm_in(tmp_path / "whole").run(pool(3))
+    with pytest.raises(InterruptedRunError):
+        algorithm_in(tmp_path / "parts").run(pool(3), on_step=interrupt_after(2))
+    algorithm_in(tmp_path / "parts").run(pool(3))
     assert without_times(tmp_path / "parts") == without_times(tmp_path / "whole")
-    assert len(algorithm.merge_seconds) == 4
-
-
-def test_with_nothing_to_go_on_from_it_starts_at_the_first_step(tmp_path):
-    steps = []
-    algorithm_in(tmp_path, resume=True).run(pool(2), on_step=noting(steps))
-    assert steps == [1, 2]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", MANIFEST])
@@ -76,17 +177,10 @@ def test_a_damaged_step_is_made_again(tmp_path, file, caplog):
     damaged = tmp_path / "checkpoints" / "merged_model_3" / file
     damaged.write_bytes(damaged.read_bytes()[:-10])
     steps = []
-    algorithm_in(tmp_path, resume=True).run(pool(), on_step=noting(steps))
+    algorithm_in(tmp_path).run(pool(), on_step=noting(steps))
     assert steps == [4]
     assert "merged_model_3" in caplog.text
     assert without_times(tmp_path) == expected
-
-
-def test_scores_of_an_earlier_run_do_not_pass_for_this_ones(tmp_path):
-    algorithm_in(tmp_path).run(pool(2))
-    (tmp_path / "report_1.json").write_text("{}")  # as a run with scores would have left it
-    algorithm_in(tmp_path).run(pool(2))
-    assert not list(tmp_path.glob("report_*.json"))
 
 
 @pytest.mark.parametrize(
@@ -96,27 +190,18 @@ def test_scores_of_an_earlier_run_do_not_pass_for_this_ones(tmp_path):
 def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path, settings, named):
     algorithm_in(tmp_path).run(pool(2))
     with pytest.raises(ValueError, match=named):
-        algorithm_in(tmp_path, resume=True, **settings).run(pool(2))
+        algorithm_in(tmp_path, **settings).run(pool(2))
 
 
 def test_other_models_and_other_weights_under_the_same_name_are_not_gone_on_with(tmp_path):
     models = pool(2)
     algorithm_in(tmp_path).run(models)
     with pytest.raises(ValueError, match=r"order is .*; model 'task3' is null there"):
-        algorithm_in(tmp_path, resume=True).run(pool(3))
+        algorithm_in(tmp_path).run(pool(3))
     with torch.no_grad():
         next(models["task1"].parameters()).add_(0.01)
     with pytest.raises(ValueError, match="model 'task1' is not the same"):
-        algorithm_in(tmp_path, resume=True).run(models)
-
-
-def test_of_a_model_that_an_unchecked_run_had_not_read_it_is_said_that_it_may_have_changed(
-    tmp_path, caplog
-):
-    with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path, check_models=False).run(pool(3), on_step=interrupt_after(2))
-    algorithm_in(tmp_path, resume=True).run(pool(3))
-    assert "the run that made step 2 had not read task3 yet" in caplog.text
+        algorithm_in(tmp_path).run(models)
 
 
 def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
@@ -124,15 +209,8 @@ def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
     steps = []
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "run").run(models, on_step=interrupt_after(2))
-    algorithm_in(tmp_path / "run", resume=True).run(
-        saved_pool(tmp_path, models), on_step=noting(steps)
-    )
+    algorithm_in(tmp_path / "run").run(saved_pool(tmp_path, models), on_step=noting(steps))
     assert steps == [3]
-
-
-def test_without_checkpoints_there_is_nothing_to_resume():
-    with pytest.raises(ValueError, match="save_on_every_step"):
-        NufiltContinualMergingAlgorithm(resume=True, save_on_every_step=False)
 
 
 @pytest.mark.parametrize("by", ["manifest", "number"])
@@ -167,7 +245,7 @@ def test_damaged_reports_of_layers_begin_anew(tmp_path, content, caplog):
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path).run(pool(2), on_step=interrupt_after(1))
     (tmp_path / "layers.csv").write_bytes(content)
-    algorithm_in(tmp_path, resume=True).run(pool(2))
+    algorithm_in(tmp_path).run(pool(2))
     assert "layers.csv' is damaged" in caplog.text
     assert set(pd.read_csv(tmp_path / "layers.csv")["step"]) == {2}
 
@@ -179,7 +257,7 @@ def test_rows_that_the_report_of_the_layers_has_lost_are_named(tmp_path, kept_ro
     file = tmp_path / "layers.csv"
     header, *rows = file.read_text().splitlines()
     file.write_text("\n".join([header, *rows[:kept_rows]]))
-    algorithm_in(tmp_path, resume=True).run(pool(2))
+    algorithm_in(tmp_path).run(pool(2))
     missing = -kept_rows or len(rows)
     assert f"layers.csv' has lost {missing} of {len(rows)} layers of step 1" in caplog.text
 
@@ -203,23 +281,35 @@ class Scores(WholePool):
 
 @pytest.mark.parametrize("how", ["deleted", "one bit"])
 @pytest.mark.parametrize("report", ["kept", "lost"])
-def test_an_earlier_step_that_is_damaged_is_named_and_made_again_where_it_is_needed(
-    tmp_path, how, report, caplog
+def test_an_earlier_step_is_not_needed_and_scores_that_are_lost_with_it_are_none(
+    tmp_path, how, report, caplog, capsys
 ):
     models = {name: Counter() for name in ("_pretrained_", "a", "b", "c")}
     options = {"shuffle_order": False, "evaluate": "every_step"}
     whole = logging_to(tmp_path, Counting(**options))
     whole.run(models, Scores())
     damage(tmp_path / "checkpoints" / "merged_model_1", how)
+    expected = whole.matrix.rows()
     if report == "lost":
         (tmp_path / "report_1.json").unlink()
-    steps = []
-    resumed = logging_to(tmp_path, Counting(**options, resume=True))
-    resumed.run(models, Scores(), on_step=noting(steps))
-    assert steps == {"kept": [], "lost": [2, 3]}[report]
-    assert "step 2: '" in caplog.text
-    assert {"kept": "goes on without it", "lost": "it is made again"}[report] in caplog.text
-    assert resumed.matrix.rows() == whole.matrix.rows()
+        expected[1] = [None] * 3
+    resumed = logging_to(tmp_path, Counting(**options))
+    resumed.run(models, Scores(), on_step=lambda *_: pytest.fail("a step was made again"))
+    assert resumed.matrix.rows() == expected
+    assert ("the scores of step 2 are lost" in caplog.text) == (report == "lost")
+
+
+def test_a_report_that_is_lost_is_made_of_its_step_as_are_those_of_a_run_without_scores(tmp_path):
+    models = {name: Counter() for name in ("_pretrained_", "a", "b", "c")}
+    options = {"shuffle_order": False, "evaluate": "every_step"}
+    logging_to(tmp_path, Counting(**options)).run(models)
+    scored = logging_to(tmp_path, Counting(**options))
+    scored.run(models, Scores(), on_step=lambda *_: pytest.fail("a step was made again"))
+    assert [row[0] for row in scored.matrix.rows()] == [1, 1 / 2, 1 / 3]
+    (tmp_path / "report_0.json").write_text("{")
+    again = logging_to(tmp_path, Counting(**options))
+    again.run(models, Scores())
+    assert again.matrix.rows() == scored.matrix.rows()
 
 
 def merged_onto(folder, models, **options):
@@ -264,7 +354,7 @@ def test_a_step_in_the_place_of_another_is_passed_over(tmp_path, caplog):
     shutil.rmtree(folder / "merged_model_2")
     shutil.copytree(folder / "merged_model_0", folder / "merged_model_2")
     steps = []
-    algorithm_in(tmp_path, resume=True).run(pool(3), on_step=noting(steps))
+    algorithm_in(tmp_path).run(pool(3), on_step=noting(steps))
     assert "step 3: '" in caplog.text
     assert "merged_model_2' is of step 1; looking for the step before" in caplog.text
     assert steps == [3]

@@ -52,11 +52,10 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("difference", OTHERS)
-@pytest.mark.parametrize("resume", [True, False])
-def test_scores_of_another_task_pool_or_other_data_are_refused(tmp_path, difference, resume):
+def test_scores_of_another_task_pool_or_other_data_are_refused(tmp_path, difference):
     run(tmp_path, Pool())
     with pytest.raises(ValueError, match=rf"holds other scores: {difference}.*path\.log_dir"):
-        run(tmp_path, Pool(**OTHERS[difference]), resume=resume)
+        run(tmp_path, Pool(**OTHERS[difference]))
 
 
 def test_a_pool_that_is_told_so_scores_one_batch(tmp_path):
@@ -67,19 +66,19 @@ def test_a_pool_that_is_told_so_scores_one_batch(tmp_path):
 def test_scores_of_the_same_pool_on_the_same_data_come_back(tmp_path):
     rows = run(tmp_path, Pool())
     again = Pool()
-    assert run(tmp_path, again, resume=True) == rows
+    assert run(tmp_path, again) == rows
     assert again.scored == 0
 
 
 def test_a_run_without_scores_is_scored_later_and_keeps_what_was_scored(tmp_path):
     run(tmp_path, None)
-    rows = run(tmp_path, Pool(), resume=True)
+    rows = run(tmp_path, Pool())
     assert all(value is not None for value in rows[-1])
-    run(tmp_path, None, resume=True)
+    run(tmp_path, None)
     with pytest.raises(ValueError, match="holds other scores"):
-        run(tmp_path, Pool(range(5)), resume=True)
+        run(tmp_path, Pool(range(5)))
     again = Pool()
-    assert run(tmp_path, again, resume=True) == rows
+    assert run(tmp_path, again) == rows
     assert again.scored == 0
 
 
@@ -94,7 +93,7 @@ def test_scores_of_which_nothing_says_what_they_are_of_are_made_again(tmp_path, 
         del content["scoring"]
         file.write_text(json.dumps(content))
     other = Pool(range(1, 5))
-    assert run(tmp_path, other, resume=True) != rows
+    assert run(tmp_path, other) != rows
     assert other.scored == 3
     assert "they are made again" in caplog.text
 
@@ -110,9 +109,9 @@ class Trained(Counting):
 
 def test_a_merge_that_was_trained_on_other_data_is_refused(tmp_path):
     models = {name: Counter() for name in ("_pretrained_", *TASKS)}
-    for options in ({}, {"resume": True}):
-        logging_to(tmp_path, Trained(**options)).run(models)
-    other = logging_to(tmp_path, Trained(resume=True))
+    for _ in range(2):
+        logging_to(tmp_path, Trained()).run(models)
+    other = logging_to(tmp_path, Trained())
     other.items = (1, 3)
     with pytest.raises(ValueError, match=r"training data of 'a'\.sha256 is not the same"):
         other.run(models)

@@ -129,7 +129,7 @@ def test_the_seconds_of_a_run_that_goes_on_are_those_of_all_its_processes(
     monkeypatch.setattr(NufiltContinualMergingAlgorithm, "merge_step", with_data)
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path).run(pool(3), on_step=interrupt_after(2))
-    algorithm = algorithm_in(tmp_path, resume=True)
+    algorithm = algorithm_in(tmp_path)
     algorithm.run(pool(3))
     assert algorithm.data_seconds == pytest.approx(21, abs=1e-3)
     manifest = read_whole_checkpoint(tmp_path / "checkpoints" / "merged_model_2")

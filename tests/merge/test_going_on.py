@@ -223,7 +223,7 @@ def test_a_run_in_float32_knows_the_digits_of_its_earlier_tasks_also_where_it_go
     begun = logging_to(tmp_path / "run", NufiltContinualMergingAlgorithm(**settings))
     with pytest.raises(InterruptedRunError):
         begun.run(models, on_step=interrupt_after(1))
-    resumed = NufiltContinualMergingAlgorithm(**settings, resume=True)
+    resumed = NufiltContinualMergingAlgorithm(**settings)
     gone_on = logging_to(tmp_path / "run", resumed).run(models).state_dict()
     from_folders = tensors(merge(tmp_path, ["task1", "task2"], **options))
     for name, weight in from_folders.items():

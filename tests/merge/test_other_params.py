@@ -169,7 +169,7 @@ def test_a_run_of_fusion_bench_has_the_means_of_the_folders_in_one_piece_or_in_t
     run = folder / "run"
     with pytest.raises(InterruptedRunError):
         logging_to(run, algorithm(method)).run(models, on_step=interrupt_after(3))
-    resumed = logging_to(run, algorithm(method, resume=True)).run(models)
+    resumed = logging_to(run, algorithm(method)).run(models)
     assert same(resumed.state_dict(), expected)
     # A run on top of a run, and a merge of folders on top of a run.
     step = run / "checkpoints" / "merged_model_2"

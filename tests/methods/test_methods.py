@@ -66,7 +66,7 @@ def test_fusion_bench_runs_it_on_the_demo_and_resumes_it(registered, demo, tmp_p
     merged = algorithm_in(tmp_path / "whole", scale=0.3).run(pool)
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "parts", scale=0.3).run(pool, on_step=interrupt_after(2))
-    resumed = algorithm_in(tmp_path / "parts", scale=0.3, resume=True).run(pool)
+    resumed = algorithm_in(tmp_path / "parts", scale=0.3).run(pool)
 
     base = pool.load_pretrained_model()
     models = [pool.load_model(name) for name in pool.model_names]

@@ -194,7 +194,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     algorithm_in(tmp_path / "whole").run(pool())
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path / "parts").run(pool(), on_step=interrupt_after(step))
-    algorithm_in(tmp_path / "parts", resume=True).run(pool())
+    algorithm_in(tmp_path / "parts").run(pool())
     last = [
         read_whole_checkpoint(tmp_path / run / "checkpoints" / "merged_model_3")
         for run in ("whole", "parts")

@@ -426,7 +426,7 @@ def test_a_run_with_two_tensors_is_resumed(tmp_path):
 
     def algorithm():
         options = {key: value for key, value in SUM.items() if key != "method"}
-        return LayerwiseMergingAlgorithm("sum", shuffle_order=False, resume=True, **options)
+        return LayerwiseMergingAlgorithm("sum", shuffle_order=False, **options)
 
     whole = algorithm().run(models)
     with pytest.raises(InterruptedRunError):

@@ -1,6 +1,6 @@
 """FusionBench's methods under the protocol: batch methods by a rule, continual ones as they are."""
 
-from collections import defaultdict
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from fusion_bench import BaseModelPool, auto_register_config
 from fusion_bench.utils import import_object, instantiate
@@ -17,7 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
-from fusion_bench_nufilt.continual.models import MERGED, PRETRAINED
+from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.continual.precision import dtypes_of, round_to, widen, widened
 from fusion_bench_nufilt.continual.stopwatch import CHECKING, LOADING, MERGING
 from fusion_bench_nufilt.methods.options import ProtocolConfig
@@ -35,6 +34,7 @@ from fusion_bench_nufilt.utils.tensors import compute_dtype
 
 from .task_data import task_data
 
+log = logging.getLogger(__name__)
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
 
 _SO_FAR = "merged so far"  # the name of that model in the pools of the methods
@@ -157,19 +157,29 @@ class BatchMethodBaseline(_Baseline):
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self.rule_config = options_of(RuleConfig, self)
-        if self.rule_config.rule == "add_running" and self.first_step > 1:
-            raise ValueError(
-                f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'"
-            )
         self._merged_before = pretrained  # the merged model before the last step
 
-    def restore(self, step: int) -> None:
-        if step > 1 and self.needs_step(step - 1, step):
-            self._merged_before = deepcopy(self._merged_before)
-            self.load_step(step - 1, self._merged_before)
+    @property
+    def _is_running(self) -> bool:
+        """Whether a step depends on the model before the last step, too."""
+        return self.rule_config.rule == "add_running"
 
-    def needs_step(self, step: int, newest: int) -> bool:
-        return self.rule_config.rule == "add_running" and step == newest - 1
+    def state(self) -> dict[str, Tensor]:
+        if not self._is_running:
+            return {}
+        return {name: tensor.detach() for name, tensor in _own_tensors(self._merged_before)}
+
+    def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
+        if not self._is_running:
+            return
+        state = {} if folder is None else load_state(folder)
+        self._merged_before = deepcopy(self._merged_before)
+        for name, tensor in _own_tensors(self._merged_before):
+            if name not in state:
+                raise ValueError(
+                    f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'"
+                )
+            tensor.data.copy_(state[name])
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
@@ -232,9 +242,7 @@ class ContinualMethodBaseline(_Baseline):
     """A continual method of FusionBench (``opcm/*``, ``dop/*``), whose steps the protocol only
     observes.
 
-    The numbers that it keeps in memory are saved with each step. A resumed run goes through the
-    finished steps with tiny stand-ins for the models, since FusionBench's loops always begin with
-    the first one.
+    FusionBench's loops always begin with the first model, and so does a run that was interrupted.
 
     Args:
         base_method: config of a method that hands its steps to its own ``save_merged_model``, with
@@ -257,34 +265,26 @@ class ContinualMethodBaseline(_Baseline):
         # The method hands its steps to `save_merged_model`, which `observe` stands in for.
         self._method.save_on_every_step = True
         self._method.evaluate_on_every_step = False
-        self._initial_attributes = set(vars(self._method))
-        self._saved_attributes: dict[str, Any] = {}  # of a run that is resumed
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the numbers that FusionBench's method has noted since its start."""
-        state = {}
-        for key, value in vars(self._method).items():
-            if key not in self._initial_attributes and _is_numeric(value):
-                state[key] = torch.as_tensor(value)
-        return state
-
-    def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
-        if folder is None:
-            return
-        for key, value in load_state(folder).items():
-            if value.ndim > 0:  # the method appends a number to a list at each step
-                self._saved_attributes[key] = list(value)
-            else:
-                self._saved_attributes[key] = value
 
     def merge_stream(
         self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
     ) -> nn.Module:
         if MERGED in modelpool.all_model_names:
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
-        models: Any = copy(modelpool)
+        merged = deepcopy(pretrained)
+        if self._saved_step is not None:
+            if self._saved_step[1]["step"] == self._last_step:
+                self.take_saved_step(merged)
+                return merged
+            log.warning(
+                "%s begins with the first model again: FusionBench's own loop can't go on from a "
+                "step",
+                self.name,
+            )
+        pool: Any = copy(modelpool)
         # Some methods write into the first model that they load.
-        models._models = deepcopy(modelpool._models)
+        pool._models = deepcopy(modelpool._models)
+        models = copy(pool)
 
         def load(name: str, *args: Any, **kwargs: Any) -> nn.Module:
             with self.stopwatch.part(LOADING):
@@ -292,38 +292,18 @@ class ContinualMethodBaseline(_Baseline):
                 widen(model)
                 return walk_tied_parameters_once(model.cpu())
 
-        pool = copy(models)
         pool.load_model = load
         # Models on a GPU are merged from the CPU, since OPCM and others move layers by themselves
         # and use NumPy.
         device = next(pretrained.parameters()).device
-        base = deepcopy(pretrained).cpu()
+        base = merged.cpu()
         dtypes = dtypes_of(base)
-        merged = deepcopy(base)
-        last_finished = 0
-        if self.resume:
-            last_finished = self._resume(merged)
         widen(base)
-        widen(merged)
-        # Finished steps are gone through with tiny models, which are cheap to merge.
-        stand_ins = defaultdict[str, nn.Module](lambda: nn.Sequential(nn.Linear(2, 2)))
-        if last_finished > 0:
-            pool.load_model = lambda name, *args, **kwargs: stand_ins[name]
 
         def observe(current: nn.Module, index: int) -> None:
+            step = index + 1
             with self.stopwatch.part(CHECKING):
-                finish(current, index + 1)
-
-        def finish(current: nn.Module, step: int) -> None:
-            if step == last_finished:
-                # From here on, everything is as the run that was interrupted had it.
-                _become(current, merged)
-                _become(stand_ins[PRETRAINED], base)
-                vars(self._method).update(self._saved_attributes)
-                pool.load_model = load
-                self._merging_before = self.stopwatch.seconds[MERGING]
-            elif step > last_finished:
-                # Rounded once for each step: a run that is resumed goes on from what is saved.
+                # Each step is rounded as it is saved.
                 round_to(current, dtypes)
                 self.check_model(base, current, f"merged after step {step}")
                 self.finish_step(step, current)
@@ -335,6 +315,12 @@ class ContinualMethodBaseline(_Baseline):
         round_to(result, dtypes)
         del vars(result)["named_modules"]
         return result
+
+
+def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a model, each once, and its buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 @torch.no_grad()
@@ -371,16 +357,3 @@ def _optimize_unless_unchanged(
     if all(update.any() for update in updates):
         return optimize(theta_0, weights, *args)
     return theta_0.detach() + sum(updates)
-
-
-def _is_numeric(value: Any) -> bool:
-    """Tell whether a value is a number or a tensor, or a list of them."""
-    values = value if isinstance(value, list) and value else [value]
-    return all(isinstance(entry, int | float | np.number | torch.Tensor) for entry in values)
-
-
-def _become(stand_in: nn.Module, model: nn.Module) -> None:
-    """Turn a module into another one in place, for everything that refers to it."""
-    stand_in.__class__ = type(model)
-    stand_in.__dict__ = model.__dict__
-    walk_tied_parameters_once(stand_in)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from fusion_bench import BaseModelPool, auto_register_config
+from fusion_bench import auto_register_config
 from fusion_bench.models.we_moe import WeightEnsemblingMoE, construct_weight_ensembling_gate
 from torch import Tensor, nn
 from transformers import CLIPVisionModel, T5ForConditionalGeneration
@@ -19,6 +20,7 @@ from fusion_bench_nufilt.continual.models import MERGED
 from fusion_bench_nufilt.continual.precision import widen
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
+from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.options import (
     check_choices,
     option,
@@ -270,19 +272,13 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         first_rank, other_rank = self._mixture.released_ranks
         return first_rank if step == 1 else other_rank
 
-    def _resume(self, merged: nn.Module) -> int:
-        return super()._resume(self._mixture)  # the model that grows
-
-    def load_step(self, step: int, model: nn.Module) -> None:
-        super().load_step(step, model)
-        # The weights alone do not tell which expert a direction belongs to.
-        self._mixture.set_ranks([self.expert_rank(number) for number in range(1, step + 1)])
-
-    def merge_stream(
-        self, modelpool: BaseModelPool, pretrained: nn.Module, names: list[str]
-    ) -> nn.Module:
-        super().merge_stream(modelpool, pretrained, names)
+    def prepare(self, merged: nn.Module) -> nn.Module:
         return self._mixture
+
+    def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
+        # The weights alone do not tell which expert a direction belongs to.
+        steps = range(1, manifest["step"] + 1)
+        self._mixture.set_ranks([self.expert_rank(step) for step in steps])
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module

@@ -24,11 +24,9 @@ from tests.continual.baselines.helpers import (
     configured,
     demo_images,
     on_cpu,
-    same,
     unchanged,
 )
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
-from tests.continual.helpers import pool as pool_of_clips
+from tests.continual.helpers import noting
 from tests.tiny_models import clip, finetuned, llama, t5
 
 
@@ -160,27 +158,6 @@ def test_every_baseline_computes_in_float32_with_models_in_16_bits(name, dtype, 
     error = (parameters_to_vector(merged.parameters()).float() - expected).norm()
     # A few roundings: TIES and MagMax take other entries after that of the first step.
     assert error < 4 * torch.finfo(dtype).eps * expected.norm()
-
-
-@pytest.mark.parametrize(
-    "name", ["opcm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dop", "iso_c"))]
-)
-def test_a_stream_of_models_in_16_bits_is_resumed_with_the_same_bits(name, tmp_path):
-    models = {key: model.bfloat16() for key, model in pool_of_clips(3).items()}
-    options = []
-    if name in STEPS:
-        options.append(f"method.{STEPS[name]}=2")
-
-    def run(folder, on_step=None, **changed):
-        config = configured(f"continual/{name}", *options)
-        for key, value in changed.items():
-            config[key] = value
-        return logging_to(folder, instantiate(config)).run(models, None, on_step)
-
-    uninterrupted = run(tmp_path / "whole")
-    with pytest.raises(InterruptedRunError):
-        run(tmp_path / "parts", interrupt_after(2))
-    assert same(run(tmp_path / "parts", resume=True), uninterrupted)
 
 
 # Options that say how one method of FusionBench is run.

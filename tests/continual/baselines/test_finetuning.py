@@ -71,12 +71,8 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(pools, tmp_path):
     steps = []
     whole = algorithm(batch_size=16).run(*pools)
     with pytest.raises(pytest.fail.Exception):
-        algorithm(InFolder, batch_size=16, resume=True).run(
-            *pools, lambda *_: pytest.fail("interrupted")
-        )
-    resumed = algorithm(InFolder, batch_size=16, resume=True).run(
-        *pools, lambda step, _: steps.append(step)
-    )
+        algorithm(InFolder, batch_size=16).run(*pools, lambda *_: pytest.fail("interrupted"))
+    resumed = algorithm(InFolder, batch_size=16).run(*pools, lambda step, _: steps.append(step))
     assert steps == [2]
     assert same(whole, resumed)
 

@@ -15,8 +15,6 @@ import torch
 from fusion_bench import BaseModelPool
 from fusion_bench.method import MagMaxAlgorithm, TaskArithmeticAlgorithm
 from fusion_bench.utils import instantiate
-from lightning import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -312,28 +310,26 @@ def test_a_weight_with_two_names_is_shifted_once():
         torch.testing.assert_close(value, 2 * other.state_dict()[key] - base.state_dict()[key])
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("opcm", 1), ("opcm", 3), ("weight_average", 3), ("dop", 3)]
-)
-def test_a_continual_method_of_fusionbench_goes_on_with_the_same_bits(tmp_path, name, step):
-    models = pool(4)
-    options = []
-    if name == "dop":
-        options.append("method.base_method.num_steps=2")
+@pytest.mark.parametrize("name", ["opcm", "weight_average"])
+def test_a_continual_method_of_fusionbench_begins_again_and_says_so(tmp_path, name, caplog):
+    models = {name: model.bfloat16() for name, model in pool(3).items()}
 
-    def run(folder, *overrides, on_step=None):
-        done = logging_to(folder, baseline(name, *options, *overrides)).run(models, on_step=on_step)
-        manifest = read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")
+    def run(folder, on_step=None):
+        done = logging_to(folder, baseline(name)).run(models, on_step=on_step)
+        manifest = read_whole_checkpoint(folder / "checkpoints" / "merged_model_2")
         return done, manifest["files"]["model.safetensors"]
 
     whole, files = run(tmp_path / "whole")
     with pytest.raises(InterruptedRunError):
-        run(tmp_path / "parts", on_step=interrupt_after(step))
+        run(tmp_path / "parts", interrupt_after(2))
     steps = []
-    resumed, files_of_parts = run(tmp_path / "parts", "method.resume=true", on_step=noting(steps))
-    assert steps == list(range(step + 1, 5))
+    again, files_of_parts = run(tmp_path / "parts", noting(steps))
+    assert steps == [1, 2, 3]
+    assert "begins with the first model again" in caplog.text
     assert files_of_parts == files
-    assert same(whole, resumed)
+    assert same(whole, again)
+    finished, _ = run(tmp_path / "parts", lambda *_: pytest.fail("it was finished"))
+    assert same(whole, finished)
 
 
 @pytest.mark.parametrize("name", ["opcm", "task_arithmetic"])
@@ -349,24 +345,4 @@ def test_a_model_that_was_merged_unchecked_and_changed_since_is_not_gone_on_with
     with torch.no_grad():
         next(models["task1"].parameters()).add_(0.01)
     with pytest.raises(ValueError, match="model 'task1' is not the same"):
-        run("method.resume=true")
-
-
-def test_a_running_result_goes_on_with_the_same_bits(tmp_path):
-    models = pool(4)
-
-    def run(folder, *overrides, stop=None):
-        algorithm = baseline("magmax", "method.rule=add_running", IN_ORDER, *overrides)
-        algorithm._fabric_instance = Fabric(
-            devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", "")
-        )
-        algorithm.run(
-            models, on_step=lambda step, merged: step == stop and pytest.fail("interrupted")
-        )
-        return read_whole_checkpoint(folder / "checkpoints" / "merged_model_3")["files"]
-
-    whole = run(tmp_path / "whole")
-    for step in (1, 3):
-        with pytest.raises(pytest.fail.Exception, match="interrupted"):
-            run(tmp_path / "parts", stop=step)
-        assert run(tmp_path / "parts", "method.resume=true") == whole
+        run()

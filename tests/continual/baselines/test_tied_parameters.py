@@ -8,7 +8,6 @@ from torch import nn
 
 from fusion_bench_nufilt.continual.baselines import ContinualMethodBaseline
 from tests.continual.baselines.helpers import on_cpu
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.tiny_models import T5, build, finetuned
 
 pytestmark = pytest.mark.oldest
@@ -79,16 +78,3 @@ def test_a_model_whose_embedding_is_three_modules_is_merged_like_one_with_one(na
     one = merge(name, pool_of(t5(modules=1, tied=False)))
     three = merge(name, pool_of(t5(modules=3, tied=False)))
     torch.testing.assert_close(three.state_dict(), one.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["opcm", "dop"])
-def test_a_resumed_run_merges_a_tied_parameter_once_too(name, tmp_path):
-    models = pool_of(t5(modules=3, tied=True))
-    whole = merge(name, models)
-
-    def run(**arguments):
-        return logging_to(tmp_path, algorithm(name, resume=True)).run(models, **arguments)
-
-    with pytest.raises(InterruptedRunError):
-        run(on_step=interrupt_after(2))
-    torch.testing.assert_close(run().state_dict(), whole.state_dict(), rtol=0, atol=0)

@@ -227,9 +227,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
     with pytest.raises(InterruptedRunError):
         logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, interrupt_after(step))
     steps = []
-    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(
-        models, taskpool, noting(steps)
-    )
+    resumed = logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, noting(steps))
     assert steps == list(range(step + 1, 3))
     assert same(whole, resumed)
     assert all(module.ranks == [32, 32] for _, module in resumed.mixtures())
@@ -264,9 +262,7 @@ def test_a_run_that_is_killed_while_it_scores_goes_on_with_the_same_bits(tmp_pat
     whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
     with pytest.raises(InterruptedRunError):
         logging_to(tmp_path, LoRAWEMoE(**options)).run(models, KilledWhileScoring(scoring))
-    resumed = logging_to(tmp_path, LoRAWEMoE(resume=True, **options)).run(
-        models, KilledWhileScoring(0)
-    )
+    resumed = logging_to(tmp_path, LoRAWEMoE(**options)).run(models, KilledWhileScoring(0))
     assert same(whole, resumed)
 
 
