@@ -48,3 +48,14 @@ def interrupt_after(step):
 
 def noting(steps):
     return lambda step, merged: steps.append(step)
+
+
+def contents(folder):
+    """The bytes of every file, but of TensorBoard's, which another thread may still be writing."""
+    files = {}
+    for path in folder.rglob("*"):
+        if "tfevents" in path.name:
+            files[path] = b""
+        elif path.is_file():
+            files[path] = path.read_bytes()
+    return files

@@ -9,6 +9,7 @@ import shutil
 import pandas as pd
 import pytest
 import torch
+from fusion_bench.modelpool import CLIPVisionModelPool
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
@@ -19,6 +20,7 @@ from fusion_bench_nufilt.utils.tensors import raw_bytes
 from tests.continual.baselines.helpers import baseline
 from tests.continual.helpers import (
     InterruptedRunError,
+    contents,
     interrupt_after,
     logging_to,
     noting,
@@ -377,3 +379,62 @@ def test_a_bad_merge_is_refused_before_any_work():
         NufiltContinualMergingAlgorithm(**SMALL, num_merged=1).run(
             models, on_step=lambda *_: pytest.fail("merged")
         )
+
+
+#: What may be another in a command, and what it is told; all but weights before a model is loaded.
+CHANGED = {
+    "seed is 42 there and 43 here": {"seed": 43},
+    "null_rank is 6 there and 5 here": {"null_rank": 5},
+    "lora_rank is 4 there and 3 here": {"lora_rank": 3},
+    "task_rank is 3 there and 2 here": {"task_rank": 2},
+    "max_steps is 5 there and 6 here": {"max_steps": 6},
+    "lr is 0.001 there and 0.01 here": {"lr": 0.01},
+    "ridge is 10.0 there and 5.0 here": {"ridge": 5.0},
+    'solver is "adam" there and "closed_form" here': {"solver": "closed_form"},
+    "null_space is true there and false here": {"null_space": False},
+    'other_params is "mean" there and "first" here': {"other_params": "first"},
+    'heads is "auto" there and "none" here': {"heads": "none"},
+    "target_modules is ": {"target_modules": "all-linear"},
+    "exclude_modules is ": {"exclude_modules": ["fc1"]},
+    'evaluate is "diagonal" there and "last" here': {"evaluate": "last"},
+    r"order is .*task1.* there and .*task2.*task1": {"shuffle_order": True},
+    'method is "NUFILT" there and "task arithmetic': {"layer_method": "sum"},
+    "order is .*; model 'task3' is null there": {"models": 3},
+    "scored is ": {"fast_dev_run": True},
+    "test_data.*task1": {"test_data": [1, 2]},
+    "model 'task1' is not the same": {"weights": 0.01},
+}
+
+
+def test_another_command_in_the_same_folder_is_told_what_differs(tmp_path, monkeypatch):
+    """And those options that are of the process are none of it."""
+    models = pool(3)
+    two = {name: models[name] for name in ("_pretrained_", "task1", "task2")}
+    algorithm_in(tmp_path / "run").run(saved_pool(tmp_path, two), Weights())
+
+    def run(changed):
+        taskpool = Weights()
+        taskpool.fast_dev_run = changed.pop("fast_dev_run", False)
+        if "test_data" in changed:
+            data = {"task1": changed.pop("test_data")}
+            taskpool.load_test_data = lambda: data
+        named = models if changed.pop("models", 2) == 3 else two
+        with torch.no_grad():
+            next(models["task1"].parameters()).add_(changed.pop("weights", 0))
+        modelpool = saved_pool(tmp_path, named)
+        if "layer_method" in changed:
+            algorithm = LayerwiseMergingAlgorithm("sum", shuffle_order=False, other_params="mean")
+            algorithm = logging_to(tmp_path / "run", algorithm)
+        else:
+            algorithm = algorithm_in(tmp_path / "run", **changed)
+        algorithm.run(modelpool, taskpool, on_step=lambda *_: pytest.fail("a step was made"))
+
+    run({"save_on_every_step": False, "check_models": False, "verify": False})
+    before = contents(tmp_path / "run")
+    for told, changed in CHANGED.items():
+        with monkeypatch.context() as patch:
+            if "weights" not in changed:
+                patch.setattr(CLIPVisionModelPool, "load_model", pytest.fail)
+            with pytest.raises(ValueError, match=rf"holds (another run|other scores): .*{told}"):
+                run(dict(changed))
+    assert contents(tmp_path / "run") == before

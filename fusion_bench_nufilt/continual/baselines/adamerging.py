@@ -49,12 +49,16 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         names = modelpool.model_names
         taskpool = None
         stopwatch = Stopwatch()
+        loaded_data = {}
         if self._program is not None:
             taskpool = self._program.taskpool
-            # That of the run in which the baseline is a step.
+            # Those of the run in which the baseline is a step.
             stopwatch = getattr(self._program, "stopwatch", stopwatch)
-        with stopwatch.part(DATA):
-            data = task_data("AdaMerging", taskpool, names[-1], modelpool)
+            loaded_data = getattr(self._program, "task_data", {})
+        data = loaded_data.get(names[-1])
+        if data is None:
+            with stopwatch.part(DATA):
+                data = task_data("AdaMerging", taskpool, names[-1], modelpool)
         pretrained = load_stored(modelpool, PRETRAINED)
         models = [load_stored(modelpool, name) for name in names]
         merged = _Merged(pretrained, models, self.init_values, self.fabric.device)

@@ -32,7 +32,7 @@ from fusion_bench_nufilt.utils.options import (
 )
 from fusion_bench_nufilt.utils.tensors import compute_dtype
 
-from .task_data import task_data
+from .task_data import TaskData, task_data
 
 log = logging.getLogger(__name__)
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
@@ -113,8 +113,10 @@ class _Baseline(ContinualMergingAlgorithm):
     def name(self) -> str:
         return str(self.base_method._target_).rpartition(".")[2]
 
-    def make_base_method(self, taskpool: Any) -> Any:
-        """Return FusionBench's method, set up as by its program."""
+    def make_base_method(self, taskpool: Any, data: Mapping[str, TaskData] | None = None) -> Any:
+        """Return FusionBench's method, set up as by its program, with data that are loaded
+        already.
+        """
         # Ray 2.54 adds a parameter to functions that it decorates, which FusionBench would take for
         # an option.
         constructor = import_object(self.base_method._target_).__init__
@@ -124,7 +126,9 @@ class _Baseline(ContinualMergingAlgorithm):
             del attributes["__signature__"]
         method = instantiate(self.base_method)
         method._fabric_instance = self.fabric
-        method._program = SimpleNamespace(taskpool=taskpool, stopwatch=self.stopwatch)
+        method._program = SimpleNamespace(
+            taskpool=taskpool, stopwatch=self.stopwatch, task_data=data or {}
+        )
         return method
 
 
@@ -148,12 +152,11 @@ class BatchMethodBaseline(_Baseline):
         return getattr(import_object(self.base_method._target_), "uses_training_data", False)
 
     def training_data(self) -> dict[str, Any]:
-        if not self._needs_data:
-            return {}
-        data = {}
-        for name in self.names:
-            data[name] = task_data(self.name, self.taskpool, name, self.modelpool).dataset
-        return data
+        self._data = {}
+        if self._needs_data:
+            for name in self.names:
+                self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
+        return {name: data.dataset for name, data in self._data.items()}
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self.rule_config = options_of(RuleConfig, self)
@@ -227,7 +230,7 @@ class BatchMethodBaseline(_Baseline):
         )
         with torch.enable_grad():
             # The protocol runs without gradients, and methods such as AdaMerging train.
-            result = self.make_base_method(self.taskpool).run(pool)
+            result = self.make_base_method(self.taskpool, self._data).run(pool)
         if type(result) is not type(base):
             raise ValueError(
                 f"{self.name} returns a {type(result).__name__}, not a {type(base).__name__}: it "
