@@ -49,7 +49,7 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         names = modelpool.model_names
         taskpool = None
         stopwatch = Stopwatch()
-        loaded_data = {}
+        loaded_data: dict[str, Any] = {}
         if self._program is not None:
             taskpool = self._program.taskpool
             # Those of the run in which the baseline is a step.

@@ -211,7 +211,7 @@ class LMEvalTaskPool(HarnessTaskPool):
         return DataLoader(prompts, batch_size=self.batch_size, collate_fn=tokenize)
 
     def load_test_data(self) -> dict[str, Sequence[Any]]:
-        data = {}
+        data: dict[str, Sequence[Any]] = {}
         for name in self._names:
             documents: list[Any] = []
             for loaded_task in load_data(name, partial(self._load, name)):
