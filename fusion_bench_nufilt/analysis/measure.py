@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
-from fusion_bench_nufilt.compare.paper import DATA_FREE, rank_for_width
+from fusion_bench_nufilt.compare.paper import DATA_FREE
 from fusion_bench_nufilt.compare.run import ONE_RUN
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.algorithm import task_order
@@ -26,21 +26,17 @@ from .surrogates import data_free_losses, layer_losses
 log = logging.getLogger(__name__)
 
 
-def default_methods(width: int) -> str:
-    """Return NUFILT and its ablations at the paper's ranks, scaled to the width, and the data-free
-    baselines.
-    """
-    r_p = rank_for_width("null_rank", 128, width)
-    r_l = rank_for_width("lora_rank", 64, width)
-    ranks = f"null_rank={r_p}:lora_rank={r_l}"
-    methods = [
-        f"NUFILT {r_p}/{r_l}/8=nufilt:{ranks}",
-        f"filter only ({r_p})=nufilt/filter_only:null_rank={r_p}",
-        f"adapter only ({r_l}/8)=nufilt/adapter_only:{ranks}",
+#: NUFILT and its ablations at the paper's ranks, as shares of the width, and the data-free
+#: baselines.
+DEFAULT_METHODS = ", ".join(
+    [
+        "NUFILT=nufilt:null_rank=0.1667:lora_rank=0.0833",
+        "filter only=nufilt/filter_only:null_rank=0.1667",
+        "adapter only=nufilt/adapter_only:null_rank=0.1667:lora_rank=0.0833",
         "naive sum=nufilt/naive",
         *DATA_FREE,
     ]
-    return ", ".join(methods)
+)
 
 
 class LossTracker:

@@ -67,7 +67,6 @@ class PoolAnalysis:
         refuse_missing_keys(PRETRAINED, missing_keys, can_exclude=False)
         self._modules = [view.module for view in self.views.values()]
         #: d_i of the narrowest layer
-        self.width = min(view.shape[1] for view in self.views.values())
         self._inputs: dict[str, Loader] = {}
         self._samples: dict[str, int] = {}
         for task in self.tasks:

@@ -169,7 +169,7 @@ def _pool(
     console: Console, methods: str | None, overrides: list[str], modelpool: str, *analysis: Any
 ) -> Any:
     """Analyse a model pool, and methods on it."""
-    from fusion_bench_nufilt.analysis.measure import default_methods, measure_methods
+    from fusion_bench_nufilt.analysis.measure import DEFAULT_METHODS, measure_methods
     from fusion_bench_nufilt.analysis.pool import PoolAnalysis
     from fusion_bench_nufilt.compare.configs import compose_run, quiet
     from fusion_bench_nufilt.compare.experiment import Experiment
@@ -180,10 +180,9 @@ def _pool(
     with quiet():
         pool = PoolAnalysis(Experiment(compose_run(without_method(words))), modelpool, *analysis)
         console.print(pool.memory_note)
-        if methods == "none":
-            specs = []
-        else:
-            specs = parse_methods(methods or default_methods(pool.width), overrides)
+        specs = []
+        if methods != "none":
+            specs = parse_methods(methods or DEFAULT_METHODS, overrides)
         bars = bars_on(console)
         with bars(total=len(pool.tasks), desc="Analysing tasks") as bar:
             result = pool.run(bar.update)

@@ -42,7 +42,6 @@ from fusion_bench_nufilt.continual.models import (
     load_model,
     reason,
 )
-from fusion_bench_nufilt.models.layers import select_layers
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import ALL_TEST_DATA, or_none
 from fusion_bench_nufilt.utils.manifest import differences, in_one_line, package_versions
@@ -252,12 +251,6 @@ class Experiment:
                 changed_tensors += 1
                 changed_elements += parameter.numel()
         return changed_tensors, changed_elements / self.parameters
-
-    @cached_property
-    def width(self) -> int:
-        """The smallest input width d_i of the layers that NUFILT merges."""
-        layers = select_layers(self.load(PRETRAINED)[0])
-        return min(view.shape[1] for view in layers.values())
 
     @property
     def digests(self) -> dict[str, str]:

@@ -13,12 +13,10 @@ from omegaconf import DictConfig
 from fusion_bench_nufilt.continual.models import PRETRAINED
 from fusion_bench_nufilt.utils.overrides import key_of, without_method
 
-from .configs import compose_run, quiet, taskpool_config
-from .experiment import Experiment
+from .configs import compose_run, taskpool_config
 from .specs import NEED_DATA, RunSpec, parse_methods
 
 _PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
-_WIDTH = 768  # of the models that its ranks are for
 #: The panels of the paper's sensitivity figure.
 SENSITIVITY = _PAPER["sensitivity"]
 #: The baselines of the paper's main table that need no data.
@@ -43,40 +41,38 @@ def preset_specs(
 
     ``paper`` has them by both formulas where there are two; ``sensitivity`` is the panels of
     :data:`SENSITIVITY`, and ``ranks`` those that vary a rank. Methods that need data are there only
-    ``with_data``, and where the pool has that data. A comparison scales the ranks of all to the
-    width.
+    ``with_data``, and where the pool has that data.
     """
     if with_data and name not in ("paper", "overhead"):
         raise ValueError(
             f"--with-data goes with --preset paper or overhead: no method of '{name}' needs data"
         )
-    pools = without_method([f"modelpool={modelpool}", *overrides])
     if name in ("sensitivity", "ranks"):
-        with quiet():
-            experiment = Experiment(compose_run(pools))
-            experiment.evaluator  # noqa: B018 -- before any model is loaded
-            width = experiment.width
         specs = []
         for panel in SENSITIVITY:
             if name == "sensitivity" or panel["key"] != "max_steps":
-                specs += panel_specs(panel, width)
+                specs += panel_specs(panel)
         return specs
     if name not in _PAPER["presets"]:
         names = ", ".join(sorted([*_PAPER["presets"], "ranks", "sensitivity"]))
         raise ValueError(f"there is no preset '{name}'; there are: {names}")
     data = {"none"}
     if with_data:
-        data |= _data_of(compose_run(pools))
+        data |= _data_of(compose_run(without_method([f"modelpool={modelpool}", *overrides])))
+    overridden_keys = {key_of(word) for word in overrides}
     methods = []
-    for method in _PAPER["presets"][name]:
-        if NEED_DATA.get(method.split(":")[0], "none") in data:
-            methods.append(method)
+    for words in _PAPER["presets"][name]:
+        method, *settings = words.split(":")
+        # What the user says for all methods would be lost otherwise.
+        own = [word for word in settings if f"method.{key_of(word)}" not in overridden_keys]
+        if NEED_DATA.get(method, "none") in data:
+            methods.append(":".join([method, *own]))
     if name == "paper":
         methods = _methods_of_paper(methods, modelpool)
     specs = []
     for spec in parse_methods(",".join(methods), overrides):
         settings = paper_settings(modelpool, spec.method) if name == "paper" else ()
-        specs.append(replace(spec, label=":".join([spec.label, *settings]), preset=True))
+        specs.append(replace(spec, label=":".join([spec.label, *settings])))
     return specs
 
 
@@ -115,53 +111,15 @@ def _data_of(config: DictConfig) -> set[str]:
     return data
 
 
-def with_fitting_ranks(spec: RunSpec, experiment: Experiment, overrides: Sequence[str]) -> RunSpec:
-    """Return a method of a preset with ranks for the models' width, except those that the overrides
-    give.
+def panel_specs(panel: Mapping[str, Any]) -> list[RunSpec]:
+    """Return the methods of a panel of :data:`SENSITIVITY`; the option that the panel varies is the
+    last that they set.
     """
-    if not (spec.preset and spec.method.startswith("nufilt")):
-        return spec
-    config = compose_run(spec.overrides).method
-    overridden_keys = {key_of(word) for word in overrides}
-    changed = []
-    for key in ("null_rank", "lora_rank"):
-        rank = rank_for_width(key, config[key], experiment.width)
-        if rank != config[key] and f"method.{key}" not in overridden_keys:
-            changed.append(f"{key}={rank}")
-    overrides = (*spec.overrides, *(f"method.{setting}" for setting in changed))
-    # The label says what was derived, as one would type it: without it, the row is another one.
-    label = ":".join([spec.label, *changed])
-    return replace(spec, label=label, overrides=overrides, settings=(*spec.settings, *changed))
-
-
-def panel_specs(panel: Mapping[str, Any], width: int) -> list[RunSpec]:
-    """Return the methods of a panel of :data:`SENSITIVITY`, with ranks for the width; the option
-    that the panel varies is the last that they set.
-    """
-    key = panel["key"]
     specs = []
     for value in panel["values"]:
-        options = {}
-        for option, number in {**panel["fixed"], key: value}.items():
-            options[option] = rank_for_width(option, number, width)
+        options = {**panel["fixed"], panel["key"]: value}
         settings = tuple(f"{option}={number}" for option, number in options.items())
         overrides = ("method=nufilt", *(f"method.{setting}" for setting in settings))
-        label = ":".join([f"{panel['symbol']} {options[key]}", *settings[:-1]])
+        label = ":".join([f"{panel['symbol']} {value}", *settings[:-1]])
         specs.append(RunSpec(label, overrides, "nufilt", settings))
-    return list(dict.fromkeys(specs))  # several ranks may be one in a narrow model
-
-
-def rank_for_width(key: str, value: int, width: int) -> int:
-    """Return an option, ``value`` in the paper at width 768, for models whose narrowest layer has
-    d_i = ``width``.
-
-    Below 768, r_p and r_l are in proportion to the width, rounded down; no rank is above it.
-    """
-    if key == "task_rank":
-        return min(value, width)
-    if key not in ("null_rank", "lora_rank") or value == 0:
-        return value
-    if value == _WIDTH:  # all directions
-        return width
-    # Rank 0 would leave the filter or the adapter out.
-    return max(1, value * min(width, _WIDTH) // _WIDTH)
+    return specs

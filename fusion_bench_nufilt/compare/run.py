@@ -27,7 +27,6 @@ from fusion_bench_nufilt.utils.overrides import key_of, without_method
 
 from .configs import compose_run, plain, quiet
 from .experiment import Experiment, run_alone
-from .paper import with_fitting_ranks
 from .specs import RunSpec, check_specs
 from .store import Store
 from .summary import compare_runs
@@ -92,7 +91,6 @@ def compare(
     with quiet():
         experiment = Experiment(compose_run(pools), validation)
         experiment.settings  # noqa: B018 -- the test data are loaded before any model
-        specs = [with_fitting_ranks(spec, experiment, overrides) for spec in specs]
         # Of two words for one key Hydra takes the later one: a method's own settings come last.
         words = [f"++method.evaluate={evaluate}", *ONE_RUN, *everywhere]
         configs, errors = _configure(specs, words, experiment, keep_going)

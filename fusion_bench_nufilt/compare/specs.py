@@ -39,8 +39,6 @@ class RunSpec:
     overrides: tuple[str, ...]  # the overrides of `fusion_bench` that are this row's own
     method: str  # its name, without ``continual/``
     settings: tuple[str, ...] = ()  # the ``KEY=VALUE`` words among the overrides
-    #: Whether it comes from a preset, whose ranks are scaled to the models' width.
-    preset: bool = False
 
 
 def parse_methods(text: str, overrides: Sequence[str] = ()) -> list[RunSpec]:

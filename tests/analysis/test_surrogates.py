@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import fuse_layers
-from fusion_bench_nufilt.analysis.measure import _ranks, default_methods
+from fusion_bench_nufilt.analysis.measure import _ranks
 from fusion_bench_nufilt.analysis.surrogates import data_free_losses, harmonic_mean, layer_losses
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
@@ -111,10 +111,3 @@ def test_the_data_free_losses_have_the_methods_own_ranks_whole_or_shares(
 ):
     found = _ranks({"null_rank": null_rank, "task_rank": task_rank}).ranks(64)
     assert (found.null, found.task) == ranks
-
-
-def test_the_default_methods_have_the_papers_ranks_in_proportion_rounded_down():
-    assert "null_rank=128:lora_rank=64," in default_methods(768)
-    assert {"opcm", "wudi", "iso_c", "tsvm", "knots_ties"} <= set(default_methods(768).split(", "))
-    assert default_methods(4096) == default_methods(768)
-    assert "null_rank=10:lora_rank=5," in default_methods(64)  # 10.7 and 5.3

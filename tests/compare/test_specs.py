@@ -1,7 +1,6 @@
 """What the words on the command line mean."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,10 +9,10 @@ from fusion_bench_nufilt.compare.paper import (
     SENSITIVITY,
     panel_specs,
     preset_specs,
-    with_fitting_ranks,
 )
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
 from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.utils.files import file_name
 from fusion_bench_nufilt.utils.overrides import key_of, key_value, without_method
 
@@ -140,38 +139,18 @@ def test_seeds_that_are_none_or_more_than_anybody_has_time_for_are_refused(text)
 # --- presets ---
 
 
-@pytest.mark.parametrize(
-    ("width", "null", "lora"), [(128, 21, 10), (768, 128, 64), (1024, 128, 64)]
-)
-def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_that_fit_the_width(
-    width, null, lora
-):
-    models = SimpleNamespace(width=width)
-    specs = [
-        with_fitting_ranks(spec, models, []) for spec in preset_specs("ablation", "nufilt_demo", [])
-    ]
+def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_in_proportion_to_the_width():
+    specs = preset_specs("ablation", "nufilt_demo", [])
     configs = [compose_run(spec.overrides).method for spec in specs]
     parts = [(config.null_space, config.null_rank, config.lora_rank) for config in configs]
-    assert parts == [(False, null, 0), (True, null, 0), (False, null, lora), (True, null, lora)]
+    r_p, r_l = 0.1667, 0.0833
+    assert parts == [(False, 128, 0), (True, r_p, 0), (False, 128, r_l), (True, r_p, r_l)]
+    assert FusionConfig(null_rank=r_p, lora_rank=r_l).ranks(768) == (128, 64, 8)
     names = ["nufilt/naive", "nufilt/filter_only", "nufilt/adapter_only", "nufilt"]
     assert [spec.method for spec in specs] == names
-    assert [spec.label.partition(":")[0] for spec in specs] == names
-
-
-@pytest.mark.parametrize("width", [96, 128, 768])
-def test_what_a_preset_derives_stands_in_the_label_as_it_would_be_typed(width):
-    """Rows of one name never differ: the same words in --methods give the same row."""
-    models = SimpleNamespace(width=width)
-    for spec in preset_specs("ablation", "nufilt_demo", []):
-        fitted = with_fitting_ranks(spec, models, [])
-        (typed,) = parse_methods(fitted.label)
-        assert typed.settings == fitted.settings
-        config = compose_run(fitted.overrides).method
-        assert compose_run(typed.overrides).method == config
-        if width == 96 and spec.method == "nufilt":
-            assert fitted.label == "nufilt:null_rank=16:lora_rank=8"
-        if width == 768:
-            assert fitted == spec
+    for spec in specs:
+        (typed,) = parse_methods(spec.label)
+        assert typed == spec
 
 
 def test_the_settings_of_the_paper_for_many_tasks_stand_in_the_labels():
@@ -182,53 +161,25 @@ def test_the_settings_of_the_paper_for_many_tasks_stand_in_the_labels():
         assert name not in specs
 
 
-@pytest.mark.parametrize("width", [96, 768])
-def test_a_row_of_the_sensitivity_names_all_that_it_sets(width):
+def test_a_row_of_the_sensitivity_names_all_that_it_sets():
     for panel in SENSITIVITY:
-        for spec in panel_specs(panel, width):
-            for setting in spec.settings[:-1]:
-                assert setting in spec.label
-            assert spec.label.startswith(f"{panel['symbol']} {spec.settings[-1].partition('=')[2]}")
+        for value, spec in zip(panel["values"], panel_specs(panel), strict=True):
+            assert spec.label.startswith(f"{panel['symbol']} {value}")
+            assert all(setting in spec.label for setting in spec.settings[:-1])
+            assert spec.settings[-1] == f"{panel['key']}={value}"
 
 
-def test_ranks_that_the_user_gives_and_methods_that_the_user_names_are_not_scaled():
-    models = SimpleNamespace(width=128)
-    given = ["method.null_rank=99"]
-    specs = {
-        spec.label: with_fitting_ranks(spec, models, given)
-        for spec in preset_specs("paper", "nufilt_demo", given)
-    }
-    assert specs["nufilt"].settings == ("lora_rank=10",)
-    assert specs["nufilt"].label == "nufilt:lora_rank=10"
-    (named,) = parse_methods("nufilt")
-    assert with_fitting_ranks(named, models, []) == named
-
-
-def values_of(spec, *keys):
-    settings = dict(word.split("=") for word in spec.settings)
-    return tuple(int(settings[key]) for key in keys)
-
-
-def test_the_sensitivity_varies_one_rank_in_each_panel_and_starts_at_none():
-    ends = []  # the ranks of the first two rows of a panel, and of the last
-    *panels, steps = [panel_specs(panel, 768) for panel in SENSITIVITY]
-    for first, second, *_, last in panels:
-        rows = (first, second, last)
-        ends.append([values_of(spec, "null_rank", "lora_rank", "task_rank") for spec in rows])
-    assert ends[0] == [(0, 0, 0), (8, 0, 0), (768, 0, 0)]
-    assert ends[1] == [(128, 0, 8), (128, 4, 8), (128, 128, 8)]
-    assert ends[2] == [(128, 16, 0), (128, 16, 1), (128, 16, 128)]
-    values = [values_of(spec, "null_rank", "lora_rank", "task_rank", "max_steps") for spec in steps]
-    assert values == [(128, 64, 8, 25), (128, 64, 8, 50), (128, 64, 8, 100)]
-
-
-@pytest.mark.parametrize(("width", "ranks"), [(128, (21, 10)), (768, (128, 64)), (1024, (128, 64))])
-def test_its_ranks_are_in_proportion_to_the_width_below_the_papers(width, ranks):
-    first, *_, steps = SENSITIVITY
-    assert panel_specs(first, width)[-1].settings[-1] == f"null_rank={width}"
-    null_rank, lora_rank = ranks
-    settings = panel_specs(steps, width)[0].settings
-    assert settings[:2] == (f"null_rank={null_rank}", f"lora_rank={lora_rank}")
+def test_ranks_that_the_user_gives_for_all_methods_are_those_of_a_preset():
+    labels = [spec.label for spec in preset_specs("ablation", "p", ["method.null_rank=99"])]
+    assert labels[1:] == [
+        "nufilt/filter_only",
+        "nufilt/adapter_only:lora_rank=0.0833",
+        "nufilt:lora_rank=0.0833",
+    ]
+    (paper,) = [
+        spec for spec in preset_specs("paper", "nufilt_demo", []) if spec.method == "nufilt"
+    ]
+    assert paper.settings == ()
 
 
 @pytest.mark.parametrize(

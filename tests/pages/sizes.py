@@ -1,5 +1,6 @@
 """Comparisons and analyses of any number of methods and tasks, with made-up numbers."""
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -56,12 +57,12 @@ def comparison_of(methods, tasks, seeds=(42, 43), evaluate="every_step", preset=
 def sensitivity_of(tasks, evaluate="every_step", preset="sensitivity"):
     """The panels of the paper's sensitivity figure."""
     result = comparison_of(1, tasks, evaluate=evaluate, preset=preset)
-    usual = {"null_rank": 128, "lora_rank": 64, "task_rank": 8, "max_steps": 50}
+    usual = {"null_rank": 0.1667, "lora_rank": 0.0833, "task_rank": 8, "max_steps": 50}
     methods = {}
     for panel in SENSITIVITY:
-        for number, spec in enumerate(panel_specs(panel, width=768)):
+        for number, spec in enumerate(panel_specs(panel)):
             changed = dict(setting.split("=") for setting in spec.settings)
-            config = usual | {key: int(value) for key, value in changed.items()}
+            config = usual | {key: json.loads(value) for key, value in changed.items()}
             runs = {
                 seed: run_of(result.tasks, seed, 0.7 + 0.01 * number, config, evaluate)
                 for seed in result.seeds

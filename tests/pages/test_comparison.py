@@ -154,14 +154,14 @@ def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
     acc, bwt = parts(charts(result)["sensitivity"])
     assert panels(acc) == [
         "null_rank = r_p, with r_l = 0, r_v = 0",
-        "lora_rank = r_l, with r_p = 128, r_v = 8",
-        "task_rank = r_v, with r_p = 128, r_l = 16",
-        "max_steps, with r_p = 128, r_l = 64, r_v = 8",
+        "lora_rank = r_l, with r_p = 0.1667, r_v = 8",
+        "task_rank = r_v, with r_p = 0.1667, r_l = 0.0208",
+        "max_steps, with r_p = 0.1667, r_l = 0.0833, r_v = 8",
     ]
     for panel, title in zip(SENSITIVITY, panels(acc), strict=True):
         drawn = [row["x"] for row in rows_of(acc, panel=title) if "y" in row]
         assert drawn == [str(value) for value in panel["values"]]
-    assert [row["x"] for row in rows_of(bwt, mark=True)] == ["128", "64", "8", "50"]
+    assert [row["x"] for row in rows_of(bwt, mark=True)] == ["0.1667", "0.0833", "8", "50"]
     result = replace(result, methods=dict(list(result.methods.items())[:3]))  # the others failed
     assert "sensitivity.png" in save_comparison(result, tmp_path)
 

@@ -139,12 +139,12 @@ def test_the_values_that_the_ranks_preset_ends_with_can_be_typed_and_are_no_join
     note = next(
         note
         for note in main_table(sensitivity_of(3, preset="ranks")).notes
-        if note.startswith("highest ACC of each panel: null_rank=768, lora_rank=128, task_rank=128")
+        if note.startswith("highest ACC of each panel: null_rank=0.9999, lora_rank=0.1667")
     )
     assert "each was varied alone" in note
     assert "they are no joint optimum" in note
     typed = re.search(r"score (nufilt:\S+)", note)[1]
-    assert parse_methods(typed)[0].settings[:2] == ("null_rank=768", "lora_rank=128")
+    assert parse_methods(typed)[0].settings[:2] == ("null_rank=0.9999", "lora_rank=0.1667")
 
 
 def test_a_failed_method_says_so_with_its_reason_and_is_never_the_best():
