@@ -102,7 +102,7 @@ class SpectralConfig(RampConfig):
     faintest: float = _order_free_option(
         RTOL,
         "Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in "
-        "float32, of the leading eighth of the directions where no others count.",
+        "float32.",
     )
 
 
@@ -242,22 +242,18 @@ class Settings:
     )
     tokenizer: str | None = _layer_option(
         None,
-        "Whose tokens the result has where models brought new ones: base, union or the name of a "
-        "task. The default is union.",
+        "Whose tokens the result has: base, union (the default) or the name of a task.",
         scope="merge",
     )
     step: int | None = _machine_option(
         None,
-        "Number of the first task in the stream, from 1; by default, as the manifest of what is "
-        "merged says.",
+        "Number of the first task in the stream, from 1; by default, as the manifest says.",
         scope="run",
     )
     state: bool | None = _file_option(
         None,
-        "Keep what the next merge needs beside the model: the sums of order-free methods, and in "
-        "float32 what a model in 16 bits rounds, which are NUFILT's layers and the means of "
-        "other_params. "
-        "By default, methods with sums do.",
+        "Keep what the next merge needs beside the model: the sums of order-free methods (the "
+        "default), and in float32 what a model in 16 bits rounds.",
         scope="merge",
     )
     adapter: bool = _file_option(
@@ -267,8 +263,8 @@ class Settings:
     )
     rank: int | None = _file_option(
         None,
-        "The highest rank of an adapter's layers: each is cut to its best approximation, and what "
-        "share of the update's energy stays is said. By default, nothing is cut.",
+        "The highest rank of an adapter's layers, each cut to its best approximation. By default, "
+        "nothing is cut.",
         scope="merge",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _file_option(
@@ -282,8 +278,8 @@ class Settings:
     )
     verify: bool = _machine_option(
         True,
-        "Check that earlier results and the models named in a manifest are unchanged, and refuse "
-        "models of another type than the base.",
+        "Check that earlier results are unchanged and from this base, and refuse models of another "
+        "type than the base.",
         scope="run",
     )
     max_memory: int | None = _machine_option(
@@ -291,14 +287,12 @@ class Settings:
     )
     engine: Literal["local", "ray"] = _machine_option(
         "local",
-        "What computes: this process, or workers on every node of a Ray cluster (with device=cuda, "
-        "on every GPU).",
+        "What computes: this process, or workers on every node or GPU of a Ray cluster.",
         scope="run",
     )
     address: str | None = _machine_option(
         None,
-        "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's, or a new "
-        "one on it.",
+        "Address of the Ray cluster, such as 10.0.0.1:6379; by default this machine's.",
         scope="run",
     )
 
