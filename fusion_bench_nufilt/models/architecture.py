@@ -81,9 +81,14 @@ class Architecture:
         self._stacks: dict[str, tuple[int, ...]] = {}  # shapes of parameters of three dimensions
         # An adapter names parameters of the loaded model, in which transformers 5 joins experts
         # that a checkpoint stores one by one.
+        #: Those of which transformers says that they hold the transposes of linear layers.
+        self.transposed_stacks: set[str] = set()
         for name, parameter in loaded.named_parameters():
             if parameter.ndim == 3:
                 self._stacks[name] = tuple(parameter.shape)
+                module = loaded.get_submodule(name.rpartition(".")[0])
+                if getattr(module, "is_transposed", False):
+                    self.transposed_stacks.add(name)
         # Where the model has parts that are models by themselves, by the names of their classes.
         self._paths_of_parts: dict[str, str] = {}
         for path, module in loaded.named_modules():

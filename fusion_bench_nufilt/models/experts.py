@@ -9,10 +9,11 @@ adapters:
   that no name tells the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of
   its down_proj, m x n. Those of an up_proj without a gate, n x m, have them, and are refused.
 - An expert's update is B A or its transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later
-  ones) and of transformers. The sides tell which, unless they are equal. All experts of a model are
-  alike in this.
+  ones) and of transformers. The sides tell which; where they are equal, other experts of the model
+  do, or the ``peft_version`` of the adapter. All experts of a model are alike in this.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,10 +135,13 @@ def find_experts(
         if key_a in transposed:
             orders = {transposed[key_a]}
         count, *sides = shape
+        if not orders:
+            orders = _orders_by_version(adapter, architecture, name)
         if len(orders) != 1:
             raise ValueError(
-                f"adapter '{adapter.name}' changes the square experts of '{name}', {sides}, and no "
-                "other: whether B A or its transpose is added depends on peft's version: "
+                f"adapter '{adapter.name}' changes the square experts of '{name}', {sides}, and "
+                "nothing tells by which version of peft: whether B A or its transpose is added "
+                "depends on it: "
                 f"{_WITH_ITS_PEFT}"
             )
         is_transposed = orders == {True}
@@ -148,6 +152,22 @@ def find_experts(
         ):
             experts[param] = Expert(number, count, rows, is_transposed, flipped)
         yield key_a, key_b, name, experts
+
+
+def _orders_by_version(adapter: Checkpoint, architecture: Architecture, name: str) -> set[bool]:
+    """Return whether the transpose of B A is added to square experts, or nothing if the adapter
+    does not tell which peft wrote it.
+    """
+    config: Mapping[str, Any] = adapter.adapter_config
+    written_by = re.match(r"(\d+)\.(\d+)\.(\d+)", str(config.get("peft_version")))
+    if written_by is None:
+        return set()
+    version = tuple(map(int, written_by.groups()))
+    if version < (0, 19, 0):
+        return {True}
+    if version == (0, 19, 0):
+        return set()
+    return {name in architecture.transposed_stacks}
 
 
 def _fitting_parameter(

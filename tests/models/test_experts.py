@@ -232,6 +232,16 @@ def test_the_factors_of_square_experts_are_as_those_beside_them(tmp_path, earlie
 
 
 @fused
+@pytest.mark.parametrize("earlier", [False, True])
+def test_the_version_of_peft_tells_the_factors_of_square_experts_alone(tmp_path, earlier):
+    save_adapter(tmp_path, square, target_parameters=["down_proj"])
+    if earlier:
+        rewrite(tmp_path, swap)
+        change_json(tmp_path / "adapter" / "adapter_config.json", peft_version="0.18.1")
+    assert_merged_as_peft_merges(tmp_path)
+
+
+@fused
 def test_an_adapter_of_unsloth_that_names_the_order_of_peft_is_read_as_one_of_peft(tmp_path):
     save_adapter(tmp_path, qwen3_moe)
     config = {"auto_mapping": {"unsloth_fixed": True}, "lora_B_layout": "rank_major"}
@@ -273,7 +283,7 @@ def test_one_expert_and_rank_one_have_one_order(tmp_path, make):
         (
             square,
             {"target_parameters": ["down_proj"]},
-            {},
+            {"peft_version": None},
             r"square experts of 'model.layers.\d.mlp.experts.down_proj'",
         ),
         (
