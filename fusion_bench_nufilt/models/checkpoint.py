@@ -10,7 +10,6 @@ import logging
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,6 +19,7 @@ from typing import Any, cast
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import SafetensorsFileMetadata
 from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
@@ -657,19 +657,18 @@ def _hub_command(name: str) -> str:
 
 def _hub_digests(name: str, commit: str, files: Sequence[str]) -> list[str]:
     """Return the digests that the hub gives for files, or nothing if it gives none."""
-
-    def digest_of(file: str) -> str:
-        url = huggingface_hub.hf_hub_url(_repository(name), file, revision=commit)
-        return huggingface_hub.get_hf_file_metadata(url).etag or ""
-
     try:
-        with ThreadPoolExecutor(8) as pool:  # a large model has more than a hundred files
-            digests = list(pool.map(digest_of, files))
+        infos = huggingface_hub.get_paths_info(_repository(name), [*files], revision=commit)
     except Exception as error:
         # The commit is known, and says the same of a model as digests.
         log.debug("'%s': the hub can't give the digests of its weights: %s", name, error)
         return []
-    return [digest for digest in digests if digest]
+    digests = {}
+    for info in infos:
+        if isinstance(info, RepoFile):
+            # By either of which the hub's cache names the file.
+            digests[info.path] = info.lfs.sha256 if info.lfs else info.blob_id
+    return [digests[file] for file in files if file in digests]
 
 
 def _cached_digests(paths: Sequence[Path]) -> list[str]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import (
     SafetensorsFileMetadata,
@@ -94,16 +95,20 @@ def hub(tmp_path, monkeypatch):
             metadata=None, sharded=True, weight_map={}, files_metadata=files
         )
 
-    def get_hf_file_metadata(url):
-        _, name, commit, file = re.search(r"(owner)/([^/]+)/resolve/([^/]+)/(.*)$", url).groups()
-        assert commit == COMMIT
-        return SimpleNamespace(etag=sha256(tmp_path / "remote" / name / file))
+    def get_paths_info(name, files, revision):
+        assert revision == COMMIT
+        infos = []
+        for file in files:
+            path = tmp_path / "remote" / name.split("/")[1] / file
+            lfs = {"oid": sha256(path), "size": path.stat().st_size, "pointerSize": 1}
+            infos.append(RepoFile(path=file, size=lfs["size"], oid="0" * 40, lfs=lfs))
+        return infos
 
     for stand_in in (
         snapshot_download,
         parse_safetensors_file_metadata,
         get_safetensors_metadata,
-        get_hf_file_metadata,
+        get_paths_info,
     ):
         monkeypatch.setattr(huggingface_hub, stand_in.__name__, stand_in)
     return downloaded
@@ -190,7 +195,7 @@ def test_after_the_download_a_hub_model_is_known_as_a_copy_in_a_folder_is(
     tmp_path, hub, monkeypatch, says
 ):
     if not says:
-        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", never)
+        monkeypatch.setattr(huggingface_hub, "get_paths_info", never)
     remote = tmp_path / "remote"
     merge(remote, ["task1"], "one")
     options = FusionConfig(**RANKS)
