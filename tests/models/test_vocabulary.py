@@ -505,11 +505,11 @@ def test_if_the_tokenizer_of_the_base_cannot_be_read_the_warning_is_of_the_base(
 
 
 @pytest.mark.parametrize("choice", ["plain", "base", "union"])
-def test_a_tokenizer_that_changes_nothing_is_not_recorded_as_chosen(tmp_path, choice):
+def test_a_tokenizer_that_changes_nothing_is_recorded_as_it_was_given(tmp_path, choice):
     save(tmp_path / "base", llama())
     save(tmp_path / "plain", finetuned(llama(), 1, 0.002))
     out = merge(tmp_path, ["plain"], settings={"tokenizer": choice})
-    assert manifest(out)["settings"]["tokenizer"] is None
+    assert manifest(out)["settings"]["tokenizer"] == choice
     assert manifest(out)["vocabulary"] == {}
 
 
