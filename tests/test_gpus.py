@@ -382,9 +382,9 @@ def test_strengths_of_tasks_are_measured_on_the_gpus(gpus, monkeypatch, stream):
     spectrum_of = strength._spectrum_of
     devices = Counter()
 
-    def measured(base, task, layer, device, measure):
+    def measured(base, task, layer, device):
         devices[str(device)] += 1
-        return spectrum_of(base, task, layer, device, measure)
+        return spectrum_of(base, task, layer, device)
 
     monkeypatch.setattr(strength, "_spectrum_of", measured)
     merge(stream, TASKS, method="best", **BOTH)

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .step import difference
-
 
 @dataclass(frozen=True)
 class LowRank:
@@ -64,15 +62,3 @@ class LowRank:
             return None, self.product()
         Q, triangle = torch.linalg.qr(self.left)
         return Q, triangle @ self.right
-
-
-def task_vectors(
-    task: Tensor | LowRank, base: Tensor, dtype: torch.dtype
-) -> Tensor | LowRank:
-    r"""Return :math:`\tau` of tasks that are given by their weights, or by the factors
-    of it.
-    """
-    if isinstance(task, LowRank):
-        left, right = task.left.to(dtype), task.right.to(dtype)
-        return LowRank(left.contiguous(), right.contiguous())
-    return difference(task, base, dtype)

@@ -59,10 +59,11 @@ def summed_rounding(before: float, rounding: float) -> float:
     own to that of the others.
 
     Half of a task vector's rounding is the task's, and half the pretrained model's,
-    whose errors are in all of them alike: :math:`r + r_t + 2 \sqrt{r\, r_t / 2}` is
-    not exceeded. The norm of equal ones is 8 % less.
+    whose errors are in all of them alike: n tasks of 2 r have :math:`(n + n^2)\, r`,
+    which one number tells if the earlier ones are taken for as many such tasks as have
+    it.
     """
-    return before + rounding + math.sqrt(2 * before * rounding)
+    return before + rounding / 2 + math.sqrt(rounding**2 / 4 + 2 * before * rounding)
 
 
 def expected_noise(theta_0: Tensor, tau: Tensor, rounding: float) -> Noise | None:

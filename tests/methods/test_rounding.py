@@ -161,7 +161,8 @@ def test_the_rounding_of_several_tasks_is_that_of_each_and_of_the_base_in_all_al
     for _ in range(count):
         rounding = summed_rounding(rounding, 2 * BFLOAT16)
     expected = (count + count**2) * BFLOAT16
-    assert expected <= 1.000001 * rounding <= 1.17 * expected
+    assert rounding == pytest.approx(expected)
+    assert summed_rounding(rounding, 0.0) == rounding
 
 
 def test_a_value_much_larger_than_all_others_has_its_own_rounding():

