@@ -355,16 +355,6 @@ def test_a_method_that_cannot_be_built_is_told_before_anything_is_scored(
         run(tmp_path, "nufilt:null_rank=abc")
 
 
-def test_the_ranks_of_the_sensitivity_fit_the_models(tmp_path):
-    width = Experiment(compose_run(["modelpool=nufilt_demo"])).width
-    specs = {
-        spec.label: spec
-        for spec in preset_specs("sensitivity", "nufilt_demo", ["method.max_steps=1"])
-    }
-    label = f"r_p {width}:lora_rank=0:task_rank=0"
-    assert specs[label].settings == ("lora_rank=0", "task_rank=0", f"null_rank={width}")
-
-
 @pytest.mark.slow
 def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(tmp_path):
     sizes = {}
@@ -436,8 +426,6 @@ def test_a_comparison_compares_all_names_before_it_loads_a_model(tmp_path, monke
     message = "the task pool has no 'letters'.* did you mean its 'Letters'"
     with pytest.raises(ValueError, match=message):
         run(tmp_path, overrides=[*QUICK, *renamed])
-    with pytest.raises(ValueError, match=message):
-        preset_specs("ranks", "nufilt_demo", [*QUICK, *renamed])
 
 
 @pytest.mark.slow
