@@ -557,8 +557,8 @@ class RunScores:
         """Enter the scores of the tasks of ``_merged_`` after their own steps, if the folder of its
         run has them, of the same test data; BWT needs them.
         """
-        if merged_before is None:
-            return
+        if merged_before is None or merged_before.resolve().parent.name != "checkpoints":
+            return  # it is no step of a run
         run_before = RunFolder(merged_before.resolve().parent.parent)
         scores = run_before.finished_scores(self.evaluator.description)
         earlier_tasks = self.matrix.tasks[: self.earlier]

@@ -40,8 +40,13 @@ _ADVICE = "it is made again"
 SavedStep = tuple[Path, Manifest]
 
 
+class _SavedScoring(TypedDict):
+    taskpool: dict[str, Any]
+    test_data: dict[str, Any]
+
+
 class _SavedRun(TypedDict, total=False):
-    scoring: dict[str, Any] | None
+    scoring: _SavedScoring | None
 
 
 class _SavedScores(TypedDict):
@@ -102,7 +107,7 @@ class RunFolder:
                 self._delete_reports()
         self._run.keep({**run, "scoring": scoring})
 
-    def _saved_scoring(self) -> Mapping[str, Any] | None:
+    def _saved_scoring(self) -> _SavedScoring | None:
         """Return what the scores in this folder depend on; None if nothing says so."""
         try:
             saved = self._scored_run.whole()

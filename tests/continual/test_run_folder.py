@@ -144,3 +144,32 @@ def test_the_folder_of_another_step_is_none(folder, source, place):
     shutil.copytree(folder.checkpoint(source), folder.checkpoint(place))
     with pytest.raises(ValueError, match=rf"' is of step {source}$"):
         folder.read_step(place)
+
+
+def test_scores_of_a_run_before_that_are_damaged_are_none(tmp_path, caplog):
+    folder = RunFolder(tmp_path)
+    scoring = {"scored": "all", "taskpool": {"tasks": ["a"]}, "test_data": {"a": {"items": 1}}}
+    good = {
+        "run.json": {**RUN, "scoring": scoring},
+        "accuracy_matrix.json": {"tasks": ["a"], "accuracy_matrix": [[0.5]]},
+    }
+
+    def write(contents):
+        for name, content in contents.items():
+            (tmp_path / name).write_text(json.dumps(content))
+
+    write(good)
+    assert folder.finished_scores(scoring).acc == 0.5
+    more = {**scoring, "taskpool": {"tasks": ["a", "b"]}, "test_data": {"a": {"items": 1}, "b": 2}}
+    assert folder.finished_scores(more).acc == 0.5
+    assert folder.finished_scores({**scoring, "test_data": {"a": {"items": 2}}}) is None
+    assert caplog.text == ""
+    for damaged in (
+        {"run.json": {"scoring": {"taskpool": 3, "test_data": {}}}},
+        {"run.json": {"scoring": {"taskpool": {}}}},
+        {"accuracy_matrix.json": {"tasks": ["a"], "accuracy_matrix": [[0.5, 1]]}},
+        {"accuracy_matrix.json": [3]},
+    ):
+        write({**good, **damaged})
+        assert folder.finished_scores(scoring) is None
+    assert caplog.text.count("WARNING") == 4
