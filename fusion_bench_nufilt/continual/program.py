@@ -116,7 +116,10 @@ class ContinualMergingProgram(FabricModelFusionProgram):
         report_save_path = self.report_save_path
         # FusionBench would write it in place, and a kill would leave half of it.
         self.report_save_path = None
-        with patch.object(fabric_fusion_program, "print_json"), says_how_to_go_on(self.log_dir):
+        with (
+            patch.object(fabric_fusion_program, "print_json"),
+            says_how_to_go_on(str(self.log_dir)),
+        ):
             result: dict[str, Any] = super().run()
         if report_save_path is not None and result["report"] is not None:
             path = Path(report_save_path.format(log_dir=self.log_dir))
@@ -153,9 +156,9 @@ def refuse_misplaced(config: DictConfig, words: Sequence[str]) -> None:
 
 
 @contextmanager
-def says_how_to_go_on(log_dir: str | None) -> Iterator[None]:
+def says_how_to_go_on(log_dir: str) -> Iterator[None]:
     """End a run after Ctrl-C, or on a full disk, with a line that says how to go on."""
-    remedy = f"the same command with path.log_dir={log_dir} goes on after the last whole step"
+    remedy = f"the same command with path.log_dir={Path(log_dir)} goes on after the last whole step"
     try:
         yield
     except KeyboardInterrupt:
