@@ -199,7 +199,7 @@ def reader_of(
     kinds = {class_of(adapter.config, config) or own for adapter in adapters}
     kind = kinds.pop() if len(kinds) == 1 else own
     with torch.device("meta"):
-        model = kind._from_config(_config_for(kind, config))
+        model = kind._from_config(_config_for(kind, config) or config)
     return Reader(model, architecture)
 
 

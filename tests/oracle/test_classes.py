@@ -1,6 +1,7 @@
 """Adapters of every class of transformers that builds tiny are merged as peft merges each."""
 
 import re
+import warnings
 from copy import deepcopy
 
 import pytest
@@ -98,7 +99,11 @@ def save_adapter(folder, base, seed, targets):
 
 def merged_by_peft(kind, folder, adapter):
     base = kind.from_pretrained(folder / "base", dtype=torch.float64)
-    return PeftModel.from_pretrained(base, folder / adapter).merge_and_unload().state_dict()
+    # It says so where it leaves tensors of an adapter out.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        wrapped = PeftModel.from_pretrained(base, folder / adapter)
+    return wrapped.merge_and_unload().state_dict()
 
 
 @pytest.mark.oracle
@@ -118,9 +123,15 @@ def test_adapters_of_a_class_are_merged_as_peft_merges_each(model_type, tmp_path
         except ValueError as error:
             pytest.skip(f"peft does not wrap it: {error}")
     before = kind.from_pretrained(tmp_path / "base", dtype=torch.float64).state_dict()
+    if any(not torch.equal(value, before[name]) for name, value in model.state_dict().items()):
+        pytest.skip("transformers does not load what it saved")
     expected = deepcopy(before)
     for number in (1, 2):
-        for name, value in merged_by_peft(kind, tmp_path, f"task{number}").items():
+        try:
+            merged = merged_by_peft(kind, tmp_path, f"task{number}")
+        except UserWarning:
+            pytest.skip("peft does not read what it saved")
+        for name, value in merged.items():
             # What is infinite, such as a bound of activations, has no difference.
             change = torch.where(value == before[name], 0, value - before[name])
             expected[name] = expected[name] + change
