@@ -58,6 +58,8 @@ def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
             names = {pool.submit(do, *arguments): name for name, arguments in work.items()}
             for future in as_completed(names):
                 yield names[future], future.result()
+            # All work is done: the processes end by themselves, and give back what they hold.
+            pool.shutdown()
         except BrokenProcessPool:
             raise ValueError(
                 "a process was killed, perhaps for want of memory: run on with fewer --jobs"

@@ -15,7 +15,7 @@ import torch
 from fusion_bench_nufilt.utils import cluster
 from tests.clusters import cluster_of
 from tests.conftest import REPO
-from tests.utils.work import die_once, double, name_itself, refuse, visible_gpus
+from tests.utils.work import die_once, double, name_itself, refuse, tidy_up_at_the_end, visible_gpus
 
 
 @pytest.mark.slow
@@ -55,6 +55,15 @@ def test_processes_that_grow_go_on():
         assert program.communicate(timeout=240)[0].strip() == str(list(work))
     finally:
         program.kill()
+
+
+@pytest.mark.slow
+def test_processes_that_have_done_all_work_end_by_themselves(tmp_path):
+    """Killed before they give back semaphores, they leave a warning of Python at the end."""
+    files = [tmp_path / "one", tmp_path / "two"]
+    work = {file.name: (file,) for file in files}
+    assert dict(cluster.run_locally(work, tidy_up_at_the_end, 1)).keys() == work.keys()
+    assert all(file.is_file() for file in files)
 
 
 def has_ended(number, within=20):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from multiprocessing.util import Finalize
 
 
 def double(number):
@@ -17,6 +18,16 @@ def grow(megabytes):
     grow.kept = [*getattr(grow, "kept", ()), b"x" * (megabytes * 2**20)]
     time.sleep(1.2)
     return megabytes
+
+
+def tidy_up_at_the_end(file):
+    """Write a file as the process ends, in about the time that giving back semaphores may take."""
+
+    def tidy_up():
+        time.sleep(0.5)
+        file.touch()
+
+    Finalize(None, tidy_up, exitpriority=10)
 
 
 def name_itself(seconds):
