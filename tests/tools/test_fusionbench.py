@@ -140,7 +140,7 @@ def test_the_command_line_gives_the_plugins_bits(make, target, checkout, elsewhe
     assert len(list(logs.glob("checkpoints/*"))) == 3
     algorithm = NufiltContinualMergingAlgorithm(**OPTIONS, target_modules=target)
     algorithm.run(models).save_pretrained(tmp_path / "ours")
-    assert digests(logs / "checkpoints" / "merged_model_3") == digests(tmp_path / "ours") != {}
+    assert digests(logs / "checkpoints" / "merged_model_2") == digests(tmp_path / "ours") != {}
 
 
 @with_transformers_4
@@ -188,13 +188,13 @@ def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(
     fusion_bench(*pools, "method=nufilt", "method.evaluate=every_step_all")
     order = json.loads((theirs / "model_names.json").read_text())
     assert sorted(order) == ["mnist", "svhn"]
-    assert len(json.loads((theirs / "layers_1.json").read_text())) > 0
-    for step in range(2):  # theirs count from one
-        our_checkpoint = ours / "checkpoints" / f"merged_model_{step}"
-        their_checkpoint = theirs / "checkpoints" / f"merged_model_{step + 1}"
+    assert len(json.loads((theirs / "layers_0.json").read_text())) > 0
+    for index in range(2):
+        our_checkpoint = ours / "checkpoints" / f"merged_model_{index}"
+        their_checkpoint = theirs / "checkpoints" / f"merged_model_{index}"
         assert digests(their_checkpoint) == digests(our_checkpoint) != {}
-        their_report = json.loads((theirs / f"report_{step + 1}.json").read_text())
-        our_report = json.loads((ours / f"report_{step}.json").read_text())
+        their_report = json.loads((theirs / f"report_{index}.json").read_text())
+        our_report = json.loads((ours / f"report_{index}.json").read_text())
         for task in order:
             assert their_report[task]["accuracy"] == our_report[task]["accuracy"]
 

@@ -153,9 +153,9 @@ class TestNUFILT(unittest.TestCase):
             logger.finalize("success")  # its thread writes into the folder until then
             read = lambda name: json.loads((Path(folder) / name).read_text())
             self.assertEqual(read("model_names.json"), ["a"])
-            self.assertEqual(read("report_1.json"), {"type": "CLIPVisionModel"})
-            self.assertEqual(len(read("layers_1.json")), 10)
-            CLIPVisionModel.from_pretrained(f"{folder}/checkpoints/merged_model_1")
+            self.assertEqual(read("report_0.json"), {"type": "CLIPVisionModel"})
+            self.assertEqual(len(read("layers_0.json")), 10)
+            CLIPVisionModel.from_pretrained(f"{folder}/checkpoints/merged_model_0")
 
 
 if __name__ == "__main__":

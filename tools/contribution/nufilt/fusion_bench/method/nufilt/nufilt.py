@@ -68,9 +68,9 @@ class NUFILTMerging(
                 ``random.Random(seed).shuffle(names)``, otherwise in the pool's. Seeds
                 42 to 51 are the ten orders of the paper.
             seed (int): seed of the order and of the adapters' initial A.
-            save_on_every_step (bool): keep ``checkpoints/merged_model_{step}``, with
-                steps from 1.
-            evaluate_on_every_step (bool): write ``report_{step}.json``, the task pool's
+            save_on_every_step (bool): keep ``checkpoints/merged_model_{index}``, which
+                counts from 0, as OPCM's do.
+            evaluate_on_every_step (bool): write ``report_{index}.json``, the task pool's
                 report on the merged model.
         """
         self._step_config()  # refuses values out of their range
@@ -105,11 +105,11 @@ class NUFILTMerging(
                 self._merge(step, names, *models)
             if self.save_on_every_step:
                 with self.profile("saving models"):
-                    self.save_merged_model(merged_model, step)
+                    self.save_merged_model(merged_model, step - 1)
             if self.evaluate_on_every_step and self._program is not None:
                 with self.profile("evaluating models"):
                     report = self._program.taskpool.evaluate(deepcopy(merged_model))
-                self._save_json(report, f"report_{step}.json")
+                self._save_json(report, f"report_{step - 1}.json")
         self.print_profile_summary()
         return merged_model
 
@@ -177,15 +177,15 @@ class NUFILTMerging(
                 reports = dict(zip(names, bar))
         finally:
             torch.set_num_threads(threads)
-        self._save_json(reports, f"layers_{step}.json")
+        self._save_json(reports, f"layers_{step - 1}.json")
         for key in MEASURES:
             mean = sum(report[key] for report in reports.values()) / len(reports)
             self.fabric.log(f"layers/{key}", mean, step=step)
 
-    def save_merged_model(self, merged_model: nn.Module, step: int):
+    def save_merged_model(self, merged_model: nn.Module, index: int):
         if self.log_dir is None:
             return
-        path = Path(self.log_dir) / "checkpoints" / f"merged_model_{step}"
+        path = Path(self.log_dir) / "checkpoints" / f"merged_model_{index}"
         if hasattr(merged_model, "save_pretrained"):
             merged_model.save_pretrained(path)
         else:
