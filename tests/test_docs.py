@@ -128,6 +128,8 @@ def test_options_in_a_sentence_do_not_break_at_their_hyphens(hooks):
 
 # --- the blocks ---
 
+OWN_METHOD = REPO / "docs" / "your_method.md"
+
 BLOCKS = []
 for _page in PAGES:
     BLOCKS += blocks_of(_page)
@@ -170,11 +172,15 @@ def test_hydra_composes_every_marked_run_of_the_pages(tmp_path):
 
 
 def test_the_layerwise_method_on_the_page_merges_as_sum_does(monkeypatch):
-    blocks = blocks_of(REPO / "docs" / "develop.md")
-    (example,) = [block for block in blocks if block.language == "python"]
+    example, of_adapters = [
+        block.text for block in blocks_of(OWN_METHOD) if block.language == "python"
+    ]
     namespace = {}
-    exec(compile(example.text, example.page, "exec"), namespace)
+    exec(example, namespace)
     monkeypatch.setitem(METHODS, "running_sum", namespace["RunningSum"])
+    exec(of_adapters, namespace)
+    for name in ("sides_in_basis", "state_axes"):
+        assert namespace[name] == getattr(METHODS["sum"], name)
     base = clip()
     models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
     merged = LayerwiseMergingAlgorithm("running_sum", other_params="mean").run(models)
@@ -184,25 +190,18 @@ def test_the_layerwise_method_on_the_page_merges_as_sum_does(monkeypatch):
 
 @pytest.fixture
 def own_method(tmp_path):
-    """The package with a method of one's own on the page, installed as pip does it; and a folder
-    with models.
-    """
-    site = tmp_path / "site"
-    page = REPO / "docs" / "develop.md"
-    (project,) = [block for block in blocks_of(page) if block.language == "toml"]
-    (module,) = [block for block in blocks_of(page) if block.language == "python"]
-    content = tomllib.loads(project.text)
-    about = site / "running_sum-1.0.dist-info"
-    about.mkdir(parents=True)
-    (site / "running_sum.py").write_text(module.text)
-    (about / "METADATA").write_text(f"Name: {content['project']['name']}\nVersion: 1.0\n")
-    lines = []
-    for group, names_of_classes in content["project"]["entry-points"].items():
-        lines.append(f"[{group}]")
-        lines += [f"{name} = {value}" for name, value in names_of_classes.items()]
-    (about / "entry_points.txt").write_text("\n".join(lines))
+    """The package of the page, installed by pip; and a folder with its files and with models."""
+    write_files(tmp_path, OWN_METHOD)
+    for block in blocks_of(OWN_METHOD):
+        if block.text.startswith(("# running_sum.py", "# pyproject.toml")):
+            name, _, content = block.text.removeprefix("# ").partition("\n")
+            (tmp_path / name).write_text(content)
     save_models(tmp_path)
-    write_files(tmp_path, page)
+    site = tmp_path / "site"
+    # Without the network: setuptools is installed.
+    offline = ["--no-index", "--no-build-isolation", "--no-deps", "--quiet"]
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(site), "."]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     return site
 
 
@@ -245,11 +244,27 @@ def test_the_method_of_ones_own_on_the_page_runs_and_is_compared(own_method, dem
     run = ["-m", "fusion_bench", *words, "method=running_sum", "path.log_dir=run"]
     done = run_with(own_method, *run)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    compare = ["compare", "--config-dir", "config", "--methods", "running_sum,sum", "--out", "both"]
+    methods = ["--methods", "running_sum,sum,nufilt", "--evaluate", "last"]
+    compare = ["compare", "--config-dir", "config", *methods, "--out", "both"]
     done = run_with(own_method, *NUFILT, *compare)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
+def test_a_method_of_ones_own_that_can_not_be_imported_is_a_warning_and_stops_no_other(own_method):
+    module = own_method / "running_sum.py"
+    module.write_text(f"import of_a_package_that_is_gone\n{module.read_text()}")
+    words = ["merge", "--base", "base", "--task", "math", "--out"]
+    done = run_with(own_method, *NUFILT, *words, "nufilt")
+    assert done.returncode == 0, done.stderr
+    warning = "'running_sum' of the package 'running-sum' is left out: it can't be imported"
+    assert warning in " ".join(done.stderr.split())
+    done = run_with(own_method, *NUFILT, *words, "own", "--method", "running_sum")
+    assert done.returncode == 1
+    assert "there is no layer-wise method 'running_sum'" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
 def test_a_method_of_ones_own_with_a_name_that_is_taken_is_an_error(own_method):
     (about,) = own_method.glob("*.dist-info")
     module = own_method / "running_sum.py"

@@ -1,5 +1,6 @@
 """The registry of the layer-wise methods, to which other packages add their own."""
 
+import logging
 from collections import UserDict
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -9,6 +10,8 @@ from fusion_bench_nufilt.utils.options import unknown
 
 from .base import LayerMethod, variant
 from .options import METHOD_TABLE, MethodEntry
+
+log = logging.getLogger(__name__)
 
 #: The entry points by which another package adds a subclass of LayerMethod each.
 GROUP = "fusion_bench_nufilt.methods"
@@ -54,13 +57,18 @@ def find_method(name: str) -> type[LayerMethod]:
 
 
 def _add_plugins() -> None:
-    """Add the methods that other packages have; a ValueError names one that can't be added."""
+    """Add the methods that other packages have.
+
+    One that can't be imported is a warning, since a command that does not ask for it works without
+    it; a ValueError names one that can't be added.
+    """
     for entry_point in entry_points(group=GROUP):
         label = f"the method '{entry_point.name}' of the package '{_package_of(entry_point)}'"
         try:
             method = entry_point.load()
         except Exception as error:  # whatever a package of others raises when it is imported
-            raise ValueError(f"{label} can't be loaded: {error}") from error
+            log.warning("%s is left out: it can't be imported: %s", label, error)
+            continue
         if not (isinstance(method, type) and issubclass(method, LayerMethod)):
             raise ValueError(f"{label} is no subclass of LayerMethod: {entry_point.value}")
         if method.name != entry_point.name:
