@@ -1,5 +1,5 @@
 """Adds this plugin's configs to FusionBench's search path, so that `fusion_bench method=nufilt`
-needs no flag.
+needs no flag, and says in one line what is wrong with the words of its command line.
 """
 
 import sys
@@ -19,7 +19,12 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             return
         import fusion_bench.constants
 
-        from fusion_bench_nufilt.utils.overrides import CONFIG, PLUGIN, user_folders
+        from fusion_bench_nufilt.utils.overrides import (
+            CONFIG,
+            PLUGIN,
+            refuse_unknown_names,
+            user_folders,
+        )
 
         is_fusion_bench = "fusion_bench.scripts.cli" in sys.modules
         words = []
@@ -33,3 +38,7 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
         # both work.
         project = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
         search_path.append("fusion-bench", f"file://{project / 'fusion_bench_config'}")
+        try:
+            refuse_unknown_names(words, [element.path for element in search_path.get_path()])
+        except ValueError as error:
+            raise SystemExit(str(error)) from None  # Python prints it

@@ -2,6 +2,7 @@
 not use it.
 """
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.utils.overrides import CONFIG, user_folders, with_config_dir
+from fusion_bench_nufilt.utils.overrides import CONFIG, key_value, user_folders, with_config_dir
 from hydra_plugins.fusion_bench_nufilt import FusionBenchNufiltSearchPathPlugin
 
 GROUPS = ("method", "modelpool", "taskpool")
@@ -54,6 +55,41 @@ def test_a_folder_of_the_users_comes_before_the_plugins_configurations(words, mo
     mine = next(folder for folder in folders if folder.endswith("my"))
     assert folders.index("file:///fusion_bench_config") < folders.index(mine)
     assert folders.index(mine) < folders.index(f"file://{CONFIG}")
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("method=nufil", "there is no method 'nufil'; did you mean 'nufilt'?"),
+        ("method=nufilt/naiv", "did you mean 'nufilt/naive'?"),
+        ("modelpool=nufilt_dmo", "there is no modelpool 'nufilt_dmo'; did you mean 'nufilt_demo'?"),
+        ("taskpool=nufilt_dem", "there is no taskpool 'nufilt_dem'; did you mean 'nufilt_demo'?"),
+        ("method=qqqq", "in the folder of --config-dir, as method/qqqq.yaml"),
+        ("path.log_dir=out/lr=1e-5", "in both kinds of quotes: \"path.log_dir='out/lr=1e-5'\""),
+        ("path.log_dir={x}/y", "in both kinds of quotes: \"path.log_dir='{x}/y'\""),
+    ],
+)
+def test_a_word_that_fusion_bench_can_not_use_is_one_line_with_what_to_type(
+    word, line, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "fusion_bench.scripts.cli", None)
+    monkeypatch.setattr(sys, "argv", ["fusion_bench", "modelpool=nufilt_demo", word])
+    with pytest.raises(SystemExit) as caught:
+        FusionBenchNufiltSearchPathPlugin().manipulate_search_path(ConfigSearchPathImpl())
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+    _, _, remedy = str(caught.value).partition("quotes: ")
+    if remedy:  # it is read as it was meant
+        assert key_value(shlex.split(remedy)[0]) == tuple(word.split("=", 1))
+
+
+def test_every_name_of_fusionbench_and_of_the_user_is_known(my, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fusion_bench.scripts.cli", None)
+    (my / "method" / "mine.yaml").write_text("_target_: mine\n")
+    words = ["method=mine", "modelpool=clip-vit-base-patch32_TA8", "taskpool=dummy", "-cd", str(my)]
+    for of_method in ("method=simple_average", "method=task_arithmetic", "method=nufilt/naive"):
+        monkeypatch.setattr(sys, "argv", ["fusion_bench", *words, of_method])
+        FusionBenchNufiltSearchPathPlugin().manipulate_search_path(ConfigSearchPathImpl())
 
 
 @pytest.mark.parametrize("words", [("--config-dir",), ("x=[",), ("--no-such-option",), ()])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import message_in_one_line
+from .options import unknown
 
 # Hydra is imported where there is a word to read, which most merges do without.
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 #: The name of this plugin in Hydra's search path.
 PLUGIN = "fusion-bench-nufilt"
+#: What is chosen by the name of a file.
+_GROUPS = ("method", "modelpool", "taskpool")
 _PACKAGE = Path(__file__).parents[1]
 #: The configurations: a wheel carries them inside the package, a checkout has them beside it.
 CONFIG = _PACKAGE / "config"
@@ -38,6 +41,34 @@ def user_folders(words: Sequence[str]) -> list[str]:
         if override.key_or_group == "hydra.searchpath" and isinstance(value, list):
             folders += map(str, value)
     return folders
+
+
+def refuse_unknown_names(words: Sequence[str], folders: Sequence[str]) -> None:
+    """Raise a ValueError of one line for a word of `fusion_bench` that Hydra can't read, or that
+    names a method or a pool of which no folder (``file://…``) has a file; Hydra would list them
+    all.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    options, other_words = get_args_parser().parse_known_args(list(words))
+    for word in [*options.overrides, *other_words]:
+        if word.startswith("-"):
+            continue  # Hydra itself says what is wrong with it
+        override = _parse(word)
+        group = override.key_or_group
+        if group not in _GROUPS or override.is_sweep_override():
+            continue
+        names = set()
+        for folder in folders:
+            path = Path(folder.removeprefix("file://"), group)
+            if folder.startswith("file://"):
+                names |= {file.relative_to(path).as_posix()[:-5] for file in path.rglob("*.yaml")}
+        name = override.value()
+        if isinstance(name, str) and name not in names:
+            listing = (
+                f"one of your own is found in the folder of --config-dir, as {group}/{name}.yaml"
+            )
+            raise ValueError(unknown(group, name, names, listing))
 
 
 def key_value(word: str) -> tuple[str, Any]:
@@ -81,4 +112,7 @@ def _parse(word: str) -> "Override":
         return OverridesParser.create().parse_override(word)
     except HydraException as error:
         reason = message_in_one_line(error)
+        key, _, value = word.partition("=")
+        if set(value) & set("={}") and "'" not in value:
+            reason += f"; a value with = or braces is in both kinds of quotes: \"{key}='{value}'\""
         raise ValueError(f"'{word}' is not of the form KEY=VALUE: {reason}") from None
