@@ -614,7 +614,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             bwt = self.scores.matrix.shown("BWT")
             lines.append(f"ACC    {acc}, the mean score of the final model in per cent")
             lines.append(f"BWT    {bwt}, the mean change of a task since its own step")
-            lines.append(f"       scored on {self.scores.evaluator.scored}")
             before, now = self.scores.means_of_earlier()
             if not math.isnan(before):
                 lines.append(
