@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_bench_nufilt.compare.configs import compose_run, plain
-from fusion_bench_nufilt.compare.paper import DATA_FREE
+from fusion_bench_nufilt.compare.presets import DATA_FREE
 from fusion_bench_nufilt.compare.run import ONE_RUN
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.continual.algorithm import task_order

@@ -139,7 +139,7 @@ def _print(results: Any, as_json: bool) -> None:
 def _specs(
     methods: str | None, preset: str | None, with_data: bool, modelpool: str, words: list[str]
 ) -> list[Any]:
-    from fusion_bench_nufilt.compare.paper import preset_specs
+    from fusion_bench_nufilt.compare.presets import preset_specs
     from fusion_bench_nufilt.compare.specs import parse_methods
 
     if with_data and not preset:

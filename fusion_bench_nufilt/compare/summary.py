@@ -13,7 +13,7 @@ from fusion_bench_nufilt.pages.results import means, rows_with
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import write_json
 
-from .paper import SENSITIVITY
+from .presets import SENSITIVITY
 from .specs import NEED_DATA, RunSpec
 
 

@@ -18,7 +18,7 @@ import fusion_bench_nufilt.demo
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.experiment import Experiment, WatchingEvaluator, part_of_test_data
-from fusion_bench_nufilt.compare.paper import preset_specs
+from fusion_bench_nufilt.compare.presets import preset_specs
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.compare.summary import save_comparison

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.compare.paper import (
+from fusion_bench_nufilt.compare.presets import (
     SENSITIVITY,
     panel_specs,
     preset_specs,

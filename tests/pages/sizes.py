@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from fusion_bench_nufilt.analysis.summary import Analysis
-from fusion_bench_nufilt.compare.paper import SENSITIVITY, panel_specs
+from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.summary import compare_runs
 from fusion_bench_nufilt.continual import AccuracyMatrix, task_order

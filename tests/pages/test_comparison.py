@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_bench_nufilt.compare.paper import SENSITIVITY
+from fusion_bench_nufilt.compare.presets import SENSITIVITY
 from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.pages.comparison import charts_of_comparison
 from fusion_bench_nufilt.pages.write import write_results

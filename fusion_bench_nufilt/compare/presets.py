@@ -1,5 +1,5 @@
-"""The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413): ``paper.yaml`` has their
-methods and settings.
+"""The comparisons of the paper (Qiu et al., ICLR 2026, arXiv 2509.21413), whose methods and
+settings ``presets.yaml`` has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from fusion_bench_nufilt.utils.overrides import key_of, without_method
 from .configs import compose_run, taskpool_config
 from .specs import NEED_DATA, RunSpec, parse_methods
 
-_PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text())
+_PAPER = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 #: The panels of the paper's sensitivity figure.
 SENSITIVITY = _PAPER["sensitivity"]
 #: The baselines of the paper's main table that need no data.
