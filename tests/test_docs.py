@@ -191,17 +191,19 @@ def test_the_layerwise_method_on_the_page_merges_as_sum_does(monkeypatch):
 @pytest.fixture
 def own_method(tmp_path):
     """The package of the page, installed by pip; and a folder with its files and with models."""
-    write_files(tmp_path, OWN_METHOD)
+    package = tmp_path / "package"
+    package.mkdir()
     for block in blocks_of(OWN_METHOD):
         if block.text.startswith(("# running_sum.py", "# pyproject.toml")):
             name, _, content = block.text.removeprefix("# ").partition("\n")
-            (tmp_path / name).write_text(content)
+            (package / name).write_text(content)
+    write_files(tmp_path, OWN_METHOD)
     save_models(tmp_path)
     site = tmp_path / "site"
     # Without the network: setuptools is installed.
     offline = ["--no-index", "--no-build-isolation", "--no-deps", "--quiet"]
     command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(site), "."]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(command, cwd=package, check=True, capture_output=True)
     return site
 
 
