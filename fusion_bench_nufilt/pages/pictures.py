@@ -85,7 +85,7 @@ def for_page(svg: str, sentence: str) -> Markup:
     root = ElementTree.fromstring(svg)
     # Two drawings of a page may not have the same names for what they refer to, and Vega counts
     # them through the whole process.
-    ids = {}
+    ids: dict[str, str] = {}
     for element in root.iter():
         if "id" in element.attrib:
             ids[element.attrib["id"]] = f"d{crc32(sentence.encode()):08x}-{len(ids)}"
