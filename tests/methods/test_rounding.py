@@ -263,15 +263,15 @@ def test_what_earlier_tasks_rounded_is_not_protected_whatever_the_base_is_read_i
 
 
 def test_a_task_votes_without_rounding_also_where_all_of_its_leading_directions_count():
-    """Of six adapters of rank 32, the votes had all of the rounding: they were a third off."""
+    """Of adapters of rank 32, the votes had all of the rounding: they were 0.37 off."""
     tasks = []
-    for seed in range(6):
+    for seed in range(3):
         update = adapter(seed, rank=32).product()
-        tasks.append(THETA_0.float() + update / update.norm())
+        tasks.append(THETA_0.float() + 0.08 * update / update.norm())
     update = merged_by("best", THETA_0.float(), tasks) - THETA_0.float()
     rounded = [task.bfloat16().float() for task in tasks]
     difference = merged_by("best", THETA_0.float(), rounded) - THETA_0.float() - update
-    assert difference.norm() < 0.2 * update.norm()
+    assert difference.norm() < 0.15 * update.norm()
 
 
 def test_a_full_model_in_bfloat16_fills_the_filter_as_in_float32():
