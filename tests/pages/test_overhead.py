@@ -59,6 +59,9 @@ class Hungry(TasksByName):
 
     task_names = ("a",)
 
+    def load_test_data(self):
+        return {}
+
     def evaluate(self, model, tasks=None, limit=None):
         torch.ones(2**26).sum()
         return {"a": {"accuracy": 1.0}}
