@@ -20,6 +20,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -112,6 +113,9 @@ class TextTaskPool(BaseTaskPool, TasksByName):
         for name in TASKS:
             lines = (Path(tasks) / f"{name}.json").read_text().splitlines()
             self.rows[name] = [json.loads(line) for line in lines]
+
+    def load_test_data(self) -> dict[str, Sequence[Any]]:
+        return dict(self.rows)
 
     @torch.no_grad()
     def evaluate(

@@ -62,7 +62,9 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
     name = (config.get("architectures") or ["None"])[0]
     kind: Any = getattr(transformers, str(name), None)
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    if not is_model:
+    # Of an adapter's head, the kind of task is known alone.
+    is_kind_of_task = kind is not None and str(name).startswith("AutoModelFor")
+    if not is_model and not is_kind_of_task:
         raise ValueError(f"'{folder}': transformers has no class '{name}' for the head")
     settings = without_implementations(transformers.AutoConfig.for_model(**config))
     if hasattr(settings, "vocab_size"):

@@ -117,8 +117,8 @@ class TaskVector:
             return self._given.product()
         if self._base is None:
             return self._given
-        wide = torch.promote_types(compute_dtype(self._given), compute_dtype(self._base))
-        return difference(self._given, self._base, wide)
+        # Also of a task that is stored in more digits than the base.
+        return difference(self._given, self._base, compute_dtype(self._base))
 
     @property
     def matrix_or_factors(self) -> Tensor | LowRank:

@@ -243,7 +243,7 @@ def skeleton(shapes: Mapping[str, tuple[int, ...]], embeddings: Collection[str])
                     module = nn.Embedding(*shape)
                 submodule(root, parents).add_module(last, module)
             else:
-                parameter = nn.Parameter(torch.empty(shape))
+                parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
                 submodule(root, path.split(".")).register_parameter(attribute, parameter)
     return root
 

@@ -30,7 +30,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     shape = layer.view.shape
     sums_working = sums.method.working_bytes(shape, 4)
     weights_working = weights.method.working_bytes(shape, 4)
-    numbers = 32  # four of them stand beside the votes
+    numbers = 24  # three of them stand beside the votes
     weights_memory = PlannedLayers(weights).memory(layer)
     more_memory = PlannedLayers(sums).memory(layer) - weights_memory
     assert more_memory == sums_working - weights_working + numbers

@@ -196,12 +196,10 @@ def test_a_bias_of_b_goes_into_the_bias_of_the_layer(tmp_path):
 
 
 @fused
-def test_experts_that_can_be_read_in_two_ways_are_merged_by_the_peft_that_trained_them(tmp_path):
+def test_experts_that_can_be_read_in_two_ways_are_read_as_the_peft_that_trained_them_does(tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["down_proj"])
     expected = train(tmp_path, square(), config)
-    assert refusal(tmp_path).endswith(WITH_ITS_PEFT)
-    merge_with_peft(tmp_path, load(tmp_path / "base"))
-    torch.testing.assert_close(logits(merge(tmp_path, ["merged"], **ALONE)), expected)
+    torch.testing.assert_close(logits(merge(tmp_path, ["adapter"], **ALONE)), expected)
 
 
 def without_gates():

@@ -19,16 +19,26 @@ def start(method, theta_0):
     return alone(method.init_state(theta_0[None]))
 
 
-def add(method, state, theta_0, theta_t, *, step=1, strength=1.0):
-    """Return the state after one more task, which is given by its weight or by factors."""
-    rounding = 0.0
+def rounding_of_task(theta_t):
+    """Return the rounding of a task vector, given by its weight or by factors, which have none."""
     if isinstance(theta_t, Tensor):
-        rounding = 2 * rounding_of(theta_t)
+        return 2 * rounding_of(theta_t)
+    return 0.0
+
+
+def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, rounding_before=None):
+    """Return the state after one more task, which is given by its weight or by factors; by default,
+    the tasks before have its rounding.
+    """
+    rounding = rounding_of_task(theta_t)
+    if rounding_before is None:
+        rounding_before = rounding
+    if isinstance(theta_t, Tensor):
         given = theta_t[None]
     else:
         given = LowRank(theta_t.left[None], theta_t.right[None])
     task = TaskVector(
-        given, theta_0[None], strength=strength, rounding=rounding, rounding_before=rounding
+        given, theta_0[None], strength=strength, rounding=rounding, rounding_before=rounding_before
     )
     after, _ = method.update(stacked(state), theta_0[None], task, step)
     return alone(after)

@@ -12,7 +12,8 @@ from fusion_bench_nufilt.methods.options import TsvConfig
 from fusion_bench_nufilt.methods.spectral import Best, TsvStream
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
-from tests.methods.helpers import add, start, weight
+from fusion_bench_nufilt.nufilt.noise import summed_rounding
+from tests.methods.helpers import add, rounding_of_task, start, weight
 from tests.methods.test_spectral import distance
 from tests.nufilt.matrices import matrix_with_spectrum
 from tests.pairs import pairs
@@ -174,12 +175,14 @@ def test_adapters_that_were_merged_into_bfloat16_have_the_update_of_their_factor
         method = kind(kind.Options(), ["layer"])
         base = theta_0.to(result)
         state = start(method, base)
+        rounding = 0.0
         for seed, form in enumerate(forms_of_tasks):
             left = drawn(160, RANK, seed=seed)
             right = drawn(RANK, 160, seed=seed + 100)
             tau = LowRank((1.5 * left).float(), right.float())
             task = tau if form == "factors" else (theta_0.float() + tau.product()).bfloat16()
-            state = add(method, state, base, task)
+            state = add(method, state, base, task, rounding_before=rounding)
+            rounding = summed_rounding(rounding, rounding_of_task(task))
         results.append(method.merged_update(state, method.scale, (160, 160)))
     assert distance(results[1], results[0]) < 0.25
 

@@ -70,7 +70,7 @@ class NUFILTMerging(
             seed (int): seed of the order and of the adapters' initial A.
             save_on_every_step (bool): keep ``checkpoints/merged_model_{index}``, which
                 counts from 0, as OPCM's do.
-            evaluate_on_every_step (bool): write ``report_{index}.json``, the task pool's
+            evaluate_on_every_step (bool): write ``report_{index}.json``, the pool's
                 report on the merged model.
         """
         self._step_config()  # refuses values out of their range
