@@ -26,7 +26,9 @@ class FusionBenchNufiltSearchPathPlugin(SearchPathPlugin):
             user_folders,
         )
 
-        is_fusion_bench = "fusion_bench.scripts.cli" in sys.modules
+        # Where both programs are imported, these words are not for Hydra: python -m has the file.
+        is_nufilt = Path(sys.argv[0]).name in ("nufilt", "app.py")
+        is_fusion_bench = "fusion_bench.scripts.cli" in sys.modules and not is_nufilt
         words = []
         if is_fusion_bench:
             words = sys.argv[1:]
