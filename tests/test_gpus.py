@@ -653,7 +653,7 @@ def test_fine_tuning_leaves_the_model_where_it_was(gpus, monkeypatch):
     algorithm._options = finetuning.FineTuningConfig()
     algorithm._taskpool = SimpleNamespace(data_processor=None)
     algorithm.stopwatch = Stopwatch()
-    algorithm.modelpool = SimpleNamespace(load_train_dataset=lambda name: [])
+    algorithm._images = {"task1": []}
     single = torch.nn.Module()
     single.clip_model = trained
     single.zeroshot_weights = None

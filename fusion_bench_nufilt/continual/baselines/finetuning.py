@@ -66,7 +66,8 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
                 f"{', '.join(missing)}"
             )
         self._taskpool = clip_pool(self.name, self.taskpool, self.names)
-        return {name: load_train_set(self.modelpool, name) for name in self.names}
+        self._images = {name: load_train_set(self.modelpool, name) for name in self.names}
+        return self._images
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:
         self._options = options_of(FineTuningConfig, self)
@@ -76,13 +77,12 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     ) -> nn.Module:
         device = next(merged.parameters()).device
         with self.stopwatch.part(DATA):
-            images = load_train_set(self.modelpool, name)
             head = classifier(self._taskpool, merged.requires_grad_(), name)
         # A pool with this task alone, whose pretrained model is the one that is trained on.
         pool: Any = BaseModelPool(
             {"_pretrained_": head.clip_model}, train_datasets=DictConfig({name: None})
         )
-        pool.load_train_dataset = lambda task: images
+        pool.load_train_dataset = lambda task: self._images[task]
         pool.load_clip_model = pool.load_model
         pool.load_processor = lambda: self._taskpool.data_processor
         method = _OneTaskFineTuning(seed=self.seed, **asdict(self._options))
