@@ -17,7 +17,8 @@ PATCHED = (
     (fabric_fusion_program, "print_json"),
 )
 #: pytest's own, and what Lightning notes of a seed and libraries of the processes that they start.
-_MAY_CHANGE = ("PYTEST_CURRENT_TEST", "PL_", "LT_", "KMP_", "TOKENIZERS_PARALLELISM", "RAY_")
+_MAY_CHANGE = ("PYTEST_CURRENT_TEST", "PL_", "LT_", "KMP_", "TOKENIZERS_PARALLELISM")
+_MAY_CHANGE += ("RAY_", "PYTHONBREAKPOINT", "HF_XET_HIGH_PERFORMANCE")  # Ray's and lm-eval's
 
 
 def process_state():

@@ -105,7 +105,7 @@ class _Page(HTMLParser):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_page_of_a_received_folder_shows_text(kind, home, monkeypatch):
-    monkeypatch.setattr("fusion_bench_nufilt.pages.write.save_chart", lambda *_: None)
+    monkeypatch.setattr("fusion_bench_nufilt.pages.write.save_picture", lambda *_: None)
     folder = FOLDERS[kind](home / kind)
 
     def report():
