@@ -160,12 +160,11 @@ def task_strength(
     evenly.
 
     A model that was stored after its adapter was merged has rounding errors on top. Those of a
-    weight have an expected energy,
-    and no direction of theirs is stronger than the edge of the spectrum of a random matrix of that
-    energy. So a direction leads only above that edge, and the tail and the whole are counted
-    without the energy of rounding. Layers in which rounding has more than an eighth of the energy
-    count where there are no others alone, and if it has all of it, the task has all of the
-    strength.
+    weight have an expected energy, and no direction of theirs is stronger than the edge of the
+    spectrum of a random matrix of that energy. So a direction leads only above that edge, and the
+    tail and the whole are counted without the energy of rounding. Layers in which rounding has more
+    than an eighth of the energy count where there are no others alone, and if it has all of it, the
+    task has all of the strength.
 
     ``measure`` returns what the task changed in a layer, or None. The layers are taken from all
     over the model until enough of them were changed; ``shapes`` are those of all layers. ``apply``
