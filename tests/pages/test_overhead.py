@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fusion_bench_nufilt.compare import experiment
 from fusion_bench_nufilt.compare.experiment import (
     WatchingEvaluator,
     read_peak,
@@ -54,28 +55,56 @@ def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch
     assert sum(seconds) == (4 - 0) + (3 - 1)
 
 
+class Memory:
+    """A process's memory: what it holds, and its peak since the last reset."""
+
+    def __init__(self):
+        self.peak = 0
+        self.held = 10
+
+    def take(self, size):
+        self.peak = max(self.peak, self.held + size)
+
+    def reset(self, device):
+        self.peak = self.held
+        return True
+
+
 class Hungry(TasksByName):
     """Scoring takes more memory than what comes before."""
 
     task_names = ("a",)
 
+    def __init__(self, memory):
+        self.memory = memory
+
     def load_test_data(self):
         return {}
 
     def evaluate(self, model, tasks=None, limit=None):
-        torch.ones(2**26).sum()
+        self.memory.take(100)
         return {"a": {"accuracy": 1.0}}
 
 
-def test_the_memory_of_scoring_is_not_that_of_merging():
-    if not reset_peak(torch.device("cpu")):
-        pytest.skip("this system does not tell a process's peak")
-    evaluator = WatchingEvaluator(Hungry(), torch.device("cpu"))
+def test_the_memory_of_scoring_is_not_that_of_merging(monkeypatch):
+    memory = Memory()  # a real process gives back what others of its threads took, at any moment
+    monkeypatch.setattr(experiment, "reset_peak", memory.reset)
+    monkeypatch.setattr(experiment, "read_peak", lambda device: memory.peak)
+    evaluator = WatchingEvaluator(Hungry(memory), torch.device("cpu"))
     model = torch.nn.Linear(1, 1)
-    evaluator.report(model, ["a"])  # what it loads stays
+    evaluator.report(model, ["a"])
     evaluator.watch()
-    before = read_peak(torch.device("cpu"))
-    torch.ones(2**25).sum()
+    memory.take(20)
     for _ in range(2):
         evaluator.report(model, ["a"])
-    assert before + 2**26 < evaluator.peak < before + 2**27 + 2**26
+    assert evaluator.peak == 30
+
+
+def test_the_peak_of_a_process_is_told_and_reset():
+    device = torch.device("cpu")
+    if not reset_peak(device):
+        pytest.skip("this system does not tell a process's peak")
+    torch.ones(2**26).sum()
+    before = read_peak(device)
+    reset_peak(device)
+    assert 0 < read_peak(device) < before
