@@ -117,7 +117,6 @@ def take_pictures(pages: dict[str, Path], folder: Path) -> None:
     """Write a picture of each page, from its top to its end, without scroll bars."""
     from PIL import Image
     from selenium import webdriver
-    from selenium.webdriver.support.wait import WebDriverWait
 
     options = webdriver.ChromeOptions()
     flags = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars"
@@ -130,11 +129,6 @@ def take_pictures(pages: dict[str, Path], folder: Path) -> None:
             for name, page in pages.items():
                 browser.set_window_size(WIDTH, 900)
                 browser.get(page.resolve().as_uri())
-                charts = browser.find_elements("css selector", ".chart")
-                drawn = [chart.get_attribute for chart in charts]
-                WebDriverWait(browser, 60).until(
-                    lambda _, drawn=drawn: all(get("data-drawn") for get in drawn)
-                )
                 height = browser.execute_script("return document.documentElement.scrollHeight")
                 browser.set_window_size(WIDTH, min(height, 2000))
                 file = folder / f"{name}.png"

@@ -27,9 +27,8 @@ def merge(
         list[str] | None,
         typer.Argument(
             metavar="RECIPE|KEY=VALUE",
-            help="RECIPE: a YAML file with base, tasks, out and settings, or the nufilt.json of a "
-            "result; options win over it. KEY=VALUE: another way to write an option, such as "
-            "null_rank=64.",
+            help="RECIPE: a YAML file with base, tasks, out and settings; options win over it. "
+            "KEY=VALUE: another way to write an option, such as null_rank=64.",
         ),
     ] = None,
     base: Annotated[str | None, typer.Option(help="Pretrained model: folder or hub name.")] = None,
