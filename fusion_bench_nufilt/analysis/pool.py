@@ -66,7 +66,6 @@ class PoolAnalysis:
         missing_keys = [key for key in drawn_keys if key in self._keys]
         refuse_missing_keys(PRETRAINED, missing_keys, can_exclude=False)
         self._modules = [view.module for view in self.views.values()]
-        #: d_i of the narrowest layer
         self._inputs: dict[str, Loader] = {}
         self._samples: dict[str, int] = {}
         for task in self.tasks:
