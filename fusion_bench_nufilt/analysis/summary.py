@@ -113,7 +113,7 @@ def reading(content: AnalysisSummary) -> list[str]:
         value = content["overlap"]["all"][i][j]
         if value is not None:
             pairs.append((value, names[i], names[j], content["common_layers"][i][j]))
-    overlaps = content["layers_of"].get(LAYER_MEANS["overlap"].title, {})
+    overlaps = content["layers_of"].get(LAYER_MEANS["overlap"], {})
     dominance = content.get("affinity", {}).get("all", {}).get("dominance")
     measured = {name: row for name, row in content.get("methods", {}).items() if "fixed" in row}
     idle_tasks = [task for task in content["tasks"] if task not in names]
@@ -286,7 +286,7 @@ def _layer_means(
     for name, rows, column in measured:
         if len(rows):  # else there is one task, or no data
             by_layer = rows.groupby("layer", sort=False)[column].mean()
-            means[LAYER_MEANS[name].title] = by_layer.to_dict()
+            means[LAYER_MEANS[name]] = by_layer.to_dict()
     return means
 
 

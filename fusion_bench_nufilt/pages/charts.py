@@ -5,13 +5,13 @@ panel of that name, see :func:`~fusion_bench_nufilt.pages.theme.faceted`. The ``
 what a page says of its point.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
-import pandas as pd
 from altair.typing import ChartType
 
+from .metrics import AccuracyMatrix
 from .names import KINDS, depth, kind
 from .theme import (
     COLOURS,
@@ -20,6 +20,7 @@ from .theme import (
     Rows,
     by_block,
     by_name,
+    cells,
     clean,
     faceted,
     style,
@@ -74,21 +75,15 @@ def heat_maps(
     return faceted(lambda _: layers, rows, size, across=across)
 
 
-def score_cells(scores: pd.DataFrame, steps: Sequence[str], panel: str) -> Rows:
-    """Return the cells of a matrix of scores in per cent, given rows of the long table and the
-    names of the steps.
+def score_maps(matrices: Mapping[str, AccuracyMatrix]) -> ChartType:
+    """Draw matrices of one order of tasks in per cent, each in the panel of its name, with a row
+    for each step after which any task was scored.
     """
-    cells: Rows = []
-    for step, task, score in zip(scores["step"], scores["task"], scores["value"], strict=True):
-        value = clean(100 * score)
-        cells.append({"panel": panel, "row": steps[int(step) - 1], "column": task, "value": value})
-    return cells
-
-
-def score_maps(rows: Rows, steps: Sequence[str], tasks: Sequence[str]) -> ChartType:
-    """Draw matrices of scores in per cent, with a row for each step after which any task was scored
-    and a column for each task.
-    """
+    rows: Rows = []
+    for panel, matrix in matrices.items():
+        tasks = matrix.tasks
+        steps = matrix.steps
+        rows += cells((100 * matrix.values).tolist(), steps, tasks, panel)
     scored = {row["row"] for row in rows}
     shown = [step for step in steps if step in scored]
     return heat_maps(rows, shown, tasks, ("after", "task"), "score (%)", domain=(0, 100))

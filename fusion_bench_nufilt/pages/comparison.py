@@ -6,7 +6,7 @@ from typing import Any
 import altair as alt
 from altair.typing import ChartType
 
-from .charts import bars, dots, lines, score_cells, score_maps
+from .charts import bars, dots, lines, score_maps
 from .comparison_tables import (
     by_accuracy,
     main_table,
@@ -93,8 +93,10 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     if len(rows_with(measured, metric="BWT")):
         shown = ["ACC", "plasticity", "BWT"]
     charts["stability_plasticity"] = dots(_metric_rows(results, best, shown))
-    if len(rows_with(measured, seed=results.seeds[0])):
-        charts["accuracy_matrices"] = _accuracy_matrices(results, results.seeds[0])
+    matrices = results.matrices(results.seeds[0])
+    if matrices:
+        titles = {f"{label}: {matrix.summary()}": matrix for label, matrix in matrices.items()}
+        charts["accuracy_matrices"] = score_maps(titles)
     task_scores = _task_score_rows(results)
     if task_scores:
         charts["task_scores"] = bars(task_scores)
@@ -160,19 +162,6 @@ def _band(mean: Mean, lowest: float) -> Json:
     high = 100 * (mean.mean + mean.std)
     # A score may be below zero, as a correlation is, and lies in its band all the same.
     return {"low": max(low, min(lowest, 100 * mean.mean)), "high": min(high, 100)}
-
-
-def _accuracy_matrices(results: Comparison, seed: int) -> ChartType:
-    """Draw the matrices of a seed, whose task order all methods share."""
-    matrices = results.matrices(seed)
-    scores = rows_with(results.table, seed=seed, metric="score")
-    tasks = next(iter(matrices.values())).tasks
-    steps = [f"+ {task}" for task in tasks]
-    rows: Rows = []
-    for label, matrix in matrices.items():
-        panel = f"{label}: {matrix.summary()}"
-        rows += score_cells(rows_with(scores, method=label), steps, panel)
-    return score_maps(rows, steps, tasks)
 
 
 def _task_score_rows(results: Comparison) -> Rows:

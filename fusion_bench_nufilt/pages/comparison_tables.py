@@ -60,8 +60,7 @@ def main_table(results: Comparison) -> Table:
     texts.loc[list(results.references), of_merged] = ""
 
     title = results.stream
-    metrics.columns = [METRICS[name].column for name in HEADLINE]
-    table = _ranked(results, title, texts.fillna(""), metrics, "metric", HEADLINE)
+    table = _ranked(results, title, texts.fillna(""), metrics, "metric")
     if "changed" not in table.texts:
         return table
     return replace(table, notes=[*table.notes, _CHANGED])
@@ -84,20 +83,21 @@ def task_table(results: Comparison) -> Table:
     """Tabulate the score of each task after the last step, mean ± standard deviation over the
     seeds.
     """
-    tasks = results.tasks
-    scores = means(results.last_scores, "task", results.labels, tasks)
+    scores = means(results.last_scores, "task", results.labels, results.tasks)
     texts = _words_of_means(results, scores, "task")
     title = "Score (%) of each task after the last step"
-    return _ranked(results, title, texts, scores, "task", tasks)
+    return _ranked(results, title, texts, scores, "task")
 
 
 def _words_of_means(results: Comparison, numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
-    """Return means as words; one that lacks scores says of how many it is, a task without a score
-    shows the metrics that it has, and a method whose runs all failed says so.
+    """Return means as words, in per cent; one that lacks scores says of how many it is, a task
+    without a score shows the metrics that it has, and a method whose runs all failed says so.
     """
-    words = _words(numbers, by)
+    words = pd.DataFrame(index=numbers.index)
     for name in numbers:
         metric = name if by == "metric" else ""
+        signed = by == "metric" and METRICS[name].signed
+        words[name] = [mean.percent(sign=signed) for mean in numbers[name]]
         for label, mean in numbers[name].items():
             part = results.missing_part(label, mean, metric)
             if part:
@@ -119,28 +119,13 @@ def _other_words(other_metrics: Mapping[str, Mean]) -> str:
     return ", ".join(words)
 
 
-def _words(numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
-    """Return means of metrics, or of scores of tasks, in per cent."""
-    words = pd.DataFrame(index=numbers.index)
-    for name in numbers:
-        signed = by == "metric" and METRICS[name].signed
-        words[name] = [mean.percent(sign=signed) for mean in numbers[name]]
-    return words
-
-
 def _ranked(
-    results: Comparison,
-    title: str,
-    texts: pd.DataFrame,
-    numbers: pd.DataFrame,
-    by: _Columns,
-    shown: Sequence[str],
+    results: Comparison, title: str, texts: pd.DataFrame, numbers: pd.DataFrame, by: _Columns
 ) -> Table:
     """Rank the methods that finished every seed, need no data and lack no score; numbers shown as
     equal rank equally, and where all are equal, none is the best.
 
-    The texts and the numbers have the same rows, and columns that are named alike; ``shown`` has
-    the metrics or tasks of these columns.
+    The texts and the numbers have the same rows; columns of metrics have their titles in the texts.
     """
     compared = []
     for label, method in results.methods.items():
@@ -148,19 +133,19 @@ def _ranked(
         if method.data == "none" and method.complete:
             compared.append(label)
     ranks = pd.DataFrame(index=[results.labels.index(label) for label in compared])
-    for name, metric in zip(numbers, shown, strict=True):
-        higher_is_better = by == "task" or METRICS[metric].higher_is_better
+    for name in numbers:
+        metric = name if by == "metric" else ""
         shown_numbers = {}
         for label in compared:
             mean = numbers.loc[label, name]
             # The tasks that it lacks may be the ones on which the others score least.
-            if not results.missing_part(label, mean, metric if by == "metric" else ""):
+            if not results.missing_part(label, mean, metric):
                 # No number is better than one that reads the same.
                 shown_numbers[results.labels.index(label)] = as_shown(mean.mean)
         column = pd.Series(shown_numbers, dtype=float)
-        column = column.rank(method="dense", ascending=not higher_is_better)
+        column = column.rank(method="dense", ascending=False)
         if column.max() > 1:
-            ranks[name] = column
+            ranks[METRICS[name].column if metric else name] = column
     texts = _filled(texts.rename_axis("method"))
     notes = _notes(results)
     if not ranks.empty:
@@ -198,8 +183,8 @@ def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
         words[COSTS[name].title] = [
             shown_number(cost / COSTS[name].unit, digits) for cost in costs[name]
         ]
-    accuracy = _words(means(table, "metric", labels, ["ACC"]), "metric")
-    words[METRICS["ACC"].column] = accuracy["ACC"]
+    accuracy = means(table, "metric", labels, ["ACC"])["ACC"]
+    words[METRICS["ACC"].column] = [mean.percent() for mean in accuracy]
     return words
 
 

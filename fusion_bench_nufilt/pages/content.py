@@ -9,7 +9,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
-from .metrics import CHANGES, COSTS, METRICS, AccuracyMatrix, Mean
+from .metrics import COSTS, METRICS, AccuracyMatrix, Mean
 from .results import Row, long_table, means, rows_with, score_rows, single_model_rows
 
 Json = dict[str, Any]
@@ -98,7 +98,7 @@ class SeedRun:
         if self.matrix is None:
             return []
         rows = score_rows(self.matrix)
-        for name in (*COSTS, *CHANGES):
+        for name in (*COSTS, "changed_tensors", "changed_share"):
             value = getattr(self, name)
             if value is not None:
                 rows.append({"metric": name, "value": value})

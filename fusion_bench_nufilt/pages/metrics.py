@@ -18,7 +18,6 @@ class Metric(NamedTuple):
     title: str
     column: str = ""  # the header of a table's column, where it is another
     unit: float = 1.0  # what is counted where it is shown, such as 10**9 bytes
-    higher_is_better: bool = True
     signed: bool = False  # whether it is shown with its sign, as a difference is
     headline: bool = False  # whether tables and the line below a matrix show it; files have all
     meaning: str = ""  # for readers who do not know its name
@@ -66,19 +65,14 @@ METRICS = {
 HEADLINE = [name for name, metric in METRICS.items() if metric.headline]
 #: What a run costs.
 COSTS = {
-    "iterations": Metric("iterations", higher_is_better=False),
-    "solving_seconds": Metric("solving s", higher_is_better=False),
-    "merging_seconds": Metric("merging s", higher_is_better=False),
-    "data_seconds": Metric("data set-up s", higher_is_better=False),
-    "total_seconds": Metric("total s", higher_is_better=False),
-    "memory": Metric("memory GB", unit=1e9, higher_is_better=False),
-    "parameters": Metric("parameters M", unit=1e6, higher_is_better=False),
-    "extra_parameters": Metric("extra params", higher_is_better=False),
-}
-#: What merging changed of the pretrained model.
-CHANGES = {
-    "changed_tensors": Metric("tensors changed"),
-    "changed_share": Metric("share of the parameters in them"),
+    "iterations": Metric("iterations"),
+    "solving_seconds": Metric("solving s"),
+    "merging_seconds": Metric("merging s"),
+    "data_seconds": Metric("data set-up s"),
+    "total_seconds": Metric("total s"),
+    "memory": Metric("memory GB", unit=1e9),
+    "parameters": Metric("parameters M", unit=1e6),
+    "extra_parameters": Metric("extra params"),
 }
 #: What a method measures of a layer at a step, the columns of ``layers.csv`` that are drawn.
 LAYER_METRICS = {
@@ -90,19 +84,17 @@ LAYER_METRICS = {
     "overlap": Metric(
         "overlap of new and old subspaces", "overlap of subspaces", presence="protected_rank"
     ),
-    "loss_before": Metric(
-        "data-free loss before the adapter", higher_is_better=False, presence="merged_norm"
-    ),
-    "loss_after": Metric("data-free loss after it", higher_is_better=False, presence="merged_norm"),
+    "loss_before": Metric("data-free loss before the adapter", presence="merged_norm"),
+    "loss_after": Metric("data-free loss after it", presence="merged_norm"),
     "task_norm": Metric("norm of the task vector", "norm of task vectors"),
     "merged_norm": Metric("norm of what was merged before", presence="merged_norm"),
 }
 #: What an analysis measures of a layer, mean over the tasks or over pairs of them.
 LAYER_MEANS = {
-    "effective_rank": Metric("effective rank, mean over the tasks"),
-    "overlap": Metric("overlap of two task vectors, mean over pairs"),
-    "matched_affinity": Metric("affinity, matched"),
-    "mismatched_affinity": Metric("affinity, mismatched"),
+    "effective_rank": "effective rank, mean over the tasks",
+    "overlap": "overlap of two task vectors, mean over pairs",
+    "matched_affinity": "affinity, matched",
+    "mismatched_affinity": "affinity, mismatched",
 }
 
 

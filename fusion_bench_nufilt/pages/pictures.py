@@ -3,8 +3,6 @@ a page, which holds no script.
 """
 
 import io
-import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,7 +20,6 @@ from .theme import chart_definition
 _CSS_DPI = 96  # pixels of a drawing in an inch
 _PRINT_DPI = 300
 _SVG = "http://www.w3.org/2000/svg"
-_PATH = f"{{{_SVG}}}path"
 #: What shows nothing on a page, or is said once by its style sheet.
 _DROPPED = (
     "aria-hidden",
@@ -34,19 +31,6 @@ _DROPPED = (
     "role",
     "stroke-miterlimit",
 )
-#: What the parts of a group inherit, so that it can be said once of the group.
-_INHERITED = (
-    "fill",
-    "font-size",
-    "font-weight",
-    "stroke",
-    "stroke-dasharray",
-    "stroke-width",
-    "text-anchor",
-)
-#: More digits of a place than are seen.
-_LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}(?:e-?\d+)?")
-_EMPTY_PATH = ("", "M0,0h0v0h0Z")
 
 
 def draw(chart: ChartType) -> str:
@@ -78,7 +62,7 @@ def _with_palette(png: bytes) -> bytes:
 
 def for_page(svg: str, sentence: str) -> Markup:
     """Return a drawing for a page, on which no other one has the same sentence: what names a point
-    becomes its ``<title>``, and what changes nothing that is seen is left out.
+    becomes its ``<title>``, and what its page says is left out.
     """
     # Names are escaped by the parser's own writer; the drawing itself is Vega's.
     ElementTree.register_namespace("", _SVG)
@@ -89,59 +73,24 @@ def for_page(svg: str, sentence: str) -> Markup:
     for element in root.iter():
         if "id" in element.attrib:
             ids[element.attrib["id"]] = f"d{crc32(sentence.encode()):08x}-{len(ids)}"
-    _shorten(root, ids)
+    for element in root.iter():
+        _adapt(element, ids)
     width = float(root.attrib.pop("width"))
-    del root.attrib["height"], root.attrib["version"]
+    del root.attrib["height"]
     # On a narrow screen it shrinks as long as its words can be read, and then scrolls.
     root.set("style", f"max-width: {width:.0f}px; min-width: {0.7 * width:.0f}px")
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def _shorten(element: ElementTree.Element, ids: Mapping[str, str]) -> None:
-    title = None
-    if element.tag == _PATH and element.get("role") == "graphics-symbol":
-        title = element.get("aria-label")
+def _adapt(element: ElementTree.Element, ids: Mapping[str, str]) -> None:
+    attributes = element.attrib
+    if element.tag == f"{{{_SVG}}}path" and attributes.get("role") == "graphics-symbol":
+        title = ElementTree.SubElement(element, f"{{{_SVG}}}title")
+        title.text = attributes.get("aria-label")
     for name in _DROPPED:
-        element.attrib.pop(name, None)
-    if element.get("opacity") == "1":
-        del element.attrib["opacity"]
-    for name, value in element.attrib.items():
+        attributes.pop(name, None)
+    for name, value in attributes.items():
         if name == "id":
-            value = ids[value]
+            attributes[name] = ids[value]
         elif value.startswith("url(#"):
-            value = f"url(#{ids[value[5:-1]]})"
-        else:
-            value = _LONG_NUMBER.sub(_rounded, value)
-        element.set(name, value)
-    for child in list(element):
-        _shorten(child, ids)
-        if _is_unseen(child):
-            element.remove(child)
-    if len(element) > 1:
-        _say_once(element)
-    if title is not None:
-        ElementTree.SubElement(element, f"{{{_SVG}}}title").text = title
-
-
-def _rounded(number: re.Match[str]) -> str:
-    value = float(number[0])
-    if not math.isfinite(value):
-        return number[0]
-    return f"{round(value, 2):g}" if abs(value) < 1e4 else number[0]
-
-
-def _is_unseen(element: ElementTree.Element) -> bool:
-    """Tell whether a path has no line, or a group nothing in it."""
-    if element.tag == _PATH:
-        return element.get("d") in _EMPTY_PATH
-    return element.tag == f"{{{_SVG}}}g" and len(element) == 0
-
-
-def _say_once(group: ElementTree.Element) -> None:
-    """Give a group what all of its parts say alike."""
-    for name in _INHERITED:
-        values = {part.get(name) for part in group}
-        if len(values) == 1 and None not in values:
-            group.set(name, values.pop() or "")
-            for part in group:
-                del part.attrib[name]
+            attributes[name] = f"url(#{ids[value[5:-1]]})"

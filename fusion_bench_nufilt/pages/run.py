@@ -7,12 +7,12 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import Score, Seconds
 
-from .charts import score_cells, score_maps
+from .charts import score_maps
 from .layers import layer_charts
 from .metrics import AccuracyMatrix
 from .page import Outputs, Tables, render_page
 from .pictures import draw
-from .results import layer_rows, long_table, rows_with, score_rows
+from .results import layer_rows
 from .tables import to_csv
 
 
@@ -43,10 +43,7 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     fractions.insert(0, "step", range(1, 1 + len(matrix.tasks)), allow_duplicates=True)
     fractions.insert(1, "merged_task", matrix.tasks, allow_duplicates=True)
     summary = matrix.summary()
-    scores = rows_with(long_table(score_rows(matrix)), metric="score")
-    title = f"{run.method}: {summary}, scored on {run.scored}"
-    cells = score_cells(scores, matrix.steps, title)
-    picture = draw(score_maps(cells, matrix.steps, matrix.tasks))
+    picture = draw(score_maps({f"{run.method}: {summary}, scored on {run.scored}": matrix}))
     layers = {}
     if "layers" in tables:
         charts = layer_charts(layer_rows(tables["layers"]))

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from pandas.io.formats.style import Styler
@@ -147,22 +146,14 @@ def print_matrix(matrix: AccuracyMatrix, title: str) -> None:
     """Print the accuracy matrix and its headline metrics in per cent; rows are steps and columns
     tasks, as merged.
     """
-    table = RichTable(title=title, caption=escape_markup(matrix.summary()))
-    table.add_column("after step")
-    for number, task in enumerate(matrix.tasks, 1):
-        header = escape_markup(task)
-        if len(matrix.tasks) > 8:
-            # So many names do not fit side by side; the rows say which number is which.
-            header = str(number)
-        table.add_column(header, justify="right", no_wrap=True)
-    for step, task in enumerate(matrix.tasks, 1):
-        scores = matrix.values[step - 1]
-        # With evaluate=last, only the last row has scores.
-        if np.isnan(scores).all():
-            continue
-        style = "bold" if step == len(matrix.tasks) else ""
-        texts = [percent(score) for score in scores]
-        table.add_row(f"{step} {escape_markup(task)}", *texts, style=style)
+    tasks: list[str] = matrix.tasks
+    if len(tasks) > 8:
+        # So many names do not fit side by side; the rows say which number is which.
+        tasks = [str(number) for number in range(1, len(tasks) + 1)]
+    scores = pd.DataFrame(matrix.values, pd.Index(matrix.steps, name="after step"), tasks)
+    # With evaluate=last, only the last row has scores.
+    table = Table(title, scores.dropna(how="all").map(percent)).as_rich()
+    table.caption = escape_markup(matrix.summary())
     print_table(table)
 
 

@@ -6,6 +6,7 @@ import altair as alt
 import pytest
 
 from fusion_bench_nufilt.pages import charts
+from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
 from fusion_bench_nufilt.pages.pictures import draw
 from fusion_bench_nufilt.pages.theme import COLOURS, DASHES, cells, style
 from tests.pages.charts import encodings, legend, marks, panels, rows_of
@@ -108,8 +109,8 @@ def test_the_colours_cover_every_number_and_both_ends_are_marked(values, marked)
 
 
 def test_a_score_below_zero_has_a_colour_and_a_bar_of_its_length():
-    score = cells([[-5.0]], ["r"], ["t"])
-    colour = encodings(charts.score_maps(score, ["r"], ["t"]), "color")[0]
+    matrix = AccuracyMatrix.from_rows(["t"], [[-0.05]])
+    colour = encodings(charts.score_maps({"m": matrix}), "color")[0]
     assert colour["scale"]["domain"][0] <= -5
     bars = charts.bars([{"panel": "t", "name": "m", "value": -5.0, "text": "-5.0"}])
     assert encodings(bars, "x")[0]["scale"]["domain"] == [-5, 100]
@@ -166,9 +167,9 @@ def test_the_labels_of_twenty_steps_stand_apart():
 
 
 def test_a_step_after_which_nothing_was_scored_is_no_row():
-    scores = cells([[NAN, NAN], [50.0, 60.0]], ["first", "last"], ["t", "u"], "m")
-    chart = charts.score_maps(scores, ["first", "last"], ["t", "u"])
-    assert encodings(chart, "y")[0]["scale"]["domain"] == ["last"]
+    matrix = AccuracyMatrix.from_rows(["t", "u"], [[None, None], [0.5, 0.6]])
+    chart = charts.score_maps({"m": matrix})
+    assert encodings(chart, "y")[0]["scale"]["domain"] == ["2 + u"]
 
 
 def test_dots_without_a_deviation_have_no_rules():

