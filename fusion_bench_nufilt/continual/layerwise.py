@@ -26,7 +26,7 @@ from fusion_bench_nufilt.merge.checks import (
 )
 from fusion_bench_nufilt.merge.draft import Draft, take_head
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
-from fusion_bench_nufilt.merge.kept_state import carry_over_kept, kept_state, mean_key
+from fusion_bench_nufilt.merge.kept_state import carry_over_kept, kept_state
 from fusion_bench_nufilt.merge.other_params import average_other_params, new_heads
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
@@ -46,7 +46,7 @@ from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.pages.metrics import has_quantity
 from fusion_bench_nufilt.pages.write import read_table
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
-from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads
+from fusion_bench_nufilt.utils.manifest import Difference, load_state, mean_key, read_heads
 from fusion_bench_nufilt.utils.options import (
     options_of,
     split_options,

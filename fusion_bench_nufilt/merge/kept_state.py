@@ -1,6 +1,6 @@
 """What a merge keeps beside its model for the next one, in float32 at least: what the method keeps
-of each layer (for NUFILT, the layer itself), the running means of tensors outside the layers, and
-the rows of new tokens, where the model rounds them.
+of each layer (for NUFILT, the layer itself), and the running means of tensors outside the layers,
+where the model rounds them.
 
 :class:`KeptState` alone decides what these tensors are called, and which shapes and dtypes they
 have. It reads those of an earlier merge, and makes those of this one.
@@ -20,10 +20,9 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights, carry_over
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.manifest import STATE_FILE
+from fusion_bench_nufilt.utils.manifest import STATE_FILE, mean_key
 from fusion_bench_nufilt.utils.tensors import TensorInfo, describe, make_header, read_header
 
 from .basis import LayerInBasis, along_axes, resize_lists
@@ -92,23 +91,10 @@ class KeptState:
         for param, keys in plan.other_keys.items():
             if param in plan.averaged and plan.rounds(keys[0]):
                 key = mean_key(param)
-                means[param] = KeptTensor(key, key, self._wide(keys[0]))
+                like = self._wide(keys[0])
+                shape = plan.vocabulary.resized(param, like.shape)
+                means[param] = KeptTensor(key, key, like.new_empty(shape))
         return means
-
-    def new_rows(self) -> dict[str, KeptTensor]:
-        """Return the rows of new tokens that the model alone would round, by param of the tensor
-        that has them.
-        """
-        plan = self.plan
-        if plan.targets.other_params == "first" or not plan.vocabulary.tokens:
-            return {}
-        rows = {}
-        for param in plan.vocabulary.params:
-            if plan.rounds(plan.pretrained.keys[param]):
-                shape = (len(plan.vocabulary.tokens), *plan.pretrained.params[param][1:])
-                like = torch.empty(shape, dtype=torch.float32, device="meta")
-                rows[param] = KeptTensor(new_rows_key(param), new_rows_key(param), like)
-        return rows
 
     def needed(self) -> list[KeptTensor]:
         """Return all that the model does not tell by itself, in the order of the file."""
@@ -117,7 +103,6 @@ class KeptState:
             if self.is_needed(layer):
                 tensors += self.of_layer(layer).values()
         tensors += self.means().values()
-        tensors += self.new_rows().values()
         return tensors
 
     def layout(self) -> tuple[bytes, dict[str, TensorInfo]]:
@@ -222,19 +207,18 @@ class KeptState:
             stored = plan.state.keys
         missing = []
         expected = {mean_key(param) for param in plan.other_keys}
-        expected |= {new_rows_key(param) for param in plan.pretrained.params}
         for layer in plan.layers:
             for tensor in self.of_layer(layer).values():
                 expected.add(tensor.param)
                 if tensor.param in stored:
-                    self._check_like(tensor)
+                    self._check_like(tensor, tuple(tensor.like.shape))
                 # A weight that the model has in float32 needs no second copy beside it.
                 elif not method.is_stateless or self._is_rounded(tensor.param):
                     missing.append(tensor.key)
         rounded_means = []
         for param, tensor in self.means().items():
             if tensor.param in stored:
-                self._check_like(tensor)
+                self._check_like(tensor, self._shape_before(param))
             elif self._is_rounded_mean(param):
                 rounded_means.append(param)
         unknown = sorted(stored.keys() - expected)
@@ -255,12 +239,19 @@ class KeptState:
         warnings += _warn_of_means(name, rounded_means, "--state from the first merge on")
         return warnings
 
-    def _check_like(self, tensor: KeptTensor) -> None:
+    def _shape_before(self, param: str) -> tuple[int, ...]:
+        """Return the shape that a tensor has in the merged model, or else in the base."""
+        merged = self.plan.merged
+        if merged is not None and param in merged.keys:
+            return merged.source.tensors[merged.keys[param]].shape
+        pretrained = self.plan.pretrained
+        return pretrained.source.tensors[pretrained.keys[param]].shape
+
+    def _check_like(self, tensor: KeptTensor, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that was kept in another shape or dtype than the plan needs."""
         earlier = self.plan.state
         assert earlier is not None
         stored = earlier.source.tensors[earlier.keys[tensor.param]]
-        shape = tuple(tensor.like.shape)
         if stored.shape != shape or stored.dtype != describe(tensor.like).dtype:
             dtype = str(tensor.like.dtype).removeprefix("torch.")
             raise ValueError(
@@ -482,11 +473,6 @@ def _has_sums(merged_manifest: Manifest) -> bool:
     return False
 
 
-def mean_key(param: str) -> str:
-    """Return the key of the running mean of a tensor outside the layers."""
-    return f"{param}.mean"
-
-
 def carry_over_kept(
     architecture: Architecture, kept: dict[str, Any], earlier: Mapping[str, str]
 ) -> None:
@@ -494,7 +480,6 @@ def carry_over_kept(
     it was kept.
     """
     carry_over(architecture, kept, earlier, mean_key)
-    carry_over(architecture, kept, earlier, new_rows_key)
 
 
 def _warn_of_means(name: str, params: Sequence[str], remedy: str) -> list[str]:

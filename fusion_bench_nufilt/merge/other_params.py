@@ -5,15 +5,15 @@ time; and those of heads, which are kept beside the merged model.
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from fusion_bench_nufilt.models.source import check_belongs
-from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.manifest import read_heads
+from fusion_bench_nufilt.utils.manifest import mean_key, read_heads
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
@@ -22,7 +22,7 @@ from fusion_bench_nufilt.utils.tensors import (
     is_finite,
 )
 
-from .kept_state import kept_state, mean_key
+from .kept_state import kept_state
 from .output import Record
 from .plan import Plan
 from .planned import factors_by_key
@@ -45,7 +45,7 @@ class OtherParam:
         self.param = param
         self.key = key  # in the base
         self.info = plan.base.tensors[key]
-        self.numel = math.prod(self.info.shape)
+        self.numel = math.prod(plan.vocabulary.resized(param, self.info.shape))
         self.is_averaged = param in plan.averaged
         self.grows = param in plan.vocabulary.params
         self.tasks = plan.joining(param)
@@ -79,8 +79,7 @@ class OtherParam:
 
     def piece(self, start: int, stop: int) -> Tensor:
         """Return the elements ``start`` to ``stop`` of the flattened tensor after the merge."""
-        theta_0 = self.plan.base.elements(self.key, start, stop)
-        theta_0 = theta_0.to(self.dtype)
+        theta_0 = self._base(start, stop)
         value = self._value_so_far(start, stop, theta_0)
         if not self.is_averaged:
             return value
@@ -101,6 +100,13 @@ class OtherParam:
             )
         return value
 
+    def _base(self, start: int, stop: int) -> Tensor:
+        """Return the base's elements, which has the rows of new tokens as all other models do."""
+        read = partial(self.plan.base.elements, self.key)
+        if self.grows:
+            return self.plan.vocabulary.elements(self.param, start, stop, self.dtype, read)
+        return read(start, stop).to(self.dtype)
+
     def _value_so_far(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return the elements before the first task: the merged model's, or the base's."""
         merged = self.plan.merged
@@ -115,11 +121,15 @@ class OtherParam:
         if matched is None:
             mean = state.source.elements(key, start, stop).to(rounded.device)
         else:
-            # Rows that only pad the vocabulary are the base's, as where all tasks come at once.
-            mean = matched.of_state(state.source, key).elements(start, stop, theta_0)
+            # It has the rows of the model beside it.
+            def read(first: int, last: int, _: Tensor) -> Tensor:
+                return state.source.elements(key, first, last)
+
+            mean = matched.elements(start, stop, theta_0, read)
         # The model has the same mean rounded, which tells a state of other weights.
-        if rounded.dtype.itemsize < mean.dtype.itemsize:
-            check_belongs(mean, rounded, self.param, state.source)
+        dtype = FLOATS[merged.source.tensors[merged.keys[self.param]].dtype]
+        if dtype.itemsize < mean.dtype.itemsize:
+            check_belongs(mean, rounded.to(dtype), self.param, state.source)
         return mean
 
 
@@ -175,9 +185,6 @@ def pieces_of_other_param(
             # In the record, so that a run that goes on has it in its manifest, too.
             record["not_finite"] = key
             log.warning(NOT_FINITE, key)
-    rows_place = state_places.get(new_rows_key(param))
-    if rows_place is not None:
-        yield rows_place, plan.vocabulary.new_rows(param)
 
 
 def _saved_pieces(plan: Plan, param: str) -> Pieces:
@@ -235,23 +242,13 @@ def _copied_pieces(tensor: OtherParam, place: TensorInfo) -> Pieces:
 
 
 def _merged_pieces(tensor: OtherParam, place: TensorInfo, mean_place: TensorInfo | None) -> Pieces:
-    """Yield a merged tensor, with the rows of new tokens behind the base's, and its mean for the
-    state.
-    """
-    vocabulary = tensor.plan.vocabulary
+    """Yield a merged tensor, and its mean for the state."""
     dtype = FLOATS[place.dtype]
     for start, stop in _bounds(0, tensor.numel, tensor.piece_length):
         value = tensor.piece(start, stop)
         if mean_place is not None:
             yield mean_place, value.to(FLOATS[mean_place.dtype])
-        if tensor.grows:
-            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype)
         yield place, _rounded(value, tensor.key, dtype)
-    if tensor.grows:
-        for start, stop in _bounds(tensor.numel, math.prod(place.shape), CHUNK_BYTES // 8):
-            value = torch.zeros(stop - start, dtype=tensor.dtype, device="cpu")
-            vocabulary.fill_rows(tensor.param, value, start, tensor.dtype)
-            yield place, _rounded(value, tensor.key, dtype)
 
 
 def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:

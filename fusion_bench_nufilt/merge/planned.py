@@ -16,7 +16,6 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import check_belongs
-from fusion_bench_nufilt.models.vocabulary import new_rows_key
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of
 from fusion_bench_nufilt.utils.devices import free_memory, process_memory
@@ -323,9 +322,6 @@ class PlannedLayers(LayerReader):
             for key, value in self.kept.by_key(layer, state).items():
                 if key in state_places:
                     pieces.append((state_places[key], value.cpu()))
-        rows_place = state_places.get(new_rows_key(layer.param))
-        if rows_place is not None:
-            pieces.append((rows_place, plan.vocabulary.new_rows(layer.param)))
         if plan.is_adapter:
             assert isinstance(merged, LayerInBasis)
             update = merged.basis.product(weight)

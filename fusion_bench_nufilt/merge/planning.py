@@ -238,6 +238,7 @@ def _join_vocabularies(
         tokenizer or "union",
         small_files,
         vocabulary.get("token_weights", {}),
+        layers=[layer.param for layer in draft.selection.layers],
         first_alone=draft.targets.other_params == "first",
         kept=models.state,
     )

@@ -419,12 +419,11 @@ class LoraAdapter(ModelWeights):
             return math.prod(self.params[param])
         return super().unit(param)
 
-    def elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+    def _own_elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         if param in self.saved_experts:
-            value = self.saved_experts[param].read(self.source)
-            return value.flatten()[start:stop].to(theta_0.device)
-        if param in self.keys or param not in self.updates:
-            return super().elements(param, start, stop, theta_0)
+            return self.saved_experts[param].read(self.source).flatten()[start:stop]
+        if param in self.keys:
+            return super()._own_elements(param, start, stop, theta_0)
         assert param not in self.magnitudes  # check_outside refuses DoRA
         update = self._update(param, theta_0.device)
         if param in self._transposed:
@@ -448,7 +447,7 @@ class LoraAdapter(ModelWeights):
         theta_0 = base.row(param, row, base)
         if param in self.magnitudes:
             return self._dora_row(param, row, theta_0)
-        return self.elements(param, row * len(theta_0), (row + 1) * len(theta_0), theta_0)
+        return self._own_elements(param, row * len(theta_0), (row + 1) * len(theta_0), theta_0)
 
     def _dora_row(self, param: str, row: int, theta_0: Tensor) -> Tensor:
         """Return a row of a weight that DoRA changed, given the base's."""

@@ -10,6 +10,7 @@ two weights in one of the models is merged as two, so that a model has a tensor 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -150,8 +151,7 @@ class ModelWeights:
         """
         sides = self.params[param][1:]
         stored = [self._stored_row(param, row) for row in rows]
-        key = self.keys[param]
-        self.matched_rows[param] = MatchedRows(self.source, key, math.prod(sides), stored)
+        self.matched_rows[param] = MatchedRows(math.prod(sides), stored)
         self.params[param] = (len(rows), *sides)
 
     def _stored_row(self, param: str, row: int) -> int:
@@ -168,9 +168,7 @@ class ModelWeights:
         """
         if param not in self.matched_rows:
             return self.source.read(self.keys[param], theta_0.device)
-        flat = theta_0.flatten()
-        value = self.matched_rows[param].elements(0, theta_0.numel(), flat)
-        value = value.reshape(theta_0.shape)
+        value = self.elements(param, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
         self.source.check_finite(param, value)
         return value
 
@@ -190,11 +188,18 @@ class ModelWeights:
         """Return some elements of a flattened tensor, given the base's, which are those of a
         tensor that the model lacks.
         """
-        if param in self.matched_rows:
-            return self.matched_rows[param].elements(start, stop, theta_0)
-        if param not in self.keys:
+        if param not in self.params:
             return theta_0
-        return self.source.elements(self.keys[param], start, stop).to(theta_0.device)
+        read = partial(self._own_elements, param)
+        if param in self.matched_rows:
+            return self.matched_rows[param].elements(start, stop, theta_0, read)
+        return read(start, stop, theta_0).to(theta_0.device)
+
+    def _own_elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return some elements of a flattened tensor in the model's own rows, given the base's in
+        these rows.
+        """
+        return self.source.elements(self.keys[param], start, stop)
 
     def holds(self, param: str) -> bool:
         """Return whether the model has a tensor of its own, in its head or outside."""

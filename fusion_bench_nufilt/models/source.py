@@ -8,7 +8,7 @@ its reader, where rows are in another order; :class:`ReadDigests` notes what was
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,15 +265,18 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MatchedRows:
-    """A tensor with the base's rows, given where a source stores each of them."""
+    """The rows of a tensor in the order of the base's, given where each is in the tensor itself."""
 
-    source: Source
-    key: str
     width: int  # of a row, in elements
-    stored: list[int]  # for each row of the base, the row in the source, or -1 to take the base's
+    stored: list[int]  # for each row of the base, the one in the tensor, or -1 to take the base's
 
-    def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of the flattened tensor, given those of the base's."""
+    def elements(
+        self, start: int, stop: int, theta_0: Tensor, read: Callable[[int, int, Tensor], Tensor]
+    ) -> Tensor:
+        """Return some elements of the flattened tensor, given those of the base's.
+
+        ``read`` gives elements of the tensor itself, given those of the base's in the same rows.
+        """
         # Each reading opens the file: rows that follow each other in both models are read at once.
         pieces = []
         end = start
@@ -282,22 +285,12 @@ class MatchedRows:
             first = end
             row = first // self.width
             end = min(stop, self._end_of_run(row, end_row) * self.width)
-            if self.stored[row] < 0:
-                pieces.append(theta_0[first - start : end - start])
-            else:
+            piece = theta_0[first - start : end - start]
+            if self.stored[row] >= 0:
                 shift = (self.stored[row] - row) * self.width
-                piece = self.source.elements(self.key, first + shift, end + shift)
-                pieces.append(piece.to(theta_0.device))
+                piece = read(first + shift, end + shift, piece).to(theta_0.device)
+            pieces.append(piece)
         return torch.cat(pieces)
-
-    def of_state(self, source: Source, key: str) -> "MatchedRows":
-        """Return a tensor that is kept in the base's rows, without those that this one takes from
-        the base.
-        """
-        stored = []
-        for row, stored_row in enumerate(self.stored):
-            stored.append(row if stored_row >= 0 else -1)
-        return MatchedRows(source, key, self.width, stored)
 
     def _end_of_run(self, row: int, limit: int) -> int:
         """Return the row after the last one, below a limit, that is read together with a row."""

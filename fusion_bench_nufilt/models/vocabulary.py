@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.utils.files import parse_json
+from fusion_bench_nufilt.utils.manifest import mean_key
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, compute_dtype, is_finite
 
 from .model import ModelWeights
@@ -103,17 +105,12 @@ class Vocabulary:
     def _row(self, param: str, holder: Holder) -> Tensor:
         """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
         row = self.models[holder.role].row(param, holder.row, self.models["base"])
-        if holder.role != "merged" or self.kept is None:
+        if holder.role != "merged" or self.kept is None or mean_key(param) not in self.kept.keys:
             return row
-        key = self.kept.keys.get(new_rows_key(param))
-        if key is None:
-            return row
-        rows_of_merged = []
-        for holders in self.holders.values():
-            rows_of_merged += [each.row for each in holders if each.role == "merged"]
-        place = sorted(rows_of_merged).index(holder.row)
-        kept = self.kept.source.elements(key, place * len(row), (place + 1) * len(row))
-        check_belongs(kept, row, key, self.kept.source)
+        source = self.kept.source
+        key = self.kept.keys[mean_key(param)]
+        kept = source.elements(key, holder.row * len(row), (holder.row + 1) * len(row))
+        check_belongs(kept, row, key, source)
         return kept
 
     def mean_row(self, param: str, row: int) -> Tensor:
@@ -144,18 +141,23 @@ class Vocabulary:
 
     def _holders(self, param: str, row: int) -> list[Holder]:
         """Return the models with a new token that have a row for it, if only the base's."""
-        rows_of_base = self.models["base"].rows(param)
+        rows_of_base = self._shape_of_base(param)[0]
         holders = []
         for holder in self.holders[row]:
             if holder.row < rows_of_base or self.models[holder.role].holds(param):
                 holders.append(holder)
         return holders
 
+    def _shape_of_base(self, param: str) -> tuple[int, ...]:
+        """Return the shape in which the base stores a tensor."""
+        base = self.models["base"]
+        return base.source.tensors[base.keys[param]].shape
+
     def _mean_of_base(self, param: str) -> Tensor:
         """Return the mean of the base's rows, around which transformers draws new ones."""
         if param not in self._means:
             base = self.models["base"]
-            shape = base.params[param]
+            shape = self._shape_of_base(param)
             width = math.prod(shape[1:])
             length = max(1, CHUNK_BYTES // (8 * width)) * width
             total = torch.zeros(width, dtype=torch.float64, device="cpu")
@@ -175,46 +177,65 @@ class Vocabulary:
                 tokens[param] = [self.tokens[row] for row in without]
         return tokens
 
-    def new_rows(self, param: str) -> Tensor:
-        """Return the rows of all new tokens, in the order of their numbers in the result."""
-        return torch.stack([self.mean_row(param, row).float() for row in sorted(self.holders)])
+    def resized(self, param: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a tensor in the result, given the base's."""
+        if param not in self.params:
+            return tuple(shape)
+        return (self.rows, *shape[1:])
 
-    def fill_rows(self, param: str, piece: Tensor, start: int, dtype: torch.dtype) -> None:
-        """Put the rows of new tokens into a piece of a flattened tensor of ``params``, which begins
-        with element ``start``.
+    def elements(
+        self,
+        param: str,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        read: Callable[[int, int], Tensor],
+    ) -> Tensor:
+        """Return the elements ``start`` to ``stop`` of a flattened tensor of ``params`` in the
+        result's rows.
 
-        A ValueError names a token whose row ``dtype`` can't hold.
+        ``read`` gives those in the base's rows, which are brought to ``dtype``. Rows of new tokens
+        keep their digits; a ValueError names one that ``dtype`` can't hold.
         """
-        width = math.prod(self.models["base"].params[param][1:])
-        stop = start + len(piece)
-        for row in range(start // width, -(-stop // width)):
-            if row not in self.holders:
-                continue
-            value = self.mean_row(param, row)
-            if not is_finite(value.to(dtype)):
-                raise ValueError(
-                    f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} "
-                    "can't hold"
-                )
-            start_of_row = row * width
-            first = max(start_of_row, start)
-            last = min(start_of_row + width, stop)
-            piece[first - start : last - start] = value[first - start_of_row : last - start_of_row]
+        rows_of_base, *sides = self._shape_of_base(param)
+        width = math.prod(sides)
+        ends = sorted({*self.holders, rows_of_base, self.rows})  # of what is read at once
+        pieces = []
+        while start < stop:
+            row = start // width
+            if row in self.holders:
+                end = min((row + 1) * width, stop)
+                value = self._row_in(param, row, dtype)
+                pieces.append(value[start - row * width : end - row * width])
+            else:
+                end = min(ends[bisect_right(ends, row)] * width, stop)
+                if row < rows_of_base:
+                    pieces.append(read(start, end).to(dtype))
+                else:
+                    pieces.append(torch.zeros(end - start, dtype=dtype, device="cpu"))
+            start = end
+        return torch.cat(pieces)
+
+    def _row_in(self, param: str, row: int, dtype: torch.dtype) -> Tensor:
+        """Return the row of a new token; a ValueError names one that a dtype can't hold."""
+        value = self.mean_row(param, row)
+        if not is_finite(value.to(dtype)):
+            raise ValueError(
+                f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} can't "
+                "hold"
+            )
+        return value
 
     def grown_layer(self, param: str, weight: Tensor) -> Tensor:
-        """Return a layer with the rows of new tokens."""
+        """Return a layer, which is merged in the base's rows, with those of new tokens."""
         if param not in self.params:
             return weight
-        sides = weight.shape[1:]
-        grown = torch.zeros((self.rows, *sides), dtype=weight.dtype, device="cpu")
-        grown[: len(weight)] = weight
-        self.fill_rows(param, grown.flatten(), 0, weight.dtype)
-        return grown
-
-
-def new_rows_key(param: str) -> str:
-    """Return the key in the state of the rows of new tokens."""
-    return f"{param}.new_rows"
+        shape = self.resized(param, weight.shape)
+        flat = weight.flatten().cpu()
+        grown = self.elements(
+            param, 0, math.prod(shape), weight.dtype, lambda start, stop: flat[start:stop]
+        )
+        return grown.to(weight.dtype).reshape(shape)
 
 
 TOKENIZER_FILES = (
@@ -329,13 +350,16 @@ def join_vocabularies(
     files: Mapping[str, bytes],
     token_weights: Mapping[str, float],
     *,
+    layers: Collection[str],
     first_alone: bool,
     kept: ModelWeights | None,
 ) -> Vocabulary:
-    """Match the rows of all models by token, and choose the result's; the models then present the
-    base's rows.
+    """Match the rows of all models by token, and choose the result's. All models then present the
+    result's rows, those of new tokens as the mean of the models that have them, so that the mean of
+    all models, of the first or of none is right by itself.
 
-    A model whose rows can't be matched stays as it is.
+    A model whose rows can't be matched stays as it is. A layer is merged in the base's rows, and
+    gets those of new tokens at its end (:meth:`Vocabulary.grown_layer`).
 
     Args:
         models: the base, the model merged so far, and the tasks, including adapters.
@@ -344,6 +368,7 @@ def join_vocabularies(
         files: the small files of the base.
         token_weights: those of new tokens of the model merged so far in the means of their rows,
             where they are not 1.
+        layers: the params that are merged as layers.
         first_alone: whether the row of a new token is that of the first model that has it.
         kept: the state beside the model merged so far.
 
@@ -393,14 +418,14 @@ def join_vocabularies(
     matched: dict[str, list[int]] = {}
     for tokens in tokens_of.values():
         result.warnings += _warnings(result, base, tokens)
-        model = tokens.model
-        keys_of_embeddings = [key for param, key in model.keys.items() if param in params]
-        model.source.check_floats(keys_of_embeddings)
+        keys_of_embeddings = [key for param, key in tokens.model.keys.items() if param in params]
+        tokens.model.source.check_floats(keys_of_embeddings)
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
-            for param in model.keys.keys() & set(params):
-                model.match_rows(param, rows)
             matched[tokens.label] = rows
+        if tokens is not base:
+            _match_rows(result, base, tokens, layers)
+    shapes_of_base = base.model.params
     for param, without in result.without_rows().items():
         result.warnings.append(
             f"no model has rows of '{param}' for {format_names(without)}: these get the mean of "
@@ -411,9 +436,38 @@ def join_vocabularies(
             model = models[holder.role]
             model.gives_rows_of.update(model.params.keys() & set(params))
     result.check()
+    for param in set(params) - set(layers):
+        shapes_of_base[param] = result.resized(param, shapes_of_base[param])
     matching = repr([result.rows, result.holders, matched])
     result.identity = hashlib.sha256(matching.encode()).hexdigest()
     return result
+
+
+def _match_rows(
+    result: Vocabulary, base: _Tokens, tokens: _Tokens, layers: Collection[str]
+) -> None:
+    """Have a model present the result's rows, of layers the base's."""
+    model = tokens.model
+    rows = tokens.rows_of(base)
+    for param in set(result.params) & model.params.keys():
+        wanted = rows
+        # An adapter's factors have a row for each of the base's, whatever its tokens are.
+        if param not in model.keys:
+            shape = base.model.params[param]
+            if model.params[param] != shape:
+                raise ValueError(
+                    f"'{tokens.label}' changes '{param}' by factors for {model.params[param]}, and "
+                    f"the base has {shape}: its vocabulary was changed; merge it into its base "
+                    "with peft (merge_and_unload), and give that folder"
+                )
+            if param in layers:
+                continue
+            wanted = list(range(base.rows))
+        if param not in layers:
+            wanted = [-1 if row in result.holders else stored for row, stored in enumerate(wanted)]
+            wanted += [-1] * (result.rows - base.rows)
+        if wanted != list(range(model.rows(param))):
+            model.match_rows(param, wanted)
 
 
 def _owner(models: Models, choice: str) -> str:

@@ -41,6 +41,11 @@ from .tensors import TensorFile, digest, file_checksum
 STATE_FILE = "nufilt_state/model.safetensors"
 
 
+def mean_key(param: str) -> str:
+    """Return the key in the state of the running mean of a tensor outside the layers."""
+    return f"{param}.mean"
+
+
 def save_checkpoint(
     model: nn.Module,
     folder: Path,

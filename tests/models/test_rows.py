@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.models.source import MatchedRows, MemorySource
+from fusion_bench_nufilt.models.source import MatchedRows
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,10 @@ def test_any_piece_has_the_matched_rows_and_the_bases_where_there_is_none(stored
         else:
             rows.append(theta_0[i])
     expected = torch.cat(rows)
-    matched = MatchedRows(MemorySource("task", {"embed": weight}), "embed", 3, stored)
+    matched = MatchedRows(3, stored)
     for start in range(12):
         for stop in range(start + 1, 13):
-            piece = matched.elements(start, stop, theta_0.flatten()[start:stop])
+            piece = matched.elements(
+                start, stop, theta_0.flatten()[start:stop], lambda a, b, _: weight.flatten()[a:b]
+            )
             assert torch.equal(piece, expected[start:stop])
