@@ -26,7 +26,7 @@ from fusion_bench_nufilt.merge.checks import (
 )
 from fusion_bench_nufilt.merge.draft import Draft, take_head
 from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
-from fusion_bench_nufilt.merge.kept_state import carry_over_kept, kept_state
+from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.other_params import average_other_params, new_heads
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
@@ -188,6 +188,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         else:
             step = self.first_step + self.names.index(name)
             self._draft.tie(tasks=[weights], first_step=step)
+        architecture = self._draft.architecture
         if architecture.names_by_weight == tied_before:
             return
         self._select()
@@ -197,7 +198,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for param in names:
                 first_params[param] = architecture.first(names)
         carry_over(architecture, self._mean_counts, first_params)
-        carry_over_kept(architecture, self._states, first_params)
+        carry_over(architecture, self._states, first_params, mean_key)
 
     @property
     def solving_share(self) -> float | None:
@@ -241,7 +242,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self.head_tensors[task] = load(self.files[head["file"]])
         architecture = self._draft.architecture
         carry_over(architecture, self._mean_counts, self._first_params)
-        carry_over_kept(architecture, self._states, self._first_params)
+        carry_over(architecture, self._states, self._first_params, mean_key)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), merged_manifest=manifest)
         for warning in check_state(plan, source):

@@ -27,7 +27,6 @@ from fusion_bench_nufilt.models.checkpoint import (
     Checkpoint,
     is_adapter,
 )
-from fusion_bench_nufilt.models.layers import coverage
 from fusion_bench_nufilt.models.model import ModelWeights, complete_base
 from fusion_bench_nufilt.models.reader import (
     ROWS,
@@ -101,13 +100,13 @@ def plan_adapter(
     if merged_adapter is not None:
         lasting.append(merged_adapter)
     draft.tie(lasting, opened, first_step)
+    architecture = draft.architecture
     complete_base(architecture, draft.pretrained, adapters)
     draft.keep_heads(merged_manifest, rule="none")
     draft.select()
     layers_of_model = draft.selection.layers
     selection = _adapted(draft.selection, models, first_step)
-    views = {layer.name: layer.view for layer in selection.layers}
-    covered = coverage(architecture.model, views, targets)
+    covered = architecture.coverage(selection.layers, targets)
     draft.selection = dataclasses.replace(selection, coverage=covered)
     for task in opened:
         check_shapes(draft.selection, task, architecture)

@@ -51,7 +51,9 @@ class Draft:
         """
         # Anew, since what was tied has a tensor for each weight, and no longer for each name.
         self.pretrained = ModelWeights(self.base, self.architecture)
-        tie_weights(self.architecture, [self.pretrained, *lasting], tasks, self.targets, first_step)
+        self.architecture = tie_weights(
+            self.architecture, [self.pretrained, *lasting], tasks, self.targets, first_step
+        )
 
     def keep_heads(
         self,

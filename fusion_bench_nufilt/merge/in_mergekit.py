@@ -156,9 +156,9 @@ def _folder(model: Any) -> Path:
 @cache
 def _base(folder: Path, targets: TargetConfig) -> _Base:
     checkpoint = Checkpoint.from_folder(str(folder), folder)
-    architecture = Architecture.of_checkpoint(checkpoint)
-    draft = Draft(architecture, checkpoint, targets)
+    draft = Draft(Architecture.of_checkpoint(checkpoint), checkpoint, targets)
     draft.tie()
+    architecture = draft.architecture
     draft.keep_heads(Manifest())
     draft.select()
     # mergekit gives tensors as they are stored, of which a draft makes one for each layer.

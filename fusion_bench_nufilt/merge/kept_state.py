@@ -6,8 +6,8 @@ where the model rounds them.
 have. It reads those of an earlier merge, and makes those of this one.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights, carry_over
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import Manifest
@@ -471,15 +471,6 @@ def _has_sums(merged_manifest: Manifest) -> bool:
         if method.label == merged_manifest.get("method"):
             return not method.is_stateless
     return False
-
-
-def carry_over_kept(
-    architecture: Architecture, kept: dict[str, Any], earlier: Mapping[str, str]
-) -> None:
-    """Enter what is kept of weights outside the layers also under the params that shared them when
-    it was kept.
-    """
-    carry_over(architecture, kept, earlier, mean_key)
 
 
 def _warn_of_means(name: str, params: Sequence[str], remedy: str) -> list[str]:

@@ -19,7 +19,7 @@ from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
 from fusion_bench_nufilt.models.heads import Heads
-from fusion_bench_nufilt.models.layers import Coverage, Layer, coverage
+from fusion_bench_nufilt.models.layers import Coverage, Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.source import Source, split_rows
@@ -69,7 +69,6 @@ class Selection:
         ``heads`` stay as they are.
         """
         other_keys = architecture.other_keys(pretrained.source, layers)
-        views = {layer.name: layer.view for layer in layers}
         head_params: set[str] = set()
         if heads is not None:
             head_params.update(heads.of(pretrained.params))
@@ -80,7 +79,7 @@ class Selection:
             other_keys=other_keys,
             head_params=head_params,
             computed=set(filter(architecture.is_computed, other_keys)),
-            coverage=coverage(architecture.model, views, targets),
+            coverage=architecture.coverage(layers, targets),
             layers_known_from=architecture.known_from,
         )
 

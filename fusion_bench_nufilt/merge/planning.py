@@ -25,7 +25,7 @@ from fusion_bench_nufilt.models.vocabulary import (
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
-from fusion_bench_nufilt.utils.manifest import read_merged_manifest
+from fusion_bench_nufilt.utils.manifest import mean_key, read_merged_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
@@ -39,7 +39,7 @@ from .checks import (
     verify_merged,
 )
 from .draft import Draft
-from .kept_state import carry_over_kept, open_kept
+from .kept_state import open_kept
 from .plan import Plan, arrange_files, models_by_role, small_files_of
 from .planned import PlannedLayers
 
@@ -119,6 +119,7 @@ def _plan_model(
     models = _open_models(tasks, merged, architecture, settings, method_class)
     draft = Draft(architecture, checkpoint, targets)
     _tie(draft, models, settings)
+    architecture = draft.architecture
 
     # A task's own head is no layer, although the base may have one of that name.
     draft.keep_heads(models.merged_manifest)
@@ -189,20 +190,20 @@ def _tie(draft: Draft, models: _Models, settings: Settings) -> None:
     """Decide which weights are one, before anything is selected by its name; what is known of them
     from earlier merges goes by that.
     """
-    architecture = draft.architecture
     lasting = []
     earlier: dict[str, str] = {}
     if models.merged is not None:
         lasting.append(models.merged)
-        earlier = earlier_params(architecture, models.merged)
+        earlier = earlier_params(draft.architecture, models.merged)
     manifest = models.merged_manifest
     draft.tie(lasting, models.tasks, settings.first_step(manifest))
+    architecture = draft.architecture
     complete_base(architecture, draft.pretrained, [draft.pretrained, *lasting, *models.tasks])
     if "mean_counts" in manifest:
         carry_over(architecture, manifest["mean_counts"], earlier)
     if models.state is not None:
         models.state.tie(architecture)
-        carry_over_kept(architecture, models.state.keys, earlier)
+        carry_over(architecture, models.state.keys, earlier, mean_key)
 
 
 def _open(role: str, name: str, advice: str) -> Checkpoint:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -27,11 +27,14 @@ from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
 from .checkpoint import Checkpoint
 from .heads import Heads
 from .layers import (
+    Coverage,
     Layer,
     MatrixView,
+    coverage,
     exclude_hint,
     layer_name,
     select_layers,
+    shared_weights,
     views,
     without_numbers,
 )
@@ -125,7 +128,7 @@ class Architecture:
                     for rows in self._row_ranges[param]:
                         self._params[rows_key(name, rows)] = rows_key(param, rows)
             for view in views_of_key:
-                self.views[self.param_of(view)] = view
+                self.views.setdefault(self.param_of(view), view)
 
     @classmethod
     def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
@@ -252,18 +255,46 @@ class Architecture:
         first = self.first(tied)
         return [first] if first in names else names
 
-    def untie(self, names: Sequence[str]) -> None:
-        """Give some names of a weight a weight of their own."""
-        if any(not parameter.is_meta for parameter in self.model.parameters()):
-            self.model = _without_values(self.model)  # a model in memory stays as it is
-        untie_parameter(self.model, names)
-        self._params |= dict.fromkeys(names, self.first(names))
-        self._find_layers()
+    def apart(self, weights: Iterable[Sequence[str]]) -> "Architecture":
+        """Return this architecture where each of some groups of names is a weight of its own.
+
+        Raises:
+            ValueError: one module holds weights of two groups, which no model has apart.
+        """
+        other = copy(self)
+        other._params = dict(self._params)
+        for names in weights:
+            other._params |= dict.fromkeys(names, self.first(names))
+        for names in self.shared:
+            holders: dict[tuple[int, str], str] = {}
+            for name in names:
+                # A module can be copied for one of its names, and what holds it can not.
+                path, _, inside = name.rpartition(".")
+                outer, _, inner = path.rpartition(".")
+                holder = (id(self.model.get_submodule(outer)), f"{inner}.{inside}")
+                param = other._params[name]
+                if holders.setdefault(holder, param) != param:
+                    raise ValueError(
+                        f"{type(self.model).__name__} can't hold '{name}' apart from what it is "
+                        "tied to: one module holds both"
+                    )
+        other._find_layers()
+        return other
+
+    def select(self, targets: TargetConfig) -> dict[str, MatrixView]:
+        """Return the layers that targets name, by name."""
+        return select_layers(
+            self.model, targets.target_modules, targets.exclude_modules, self._params
+        )
+
+    def coverage(self, layers: Iterable[Layer], targets: TargetConfig) -> Coverage:
+        """Return what a merge of layers covers of the model."""
+        views_by_name = {layer.name: layer.view for layer in layers}
+        return coverage(self.model, views_by_name, targets, self._params)
 
     def selects(self, targets: TargetConfig, names: Collection[str]) -> bool:
         """Tell whether one of these parameters holds a layer to merge."""
-        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
-        return any(view.key in names for view in selected.values())
+        return any(view.key in names for view in self.select(targets).values())
 
     # What the tensors are
 
@@ -315,7 +346,7 @@ class Architecture:
         """Return the layers to merge, in the base's order; refuse a base whose weights and config
         do not match.
         """
-        selected = select_layers(self.model, targets.target_modules, targets.exclude_modules)
+        selected = self.select(targets)
         layers_by_param = {}
         wholes = []  # the params of the parameters that hold the layers
         for name, view in selected.items():
@@ -454,8 +485,8 @@ def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
 def shared_names(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter; one that modules share has several."""
     names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+    for name, weight in shared_weights(model).items():
+        names[weight].append(name)
     return list(names.values())
 
 
@@ -467,10 +498,8 @@ def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
 
 
 def untie_parameter(model: nn.Module, names: Collection[str]) -> None:
-    """Give some of the names of a parameter a parameter of their own, with the same values.
-
-    Raises:
-        ValueError: a module that other names belong to is inside one that is shared as a whole.
+    """Give some of the names of a parameter a parameter of their own, with the same values, where
+    :meth:`Architecture.apart` lets them have one.
     """
     shared: set[str] = set()
     for names_of_one in shared_names(model):
@@ -490,30 +519,11 @@ def untie_parameter(model: nn.Module, names: Collection[str]) -> None:
             module._parameters = dict(module._parameters)
             parent.add_module(path.rpartition(".")[2], module)
         module.register_parameter(attribute, own)
-    for name in shared:
-        if (model.get_parameter(name) is own) != (name in names):
-            raise ValueError(
-                f"{type(model).__name__} can't hold '{name}' apart from what it is tied to: one "
-                "module holds both"
-            )
 
 
 def _path(name: str) -> str:
     """Return the path of the module whose parameter or submodule has a name."""
     return name.rpartition(".")[0]
-
-
-def _without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on PyTorch's meta device, which takes no memory."""
-    tensors = [*model.parameters(), *model.buffers()]
-    empty = {}
-    for tensor in tensors:
-        meta = torch.empty_like(tensor, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-        empty[id(tensor)] = meta
-    # As deepcopy's memo, these stand for the tensors, and what modules share stays shared.
-    return deepcopy(model, empty)
 
 
 def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:

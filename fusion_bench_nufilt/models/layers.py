@@ -85,7 +85,8 @@ def views(model: nn.Module) -> list[MatrixView]:
     table).
     """
     all_views: list[MatrixView] = []
-    for name, module in model.named_modules():
+    # A module that is there under several names is under each: what it holds may be apart in files.
+    for name, module in model.named_modules(remove_duplicate=False):
         all_views += _views_of(name, module)
     return all_views
 
@@ -297,8 +298,11 @@ def select_layers(
     model: nn.Module,
     target_modules: str | Sequence[str] = "auto",
     exclude_modules: str | Sequence[str] | None = None,
+    weights: Mapping[str, str] | None = None,
 ) -> dict[str, MatrixView]:
-    """Return the layers of a model to merge, by name; a weight that modules share comes once.
+    """Return the layers of a model to merge, by name; a weight of several names comes once.
+
+    ``weights`` tells by parameter which weight it is, by default the one that the modules share.
 
     Patterns follow peft's rules. One string is a regular expression that must match the whole
     module name. A list has names of modules, whole or from a dot on: ``q_proj``, ``0.mlp.fc1``.
@@ -330,11 +334,12 @@ def select_layers(
             f"{target_modules=}, {exclude_modules=} leave no layer of {type(model).__name__} to "
             f"merge; {_list_layers(all_views)}"
         )
+    weights = weights or shared_weights(model)
     layers: dict[str, MatrixView] = {}
     seen = set()
     for view in chosen:
         # With its rows, since the layers in one packed parameter are not one weight.
-        weight = (id(model.get_parameter(view.key)), view.rows)
+        weight = (weights[view.key], view.rows)
         if weight not in seen:
             seen.add(weight)
             layers[layer_name(view.name)] = view
@@ -497,15 +502,31 @@ class Coverage:
         return content
 
 
-def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: TargetConfig) -> Coverage:
+def shared_weights(model: nn.Module) -> dict[str, str]:
+    """Return by parameter the first name of the weight that it is, which modules may share."""
+    first_names: dict[int, str] = {}
+    weights = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        weights[name] = first_names.setdefault(id(parameter), name)
+    return weights
+
+
+def coverage(
+    model: nn.Module,
+    layers: Mapping[str, MatrixView],
+    targets: TargetConfig,
+    weights: Mapping[str, str] | None = None,
+) -> Coverage:
     """Return what a merge of ``layers`` covers of a model, whose parameters may be on the meta
-    device.
+    device. ``weights`` tells which weight each is, as in :func:`select_layers`.
     """
-    merged: Counter[int] = Counter()  # merged elements by the identity of their parameter
+    weights = weights or shared_weights(model)
+    merged: Counter[str] = Counter()  # merged elements by weight
     for view in layers.values():
-        merged[id(model.get_parameter(view.key))] += math.prod(view.shape)
-    # A shared parameter comes once, under its first name.
-    parameters = dict(model.named_parameters())
+        merged[weights[view.key]] += math.prod(view.shape)
+    parameters = {}  # by weight
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters[weights[name]] = parameter
     in_blocks = list(filter(in_module_of_block, parameters))
     left_out: Counter[str] = Counter()
     for key in in_blocks:
@@ -513,14 +534,14 @@ def coverage(model: nn.Module, layers: Mapping[str, MatrixView], targets: Target
         parameter = parameters[key]
         is_matrix = _looks_like_matrix(model.get_submodule(name), attribute, parameter)
         # Of a parameter that holds several layers, some may be merged and others not.
-        if is_matrix and merged[id(parameter)] < parameter.numel():
+        if is_matrix and merged[key] < parameter.numel():
             left_out[without_numbers(key)] += 1
     count = sum(elements > 0 for elements in merged.values())
     share = merged.total() / sum(parameter.numel() for parameter in parameters.values())
     share_of_blocks = None
     elements_in_blocks = sum(parameters[key].numel() for key in in_blocks)
     if elements_in_blocks:
-        merged_in_blocks = sum(merged[id(parameters[key])] for key in in_blocks)
+        merged_in_blocks = sum(merged[key] for key in in_blocks)
         share_of_blocks = merged_in_blocks / elements_in_blocks
     other_params = (len(parameters) - count, 1 - share)
     return Coverage(

@@ -349,8 +349,9 @@ def tie_weights(
     tasks: Sequence[ModelWeights],
     targets: TargetConfig,
     first_step: int = 1,
-) -> None:
-    """Decide which names share a weight, and have the models go by that.
+) -> Architecture:
+    """Return the architecture with a weight for each tensor that models have, by which the models
+    go from now on.
 
     Args:
         architecture: knows what the configuration ties, and what is decided.
@@ -360,24 +361,25 @@ def tie_weights(
         first_step: the number of the first task.
     """
     for model in lasting:
-        _untie_groups(architecture, model)
+        architecture = _with_weights_of(architecture, model)
     for step, task in enumerate(tasks, first_step):
         names = names_apart(architecture, task)
         if names and (targets.changes_other_params(step) or architecture.selects(targets, names)):
-            _untie_groups(architecture, task)
+            architecture = _with_weights_of(architecture, task)
         else:
             task.left_out = [name for name in names if name in task.params]
     # After all were asked: until the last one, any model may still untie a weight for the others.
     for model in (*lasting, *tasks):
         model.tie(architecture)
+    return architecture
 
 
-def _untie_groups(architecture: Architecture, model: ModelWeights) -> None:
-    """Untie what is more than one tensor in a model."""
+def _with_weights_of(architecture: Architecture, model: ModelWeights) -> Architecture:
+    """Return the architecture with what is more than one tensor in a model as several weights."""
+    weights: list[list[str]] = []
     for names in architecture.names_by_weight:
-        for group in _groups(model, names):
-            if architecture.param_named(names[0]) not in group:
-                architecture.untie(group)
+        weights += _groups(model, names)
+    return architecture.apart(weights)
 
 
 def names_apart(architecture: Architecture, model: ModelWeights) -> list[str]:

@@ -141,23 +141,18 @@ class Vocabulary:
 
     def _holders(self, param: str, row: int) -> list[Holder]:
         """Return the models with a new token that have a row for it, if only the base's."""
-        rows_of_base = self._shape_of_base(param)[0]
+        rows_of_base = self.models["base"].rows(param)
         holders = []
         for holder in self.holders[row]:
             if holder.row < rows_of_base or self.models[holder.role].holds(param):
                 holders.append(holder)
         return holders
 
-    def _shape_of_base(self, param: str) -> tuple[int, ...]:
-        """Return the shape in which the base stores a tensor."""
-        base = self.models["base"]
-        return base.source.tensors[base.keys[param]].shape
-
     def _mean_of_base(self, param: str) -> Tensor:
         """Return the mean of the base's rows, around which transformers draws new ones."""
         if param not in self._means:
             base = self.models["base"]
-            shape = self._shape_of_base(param)
+            shape = base.params[param]
             width = math.prod(shape[1:])
             length = max(1, CHUNK_BYTES // (8 * width)) * width
             total = torch.zeros(width, dtype=torch.float64, device="cpu")
@@ -197,7 +192,7 @@ class Vocabulary:
         ``read`` gives those in the base's rows, which are brought to ``dtype``. Rows of new tokens
         keep their digits; a ValueError names one that ``dtype`` can't hold.
         """
-        rows_of_base, *sides = self._shape_of_base(param)
+        rows_of_base, *sides = self.models["base"].params[param]
         width = math.prod(sides)
         ends = sorted({*self.holders, rows_of_base, self.rows})  # of what is read at once
         pieces = []
@@ -425,7 +420,6 @@ def join_vocabularies(
             matched[tokens.label] = rows
         if tokens is not base:
             _match_rows(result, base, tokens, layers)
-    shapes_of_base = base.model.params
     for param, without in result.without_rows().items():
         result.warnings.append(
             f"no model has rows of '{param}' for {format_names(without)}: these get the mean of "
@@ -436,8 +430,6 @@ def join_vocabularies(
             model = models[holder.role]
             model.gives_rows_of.update(model.params.keys() & set(params))
     result.check()
-    for param in set(params) - set(layers):
-        shapes_of_base[param] = result.resized(param, shapes_of_base[param])
     matching = repr([result.rows, result.holders, matched])
     result.identity = hashlib.sha256(matching.encode()).hexdigest()
     return result
@@ -446,21 +438,14 @@ def join_vocabularies(
 def _match_rows(
     result: Vocabulary, base: _Tokens, tokens: _Tokens, layers: Collection[str]
 ) -> None:
-    """Have a model present the result's rows, of layers the base's."""
+    """Have a model present the result's rows, of layers the base's, and be compared by these."""
     model = tokens.model
     rows = tokens.rows_of(base)
     for param in set(result.params) & model.params.keys():
         wanted = rows
         # An adapter's factors have a row for each of the base's, whatever its tokens are.
         if param not in model.keys:
-            shape = base.model.params[param]
-            if model.params[param] != shape:
-                raise ValueError(
-                    f"'{tokens.label}' changes '{param}' by factors for {model.params[param]}, and "
-                    f"the base has {shape}: its vocabulary was changed; merge it into its base "
-                    "with peft (merge_and_unload), and give that folder"
-                )
-            if param in layers:
+            if param in layers or model.params[param] != base.model.params[param]:
                 continue
             wanted = list(range(base.rows))
         if param not in layers:
@@ -468,6 +453,7 @@ def _match_rows(
             wanted += [-1] * (result.rows - base.rows)
         if wanted != list(range(model.rows(param))):
             model.match_rows(param, wanted)
+            model.params[param] = base.model.params[param]
 
 
 def _owner(models: Models, choice: str) -> str:

@@ -14,6 +14,8 @@ from torch import nn
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import check_module
+from fusion_bench_nufilt.methods.options import TargetConfig
+from fusion_bench_nufilt.models.architecture import Architecture
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, same, tensors
 from tests.tiny_models import SMALL, T5, VISION, build, finetuned, llama
@@ -350,10 +352,19 @@ def test_an_interrupted_merge_with_a_second_tensor_goes_on(tmp_path):
     assert index["weight_map"].keys() == tensors(tmp_path / "out").keys()
 
 
-def in_memory(folder, names):
-    """Models as a pool loads them."""
-    load = hf.AutoModelForCausalLM.from_pretrained
-    return {name: load(folder / name) for name in names}
+def test_a_shared_module_is_two_layers_where_models_have_two_and_stays_shared_in_the_module():
+    linear = nn.Linear(3, 4, bias=False)
+    model = nn.ModuleDict({"one": linear, "two": linear})
+    architecture = Architecture(model)
+    targets = TargetConfig(target_modules="all-linear")
+    apart = architecture.apart([["one.weight"], ["two.weight"]])
+    assert list(architecture.select(targets)) == ["one"]
+    assert list(apart.select(targets)) == ["one", "two"]
+    assert model["one"] is model["two"]
+    block = nn.ModuleDict({"linear": linear})
+    shared_block = Architecture(nn.ModuleDict({"one": block, "two": block}))
+    with pytest.raises(ValueError, match=r"can't hold 'two.linear.weight' apart "):
+        shared_block.apart([["one.linear.weight"], ["two.linear.weight"]])
 
 
 @pytest.mark.parametrize("place", ["_pretrained_", "task1", "task2"])
