@@ -38,14 +38,13 @@ from fusion_bench_nufilt.continual.models import (
     MERGED,
     PRETRAINED,
     check_pool,
-    digest_of_stored,
+    fingerprint_of_stored,
     load_model,
     reason,
 )
 from fusion_bench_nufilt.pages.content import References, Scores, SeedRun
 from fusion_bench_nufilt.pages.metrics import ALL_TEST_DATA, or_none
 from fusion_bench_nufilt.utils.manifest import differences, in_one_line, package_versions
-from fusion_bench_nufilt.utils.tensors import digest as tensor_digest
 
 from .configs import as_json, compose_run, make, plain, quiet, taskpool_config
 
@@ -228,33 +227,27 @@ class Experiment:
     def parameters(self) -> int:
         return count_parameters(self.load(PRETRAINED)[0])[1]
 
-    @cached_property
-    def _pretrained_digests(self) -> dict[str, str]:
-        """The digests of the pretrained model's parameters, without those drawn at random."""
-        model, missing_keys = self.load(PRETRAINED)
-        digests = {}
-        for name, parameter in model.named_parameters():
-            if name not in missing_keys:
-                digests[name] = tensor_digest(parameter)
-        return digests
-
     def changes(self, merged: nn.Module) -> tuple[int, float]:
         """Return how many tensors of the pretrained model have other values in a merged one, and
         the share of its parameters that these hold.
         """
         changed_tensors = 0
         changed_elements = 0
+        pretrained, missing_keys = self.load(PRETRAINED)
+        weights = dict(pretrained.named_parameters())
         for name, parameter in merged.named_parameters():
             # A mixture of experts has the pretrained MLP under a longer name.
-            digest = self._pretrained_digests.get(name.replace(".base_model.", "."))
-            if digest is not None and digest != tensor_digest(parameter):
+            weight = weights.get(name.replace(".base_model.", "."))
+            if weight is None or name in missing_keys:
+                continue
+            if not torch.equal(weight.to(parameter), parameter):
                 changed_tensors += 1
                 changed_elements += parameter.numel()
         return changed_tensors, changed_elements / self.parameters
 
     @property
     def digests(self) -> dict[str, str]:
-        """The :func:`~fusion_bench_nufilt.continual.models.digest_of_stored` of every model."""
+        """What the weights of every model are known by."""
         names = [PRETRAINED, *self.tasks]
         if getattr(self.modelpool, "has_merged", False):
             names.append(MERGED)
@@ -269,7 +262,7 @@ class Experiment:
         """Load a model, note its digest, and tell which of its weights were drawn at random."""
         model, missing_keys = load_model(self.modelpool, name)
         if name not in self._digests:
-            self._digests[name] = digest_of_stored(model, missing_keys)
+            self._digests[name] = fingerprint_of_stored(model, missing_keys)
         return model, missing_keys
 
     @cached_property

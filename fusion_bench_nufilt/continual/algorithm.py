@@ -50,7 +50,6 @@ from .models import (
     MERGED,
     PRETRAINED,
     Fingerprints,
-    digest_of_stored,
     fingerprints_of,
     load_model,
     merged_before,
@@ -376,7 +375,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._check(pretrained, previous, MERGED, missing_keys)
         folder, manifest = merged_checkpoint(modelpool)
         if self.verify:
-            self._refuse_other_base(manifest, pretrained, previous)
+            self._refuse_other_base(manifest, previous)
         self.go_on_from(folder, manifest)
         differing = self.differences_from(manifest)
         if differing:
@@ -507,12 +506,10 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             if name not in self._fingerprints:
                 fingerprints = fingerprints_of(modelpool, name, model, missing_keys)
                 self._fingerprints[name] = fingerprints
-                self._inputs[name]["fingerprint"] = fingerprints.recorded
-                # Results of other models are told from this run's by the digest.
-                if self.folder is not None:
-                    self._inputs[name]["sha256"] = digest_of_stored(model, missing_keys)
-                    if self._has_begun:
-                        self.folder.refuse_other_run(self._description())
+                self._inputs[name].update(fingerprints.recorded)
+                # Results of other models are told from this run's by them.
+                if self.folder is not None and self._has_begun:
+                    self.folder.refuse_other_run(self._description())
                 if self.verify and name != PRETRAINED:
                     self._refuse_merged_task(name)
         return model, missing_keys
@@ -532,31 +529,18 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             return  # after one task, it may be that task
         earlier_tasks = tasks_of(self.merged_manifest)
         for step, saved in enumerate(earlier_tasks, self.first_step - len(earlier_tasks)):
-            if self._is_same(saved, name):
+            if fingerprints.are_of(saved):
                 raise ValueError(
                     f"model '{name}' is in '{MERGED}' already, as step {step} ('{saved['name']}'): "
                     "leave it out, or set method.verify=false"
                 )
 
-    def _is_same(self, saved: Input, name: str) -> bool | None:
-        """Tell by content whether a model is an input that a manifest has; None if nothing can be
-        said.
-        """
-        if "sha256" in saved and "sha256" in self._inputs[name]:
-            return saved["sha256"] == self._inputs[name]["sha256"]
-        return self._fingerprints[name].are_of(saved)
-
-    def _refuse_other_base(
-        self, manifest: Manifest, pretrained: nn.Module, merged: nn.Module
-    ) -> None:
+    def _refuse_other_base(self, manifest: Manifest, merged: nn.Module) -> None:
         """Refuse ``_merged_`` if it was made from another pretrained model than the pool's."""
         saved = base_of(manifest)
         is_same = None
         if saved is not None:
-            if "sha256" in saved and "sha256" not in self._inputs[PRETRAINED]:
-                digest = digest_of_stored(pretrained, self.missing_in_pretrained)
-                self._inputs[PRETRAINED]["sha256"] = digest
-            is_same = self._is_same(saved, PRETRAINED)
+            is_same = self._fingerprints[PRETRAINED].are_of(saved)
         if is_same is None:
             self.refuse_unlike(merged)
         elif not is_same:

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint
 from fusion_bench_nufilt.utils.files import Input, Manifest, message_in_one_line
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
-from fusion_bench_nufilt.utils.manifest import model_digest, read_merged_manifest, verify_files
+from fusion_bench_nufilt.utils.manifest import read_merged_manifest, verify_files
 
 PRETRAINED = "_pretrained_"
 MERGED = "_merged_"
@@ -85,20 +85,12 @@ def load_model(modelpool: BaseModelPool, name: str) -> tuple[nn.Module, list[str
     return model, keys
 
 
-def digest_of_stored(model: nn.Module, missing_keys: Collection[str]) -> str:
-    """Return the digest of a model's weights except those drawn at random, which differ from run to
-    run.
-    """
-    return model_digest(_stored(model, missing_keys))
-
-
 def fingerprint_of_stored(model: nn.Module, missing_keys: Collection[str]) -> str:
-    """Return the fingerprint of a model's weights except those drawn at random."""
-    return fingerprint_tensors(_stored(model, missing_keys))
-
-
-def _stored(model: nn.Module, missing_keys: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in model.state_dict().items() if key not in missing_keys}
+    """Return the fingerprint of a model's weights except those drawn at random, which differ from
+    run to run.
+    """
+    state = model.state_dict()
+    return fingerprint_tensors({key: state[key] for key in state if key not in missing_keys})
 
 
 def reason(error: Exception) -> str:
@@ -228,16 +220,17 @@ class Fingerprints(NamedTuple):
     files: str | None  # of the folder that it comes from, as in a merge of folders
 
     @property
-    def recorded(self) -> str:
-        return self.files or self.loaded
+    def recorded(self) -> Input:
+        """What a manifest has of them."""
+        return {"fingerprint": self.files or self.loaded, "loaded": self.loaded}
 
     def are_of(self, saved: Input) -> bool | None:
         """Tell whether the model is an input that a manifest has; None if nothing can be said."""
         if "fingerprint" not in saved:
             return None
-        if saved["fingerprint"] in (self.loaded, self.files):
+        if {saved["fingerprint"], saved.get("loaded")} & {self.loaded, self.files or self.loaded}:
             return True
-        if self.files is None:
+        if self.files is None and "loaded" not in saved:
             # What is loaded may have another dtype than its files, or tensors that they lack.
             return None
         return False

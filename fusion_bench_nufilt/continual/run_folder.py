@@ -270,10 +270,8 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
             saved_values[key] = inputs.get(name, {}).get("source")
             run_values[key] = run["inputs"].get(name, {}).get("source")
             continue
-        digest = inputs[name].get("sha256")
-        new_digest = run["inputs"][name].get("sha256")
         # What a run has not read yet, it does not depend on.
-        if digest is not None and new_digest is not None:
-            saved_values[key] = digest
-            run_values[key] = new_digest
+        if "fingerprint" in inputs[name] and "fingerprint" in run["inputs"][name]:
+            saved_values[key] = inputs[name].get("loaded")
+            run_values[key] = run["inputs"][name]["loaded"]
     return differences(saved_values, run_values)

@@ -29,7 +29,6 @@ from fusion_bench_nufilt.utils.files import (
     CARD,
     MANIFEST,
     Input,
-    InputFile,
     is_inside,
     message_in_one_line,
     printable,
@@ -289,7 +288,7 @@ class Checkpoint(Source):
         return not self.reopen() or self.stamps != stamps
 
     @cached_property
-    def _config_files(self) -> dict[str, InputFile]:
+    def _config_files(self) -> dict[str, dict[str, str]]:
         """The files whose edit changes a merge though the weights are the same: lora_alpha, for
         one, scales an adapter's update.
         """
@@ -298,7 +297,7 @@ class Checkpoint(Source):
             path = self.folder / name
             if path.is_file():
                 sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-                files[name] = InputFile(sha256=sha256)
+                files[name] = {"sha256": sha256}
         return files
 
     def reopen(self) -> bool:

@@ -426,14 +426,6 @@ class Fingerprint(TypedDict, total=False):
     checksums: list[_Checksum]
 
 
-class InputFile(TypedDict, total=False):
-    """A file beside the weights of a model. Earlier versions listed files of weights, too, by their
-    sizes, headers and times.
-    """
-
-    sha256: str
-
-
 class Input(TypedDict, total=False):
     """What a model is known by: its content. Name and revision are for people and for finding
     it.
@@ -441,12 +433,13 @@ class Input(TypedDict, total=False):
 
     name: str
     source: Any  # of a model pool's entry: a folder, a hub name or a configuration
-    sha256: str  # of a model pool: digest of its weights
     revision: str  # its commit on the hub
     #: Of its tensors, see :mod:`fusion_bench_nufilt.utils.fingerprint`.
     fingerprint: str
+    loaded: str  # that of a pool's model as it was loaded, which may be of another dtype
     hub: dict[str, str]  # the hub's digests of its files of weights
-    files: dict[str, InputFile]  # beside the weights, which change a merge, too
+    #: The ``sha256`` of files beside the weights, which change a merge, too.
+    files: dict[str, dict[str, str]]
     stamps: dict[str, list[int]]  # size and time (ns) of each file of weights as it was read
 
 

@@ -35,7 +35,7 @@ from .files import (
     write_json,
     write_text,
 )
-from .tensors import TensorFile, digest, file_checksum
+from .tensors import TensorFile, file_checksum
 
 #: The file with the state that a method needs to go on, relative to the folder of the merged model.
 STATE_FILE = "nufilt_state/model.safetensors"
@@ -395,11 +395,7 @@ def inputs_at_other_times(stored: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 def _digests_of_files(model: Input) -> dict[str, str]:
     """Return the digests of the files beside the weights of a model."""
-    digests = {}
-    for name, file in model.get("files", {}).items():
-        if "sha256" in file:
-            digests[name] = file["sha256"]
-    return digests
+    return {name: file.get("sha256", "") for name, file in model.get("files", {}).items()}
 
 
 def is_same_model(one: Input, other: Input) -> bool | None:
@@ -483,19 +479,6 @@ def _short(value: Any) -> str:
     if len(text) > 80:
         return f"{text[:77]}..."
     return text
-
-
-def model_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and bits of a model's parameters and buffers, in
-    any order.
-    """
-    if isinstance(model, nn.Module):
-        model = model.state_dict()
-    digests = {}
-    for name, value in model.items():
-        if isinstance(value, Tensor):  # a module may have further state
-            digests[name] = [str(value.dtype), tuple(value.shape), digest(value)]
-    return combined_digest(digests.items())
 
 
 def combined_digest(named_values: Iterable[tuple[str, object]]) -> str:

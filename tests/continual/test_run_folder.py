@@ -19,7 +19,7 @@ from tests.continual.test_resume import algorithm_in
 RUN = {
     "method": "NUFILT",
     "order": ["a", "b"],
-    "inputs": {"a": {"sha256": "1" * 64}},
+    "inputs": {"a": {"fingerprint": "1" * 64, "loaded": "1" * 64}},
     "settings": {"seed": 42},
 }
 ABOUT = {"step": 1, "tasks": ["a"], "merge_seconds": [0.1], **RUN}
@@ -74,7 +74,7 @@ def test_a_step_of_another_version_is_refused_and_not_overwritten(folder):
 OTHER_RUNS = {
     "seed is 42 there and 43 here": {"settings": {"seed": 43}},
     'method is "NUFILT" there and "OPCM" here': {"method": "OPCM"},
-    "model 'a' is not the same": {"inputs": {"a": {"sha256": "2" * 64}}},
+    "model 'a' is not the same": {"inputs": {"a": {"fingerprint": "1" * 64, "loaded": "2" * 64}}},
     "model 'b' is null there": {"inputs": {**RUN["inputs"], "b": {"source": "hub/b"}}},
 }
 
