@@ -3,7 +3,6 @@ or a renamed folder is the same and a replaced picture is not.
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,6 @@ from fusion_bench_nufilt.utils.tensors import raw_bytes
 
 #: Of so many items of a data set at most the content is read.
 MOST_ITEMS = 1000
-#: Of a larger picture or file, a piece of this size is read, from its middle.
-PIECE_BYTES = 2**16
 
 
 class Items(TypedDict):
@@ -124,23 +121,11 @@ def _spread(count: int) -> Sequence[int]:
     return [number * count // MOST_ITEMS for number in range(MOST_ITEMS)]
 
 
-def _piece_of_file(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        stream.seek(max(0, (size - PIECE_BYTES) // 2))
-        return stream.read(PIECE_BYTES)
-
-
-def _piece(content: bytes) -> bytes:
-    start = max(0, (len(content) - PIECE_BYTES) // 2)
-    return content[start : start + PIECE_BYTES]
-
-
 def _parts(item: Any) -> Iterator[bytes]:
     """Yield the content of an item of any data set."""
     if isinstance(item, Mapping):
         if item.keys() == {"bytes", "path"}:  # a picture that is not decoded
-            yield _picture(item)
+            yield item["bytes"] or Path(item["path"]).read_bytes()
             return
         for key in sorted(item, key=str):
             yield repr(key).encode()
@@ -151,22 +136,14 @@ def _parts(item: Any) -> Iterator[bytes]:
             yield from _parts(value)
     elif isinstance(item, Tensor):
         yield repr((str(item.dtype), tuple(item.shape))).encode()
-        yield _piece(bytes(raw_bytes(item.detach().cpu())))
+        yield bytes(raw_bytes(item.detach().cpu()))
     elif isinstance(item, np.ndarray):
         yield repr((str(item.dtype), item.shape)).encode()
-        yield _piece(item.tobytes())
+        yield item.tobytes()
     elif isinstance(item, PIL.Image.Image):
         yield repr((item.mode, item.size)).encode()
-        yield _piece(item.tobytes())
+        yield item.tobytes()
     elif isinstance(item, str | bytes | bool | int | float) or item is None:
         yield repr(item).encode()
     else:  # its text may have an address, which is another in each process
         yield repr(type(item)).encode()
-
-
-def _picture(stored: Mapping[str, Any]) -> bytes:
-    content = stored["bytes"]
-    if content is not None:
-        return repr(len(content)).encode() + _piece(content)
-    file = Path(stored["path"])
-    return repr(file.stat().st_size).encode() + _piece_of_file(file)

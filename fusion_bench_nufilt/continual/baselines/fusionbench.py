@@ -32,7 +32,7 @@ from fusion_bench_nufilt.utils.options import (
 )
 from fusion_bench_nufilt.utils.tensors import compute_dtype
 
-from .task_data import TaskData, task_data
+from .task_data import TaskData, data_of_run
 
 log = logging.getLogger(__name__)
 RuleName = Literal["at_once", "add", "add_running", "restart", "on_top"]
@@ -147,15 +147,9 @@ class BatchMethodBaseline(_Baseline):
         _, other_options = split_options([RuleConfig], kwargs)
         super().__init__(**other_options)
 
-    @property
-    def _needs_data(self) -> bool:
-        return getattr(import_object(self.base_method._target_), "uses_training_data", False)
-
     def training_data(self) -> dict[str, Any]:
-        self._data = {}
-        if self._needs_data:
-            for name in self.names:
-                self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
+        needs_data = getattr(import_object(self.base_method._target_), "uses_training_data", False)
+        self._data = data_of_run(self) if needs_data else {}
         return {name: data.dataset for name, data in self._data.items()}
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:

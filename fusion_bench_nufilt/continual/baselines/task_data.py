@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import default_data_collator
 
+from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.content import load_data, refuse_other_spelling
 from fusion_bench_nufilt.continual.evaluation import classes_and_templates, name_in_pool, set_up
 from fusion_bench_nufilt.continual.precision import widened
@@ -147,6 +148,11 @@ class Texts(TaskData):
         answer = torch.full((len(input_ids), 1), self._start, device=device)
         output = model(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=answer)
         return output.logits[:, 0]
+
+
+def data_of_run(run: ContinualMergingAlgorithm) -> dict[str, TaskData]:
+    """Return the data of all tasks of a run, by name."""
+    return {name: task_data(run.name, run.taskpool, name, run.modelpool) for name in run.names}
 
 
 def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:

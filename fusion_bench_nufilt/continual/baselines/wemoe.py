@@ -30,7 +30,7 @@ from fusion_bench_nufilt.utils.options import (
 )
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
-from .task_data import EntropyConfig, task_data
+from .task_data import EntropyConfig, data_of_run
 
 _Ensembling: Any = WeightEnsemblingMoE
 
@@ -260,9 +260,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
         self._mixture = mixture_of(pretrained, self._options)
 
     def training_data(self) -> dict[str, Any]:
-        self._data = {}
-        for name in self.names:
-            self._data[name] = task_data(self.name, self.taskpool, name, self.modelpool)
+        self._data = data_of_run(self)
         return {name: data.dataset for name, data in self._data.items()}
 
     def expert_rank(self, step: int) -> int:
