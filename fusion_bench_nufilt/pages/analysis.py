@@ -104,13 +104,12 @@ def _affinity(content: AnalysisSummary) -> ChartType:
     tasks = content["tasks"]
     kinds = [layer["kind"] for layer in content["layers"]]
     rows: Rows = []
-    for key, words in (("mean", "mean"), ("p90", "90th percentile")):
-        for group, matrices in content["affinity"].items():
-            count = len(kinds) if group == "all" else kinds.count(group)
+    for group, matrices in content["affinity"].items():
+        count = len(kinds) if group == "all" else kinds.count(group)
+        for key, words in (("mean", "mean"), ("p90", "90th percentile")):
             rows += cells(matrices[key], tasks, tasks, f"{group}: {words} over {count} layers")
-    # Below each mean stands the percentile of the same layers.
-    across = len(content["affinity"])
-    return heat_maps(rows, tasks, tasks, ("data of", "task vector of"), "affinity", across=across)
+    # Beside each mean stands the percentile of the same layers.
+    return heat_maps(rows, tasks, tasks, ("data of", "task vector of"), "affinity", across=2)
 
 
 def _distributions(content: AnalysisSummary, table: pd.DataFrame) -> ChartType:

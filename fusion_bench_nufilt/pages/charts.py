@@ -59,6 +59,7 @@ def heat_maps(
     if len(column_names) > 10:
         cell_size = 24
         font_size = 8
+        across = 2  # more would be wider than a page
     size = (max(200, cell_size * len(column_names)), cell_size * len(row_names))
     column = alt.X("column:N", **by_name(column_names, titles[1]))
     row = alt.Y("row:N", **by_name(row_names, titles[0]))
@@ -243,7 +244,7 @@ def by_depth(rows: Rows) -> ChartType:
 
 
 def dots(rows: Rows) -> ChartType:
-    """Draw metrics side by side, with a line of text for each ``name``: its ``value``, a rule from
+    """Draw panels side by side, with a line of text for each ``name``: its ``value``, a rule from
     ``low`` to ``high``, and its ``text``.
     """
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -271,16 +272,3 @@ def dots(rows: Rows) -> ChartType:
 
     size = (width, 22 * len(names))
     return faceted(layers_of, rows, size, across=3, own_scales=["x"], spacing=110)
-
-
-def bars(rows: Rows) -> ChartType:
-    """Draw the score of each ``name`` as a bar with its ``text``, in a panel for each task."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    lowest = min([0.0, *(row["value"] for row in rows)])
-    score = alt.X("value:Q", title="score (%)", scale=alt.Scale(domain=[lowest, 100]))
-    name = alt.Y("name:N", **by_name(names, None))
-    base = alt.Chart().encode(x=score, y=name)
-    words = base.mark_text(align="left", dx=3, fontSize=10)
-    # One colour for all, since there may be more methods than colours; names stand beside them.
-    layers = [base.mark_bar(color=COLOURS[0], height=11), words.encode(text="text:N")]
-    return faceted(lambda _: layers, rows, (150, 17 * len(names)), across=4, spacing=50)

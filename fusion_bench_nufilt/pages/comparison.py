@@ -6,8 +6,9 @@ from typing import Any
 import altair as alt
 from altair.typing import ChartType
 
-from .charts import bars, dots, lines, score_maps
+from .charts import dots, lines, score_maps
 from .comparison_tables import (
+    Columns,
     by_accuracy,
     main_table,
     method_numbers,
@@ -16,7 +17,7 @@ from .comparison_tables import (
     task_table,
 )
 from .content import Comparison, Json, Method
-from .metrics import METRICS, Mean, percent
+from .metrics import METRICS, Mean
 from .page import Outputs, Tables, render_page
 from .pictures import draw
 from .results import means, rows_with
@@ -92,20 +93,20 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     # Of one task, or with the last step scored alone, nothing is known of what is forgotten.
     if len(rows_with(measured, metric="BWT")):
         shown = ["ACC", "plasticity", "BWT"]
-    charts["stability_plasticity"] = dots(_metric_rows(results, best, shown))
+    charts["stability_plasticity"] = dots(_mean_rows(results, best, shown, "metric"))
     matrices = results.matrices(results.seeds[0])
     if matrices:
         titles = {f"{label}: {matrix.summary()}": matrix for label, matrix in matrices.items()}
         charts["accuracy_matrices"] = score_maps(titles)
-    task_scores = _task_score_rows(results)
+    task_scores = _mean_rows(results, list(results.done), results.tasks, "task")
     if task_scores:
-        charts["task_scores"] = bars(task_scores)
+        charts["task_scores"] = dots(task_scores)
     # With other settings, the mean over the tasks seen so far is known at most for the ends.
     every_step = results.settings.get("evaluate", "").startswith("every_step")
     if every_step and len(results.tasks) > 1:
         charts["accuracy_per_step"] = _accuracy_per_step(results, best[:MOST_CURVES])
     if results.preset == "ablation":
-        rows = _metric_rows(results, list(results.methods), ["ACC", "BWT"])
+        rows = _mean_rows(results, list(results.methods), ["ACC", "BWT"], "metric")
         charts["ablation"] = dots(rows)
     if any(results.curve(panel) for panel in results.panels or ()):
         charts["sensitivity"] = _sensitivity(results)
@@ -164,35 +165,30 @@ def _band(mean: Mean, lowest: float) -> Json:
     return {"low": max(low, min(lowest, 100 * mean.mean)), "high": min(high, 100)}
 
 
-def _task_score_rows(results: Comparison) -> Rows:
-    """Return the final score of each method on each task, mean over the seeds."""
-    scores = means(results.last_scores, "task", list(results.done), results.tasks)
-    rows: Rows = []
-    for task in results.tasks:
-        for label, mean in scores[task].items():
-            if mean.count:
-                row = {"panel": task, "name": label, "value": 100 * mean.mean}
-                rows.append({**row, "text": percent(mean.mean)})
-    return rows
-
-
-def _metric_rows(results: Comparison, labels: Sequence[str], names: Sequence[str]) -> Rows:
-    """Return the mean and one standard deviation over the seeds of metrics that some method has."""
-    measured = means(results.table, "metric", labels, names)
+def _mean_rows(
+    results: Comparison, labels: Sequence[str], names: Sequence[str], by: Columns
+) -> Rows:
+    """Return the mean and one standard deviation over the seeds of metrics, or of the final scores
+    of tasks, that some method has.
+    """
+    table = results.table if by == "metric" else results.last_scores
+    measured = means(table, by, labels, names)
     rows: Rows = []
     for name in names:
         if not any(mean.count for mean in measured[name]):
             continue
+        metric = name if by == "metric" else ""
+        title = METRICS[name].title if metric else name
+        signed = METRICS[name].signed if metric else False
         for label, mean in measured[name].items():
-            row: Json = {"panel": METRICS[name].title, "name": label}
-            row["text"] = mean.percent(sign=METRICS[name].signed)
-            part = results.missing_part(label, mean, name)
+            row: Json = {"panel": title, "name": label, "text": mean.percent(sign=signed)}
+            part = results.missing_part(label, mean, metric)
             if part:
                 row["text"] += f" ({part})"
             if label in results.failed:
                 row["text"] = "failed"
             row["value"] = 100 * mean.mean
-            row |= _band(mean, lowest=-100 if METRICS[name].signed else 0)
+            row |= _band(mean, lowest=-100 if signed else 0)
             rows.append(row)
     return rows
 

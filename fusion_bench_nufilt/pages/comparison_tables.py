@@ -16,7 +16,7 @@ from .results import means, rows_with
 from .tables import Table
 
 #: What columns are. A task may have the name of a metric.
-_Columns = Literal["metric", "task"]
+Columns = Literal["metric", "task"]
 _CHANGED = (
     "changed: how many tensors of the pretrained model have other values in the merged one, and "
     "the share of its parameters in them"
@@ -89,7 +89,7 @@ def task_table(results: Comparison) -> Table:
     return _ranked(results, title, texts, scores, "task")
 
 
-def _words_of_means(results: Comparison, numbers: pd.DataFrame, by: _Columns) -> pd.DataFrame:
+def _words_of_means(results: Comparison, numbers: pd.DataFrame, by: Columns) -> pd.DataFrame:
     """Return means as words, in per cent; one that lacks scores says of how many it is, a task
     without a score shows the metrics that it has, and a method whose runs all failed says so.
     """
@@ -120,7 +120,7 @@ def _other_words(other_metrics: Mapping[str, Mean]) -> str:
 
 
 def _ranked(
-    results: Comparison, title: str, texts: pd.DataFrame, numbers: pd.DataFrame, by: _Columns
+    results: Comparison, title: str, texts: pd.DataFrame, numbers: pd.DataFrame, by: Columns
 ) -> Table:
     """Rank the methods that finished every seed, need no data and lack no score; numbers shown as
     equal rank equally, and where all are equal, none is the best.

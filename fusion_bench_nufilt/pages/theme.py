@@ -173,7 +173,7 @@ def value_scale(values: Iterable[float | None], padding: int) -> Options:
     middle = (low + high) / 2
     margin = abs(middle) * 10 * _FLAT or 1
     scale = alt.Scale(domain=[clean(middle - margin), clean(middle + margin)], nice=False)
-    return {"scale": scale, "axis": alt.Axis(values=[float(f"{middle:.3g}")])}
+    return {"scale": scale, "axis": alt.Axis(values=[float(f"{middle:.4g}")])}
 
 
 def faceted(

@@ -36,7 +36,7 @@ def charts(content, tables):
 def test_every_number_of_the_affinity_is_in_its_picture(content, charts):
     assert panels(charts["affinity"])[:2] == [
         "all: mean over 4 layers",
-        "attention: mean over 2 layers",
+        "all: 90th percentile over 4 layers",
     ]
     rows = rows_of(charts["affinity"], panel="all: mean over 4 layers")
     expected = content["affinity"]["all"]["mean"]

@@ -34,7 +34,6 @@ def heat_map(matrix, rows, columns, panel=None):
 KINDS = {
     "heat map": heat_map([[1.0, NAN], [0.5, 0.2]], ["r", "s"], ["t", "u"]),
     "lines": charts.lines(CURVES, "step", "score"),
-    "bars": charts.bars([{"panel": "t", "name": "m", "value": 50.0, "text": "50.0"}]),
     "dots": charts.dots([{"panel": "ACC (%)", "name": "m", "value": 50.0, "text": "50.0"}]),
     "by depth": charts.by_depth([{"panel": "norm", "layer": layer, "y": 1.0} for layer in LAYERS]),
 }
@@ -108,12 +107,10 @@ def test_the_colours_cover_every_number_and_both_ends_are_marked(values, marked)
     assert colour["scale"]["domain"] == [marked[0], marked[-1]]
 
 
-def test_a_score_below_zero_has_a_colour_and_a_bar_of_its_length():
+def test_a_score_below_zero_has_a_colour():
     matrix = AccuracyMatrix.from_rows(["t"], [[-0.05]])
     colour = encodings(charts.score_maps({"m": matrix}), "color")[0]
     assert colour["scale"]["domain"][0] <= -5
-    bars = charts.bars([{"panel": "t", "name": "m", "value": -5.0, "text": "-5.0"}])
-    assert encodings(bars, "x")[0]["scale"]["domain"] == [-5, 100]
 
 
 def test_numbers_below_zero_have_the_minus_of_tables():
@@ -172,6 +169,15 @@ def test_a_step_after_which_nothing_was_scored_is_no_row():
     assert encodings(chart, "y")[0]["scale"]["domain"] == ["2 + u"]
 
 
+def test_matrices_of_twenty_tasks_are_no_wider_than_a_page():
+    tasks = [f"task {number}" for number in range(20)]
+    rows = []
+    for method in ("one", "two", "three"):
+        rows += cells([[50.0] * 20] * 20, tasks, tasks, method)
+    svg = draw(charts.heat_maps(rows, tasks, tasks, TITLES, "value"))
+    assert float(re.search(r'width="(\d+)"', svg)[1]) <= 1200
+
+
 def test_dots_without_a_deviation_have_no_rules():
     assert marks(KINDS["dots"]) == ["point", "text"]
     row = {"panel": "ACC (%)", "name": "m", "value": 50.0, "text": "50.0 ± 1.0"}
@@ -203,7 +209,7 @@ def test_a_title_that_is_wider_than_its_panel_has_several_lines_and_loses_no_wor
 def labels_of(names):
     """What a drawn axis has of the names."""
     rows = [{"panel": "p", "name": name, "value": 1.0, "text": "1.0"} for name in names]
-    _, labels = tick_labels(charts.bars(rows))
+    _, labels = tick_labels(charts.dots(rows))
     return labels
 
 

@@ -130,7 +130,7 @@ def test_matrices_of_the_first_seed_stand_side_by_side():
     assert [row["value"] for row in rows_of(chart, panel=first)] == pytest.approx(values)
 
 
-def test_the_scores_after_the_last_step_have_a_panel_for_each_task_and_a_bar_for_each_method():
+def test_the_scores_after_the_last_step_have_a_panel_for_each_task_and_a_dot_for_each_method():
     result = two()
     chart = charts_of_comparison(result)["task_scores"]
     assert panels(chart) == result.tasks
