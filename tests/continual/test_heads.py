@@ -146,8 +146,7 @@ def in_two_parts(folder, algorithm, base, one, two, **later):
 ALGORITHMS = {"nufilt": {"layer_method": "nufilt", **RANKS}, "sum": {"layer_method": "sum"}}
 
 
-@pytest.mark.parametrize("algorithm", ["nufilt", "sum"])
-@pytest.mark.parametrize("check_models", [True, False])
+@pytest.mark.parametrize(("algorithm", "check_models"), [("nufilt", True), ("sum", False)])
 def test_a_head_that_was_set_aside_stays_aside_when_a_model_with_the_bases_labels_comes(
     tmp_path, algorithm, check_models
 ):

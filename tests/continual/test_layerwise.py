@@ -22,7 +22,7 @@ from fusion_bench_nufilt.merge import planned
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.utils.files import LOCK
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
+from tests.continual.helpers import logging_to, pool
 from tests.nufilt.test_parity import load_case
 from tests.tiny_models import TOWER, Shared, clip, llama, t5, tower
 
@@ -145,16 +145,6 @@ def test_bfloat16_models_stay_bfloat16():
     models = {name: model.bfloat16() for name, model in pool(3, llama()).items()}
     merged = NufiltContinualMergingAlgorithm(**SMALL).run(models)
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
-
-
-def test_an_interrupted_run_in_bfloat16_goes_on_with_the_same_bits(tmp_path):
-    models = {name: model.bfloat16() for name, model in pool(3, llama()).items()}
-    whole = NufiltContinualMergingAlgorithm(**SMALL).run(deepcopy(models))
-    interrupted = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL))
-    with pytest.raises(InterruptedRunError):
-        interrupted.run(deepcopy(models), on_step=interrupt_after(2))
-    resumed = logging_to(tmp_path, NufiltContinualMergingAlgorithm(**SMALL))
-    assert same(resumed.run(models).state_dict(), whole.state_dict())
 
 
 def test_a_run_without_room_for_its_layers_in_float32_rounds_them_and_says_so(monkeypatch, caplog):

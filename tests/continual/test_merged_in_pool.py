@@ -56,8 +56,7 @@ def test_the_same_base_and_settings_go_on_without_a_word(folders, merged, caplog
     assert "another base" not in caplog.text
 
 
-@pytest.mark.parametrize("merged", ["merged", "step"])
-@pytest.mark.parametrize("change", [1e-4, 1e-2])
+@pytest.mark.parametrize(("merged", "change"), [("merged", 1e-4), ("step", 1e-2)])
 def test_another_base_is_refused_and_gone_on_from_where_the_user_says_so(folders, merged, change):
     base = clip()
     with torch.no_grad():
@@ -82,8 +81,9 @@ OTHER_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("merged", ["merged", "step"])
-@pytest.mark.parametrize("difference", OTHER_SETTINGS)
+@pytest.mark.parametrize(
+    ("difference", "merged"), zip(OTHER_SETTINGS, 3 * ["merged", "step"], strict=True)
+)
 def test_other_settings_are_said_or_refused(folders, merged, difference, caplog):
     options = OTHER_SETTINGS[difference]
     if "method" in options:

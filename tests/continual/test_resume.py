@@ -141,6 +141,8 @@ def test_a_run_that_goes_on_has_the_bits_and_the_numbers_of_a_clean_one(
         resumed.run(models, Weights())
         assert outcome(parts, first=3) == outcome(tmp_path / "clean", first=3)
         assert resumed.matrix.rows() == clean.matrix.rows()
+        manifest = read_whole_checkpoint(parts / "checkpoints" / "merged_model_3")
+        assert manifest["tasks"] == ["task1", "task2", "task3", "task4"]
         return
     kind, step = stop.split()
     taskpool = Weights()
@@ -185,27 +187,6 @@ def test_a_damaged_step_is_made_again(tmp_path, file, caplog):
     assert without_times(tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"seed": 43}, "seed"), ({"null_rank": 5}, "null_rank"), ({"evaluate": "last"}, "evaluate")],
-)
-def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path, settings, named):
-    algorithm_in(tmp_path).run(pool(2))
-    with pytest.raises(ValueError, match=named):
-        algorithm_in(tmp_path, **settings).run(pool(2))
-
-
-def test_other_models_and_other_weights_under_the_same_name_are_not_gone_on_with(tmp_path):
-    models = pool(2)
-    algorithm_in(tmp_path).run(models)
-    with pytest.raises(ValueError, match=r"order is .*; model 'task3' is null there"):
-        algorithm_in(tmp_path).run(pool(3))
-    with torch.no_grad():
-        next(models["task1"].parameters()).add_(0.01)
-    with pytest.raises(ValueError, match="model 'task1' is not the same"):
-        algorithm_in(tmp_path).run(models)
-
-
 def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
     models = pool(3)
     steps = []
@@ -215,8 +196,7 @@ def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
     assert steps == [3]
 
 
-@pytest.mark.parametrize("by", ["manifest", "number"])
-def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
+def test_a_model_in_memory_is_merged_onto_where_its_number_of_models_is_told(tmp_path):
     models = pool()
     whole = algorithm_in(tmp_path / "whole").run(models).state_dict()
     algorithm_in(tmp_path / "first").run(
@@ -224,44 +204,42 @@ def test_models_merged_onto_a_merge_give_the_bits_of_one_stream(tmp_path, by):
     )
     checkpoint = tmp_path / "first" / "checkpoints" / "merged_model_1"
     rest = {key: models[key] for key in ("_pretrained_", "task3", "task4")}
-    if by == "manifest":
-        rest = saved_pool(tmp_path / "models", rest, _merged_=checkpoint)
-        earlier_tasks = ["task1", "task2"]
-        number = None
-    else:
-        rest["_merged_"] = type(clip()).from_pretrained(checkpoint)
-        earlier_tasks = []
-        number = 2
+    rest["_merged_"] = type(clip()).from_pretrained(checkpoint)
     steps = []
-    algorithm = algorithm_in(tmp_path / "rest", num_merged=number)
+    algorithm = algorithm_in(tmp_path / "rest", num_merged=2)
     merged = algorithm.run(rest, on_step=noting(steps)).state_dict()
     assert steps == [3, 4]
     assert all(torch.equal(value, whole[key]) for key, value in merged.items())
     manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
     assert manifest["step"] == 4
-    assert manifest["tasks"] == [*earlier_tasks, "task3", "task4"]
+    assert manifest["tasks"] == ["task3", "task4"]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"a,b\n1", b"step,task\none,two", b'"'])
-def test_damaged_reports_of_layers_begin_anew(tmp_path, content, caplog):
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """The log directory of a run of two models that ended after the first."""
+    folder = tmp_path_factory.mktemp("begun")
     with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path).run(pool(2), on_step=interrupt_after(1))
-    (tmp_path / "layers.csv").write_bytes(content)
-    algorithm_in(tmp_path).run(pool(2))
-    assert "layers.csv' is damaged" in caplog.text
-    assert set(pd.read_csv(tmp_path / "layers.csv")["step"]) == {2}
+        algorithm_in(folder).run(pool(2), on_step=interrupt_after(1))
+    return folder
 
 
-@pytest.mark.parametrize("kept_rows", [0, -1])
-def test_rows_that_the_report_of_the_layers_has_lost_are_named(tmp_path, kept_rows, caplog):
-    with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path).run(pool(2), on_step=interrupt_after(1))
-    file = tmp_path / "layers.csv"
-    header, *rows = file.read_text().splitlines()
-    file.write_text("\n".join([header, *rows[:kept_rows]]))
-    algorithm_in(tmp_path).run(pool(2))
-    missing = -kept_rows or len(rows)
-    assert f"layers.csv' has lost {missing} of {len(rows)} layers of step 1" in caplog.text
+def test_damaged_reports_of_layers_begin_anew(tmp_path, begun, caplog):
+    for number, content in enumerate([b"", b"\xff\x00", b"a,b\n1", b"step,task\none,two", b'"']):
+        folder = shutil.copytree(begun, tmp_path / str(number))
+        (folder / "layers.csv").write_bytes(content)
+        algorithm_in(folder).run(pool(2))
+        assert f"{number}/layers.csv' is damaged" in caplog.text
+        assert set(pd.read_csv(folder / "layers.csv")["step"]) == {2}
+
+
+def test_rows_that_the_report_of_the_layers_has_lost_are_named(tmp_path, begun, caplog):
+    header, *rows = (begun / "layers.csv").read_text().splitlines()
+    for lost in (1, len(rows)):
+        folder = shutil.copytree(begun, tmp_path / str(lost))
+        (folder / "layers.csv").write_text("\n".join([header, *rows[lost:]]))
+        algorithm_in(folder).run(pool(2))
+        assert f"layers.csv' has lost {lost} of {len(rows)} layers of step 1" in caplog.text
 
 
 def damage(folder, how):
@@ -321,28 +299,28 @@ def merged_onto(folder, models, **options):
     return NufiltContinualMergingAlgorithm(**SMALL, **options).run(rest)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_merge_that_was_changed_is_not_gone_on_from_unless_the_user_knows(tmp_path, file):
+def test_a_merge_that_was_changed_is_not_gone_on_from_unless_the_user_knows(tmp_path, begun):
     models = pool(2)
-    algorithm_in(tmp_path).run({key: models[key] for key in ("_pretrained_", "task1")})
+    step = shutil.copytree(begun, tmp_path, dirs_exist_ok=True) / "checkpoints" / "merged_model_0"
     merged_onto(tmp_path, models)
-    path = tmp_path / "checkpoints" / "merged_model_0" / file
-    if file == "model.safetensors":
-        save_file(
-            {key: value * (1 + 1e-7) for key, value in load_file(path).items()},
-            path,
-            {"format": "pt"},
-        )
-    else:
-        path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "relu"}))
+    weights = (step / "model.safetensors").read_bytes()
+    changed = {
+        key: value * (1 + 1e-7) for key, value in load_file(step / "model.safetensors").items()
+    }
+    save_file(changed, step / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"is not what was saved .*method\.verify=false goes on"):
+        merged_onto(tmp_path, models)
+    (step / "model.safetensors").write_bytes(weights)
+    config = json.loads((step / "config.json").read_text())
+    (step / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
     with pytest.raises(ValueError, match=r"is not what was saved .*method\.verify=false goes on"):
         merged_onto(tmp_path, models)
     merged_onto(tmp_path, models, verify=False)
 
 
-def test_a_merge_of_another_pretrained_model_is_not_gone_on_from(tmp_path):
+def test_a_merge_of_another_pretrained_model_is_not_gone_on_from(tmp_path, begun):
     models = pool(2)
-    algorithm_in(tmp_path).run({key: models[key] for key in ("_pretrained_", "task1")})
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     tower(models["_pretrained_"]).encoder.layers[0].mlp.fc1.weight.data[0, 0] += 1e-4
     with pytest.raises(
         ValueError, match="was merged from another '_pretrained_' model than the pool's"

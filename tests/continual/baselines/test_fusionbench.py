@@ -159,16 +159,6 @@ def test_a_rule_that_is_set_as_an_attribute_is_followed():
     assert same(algorithm.run(models), expected.run(models))
 
 
-def test_a_batch_method_goes_on_from_a_merged_model():
-    models = pool()
-    whole = baseline("iso_c", IN_ORDER).run(models)
-    first = baseline("iso_c", IN_ORDER).run(
-        {key: models[key] for key in ("_pretrained_", "task1", "task2")}
-    )
-    rest = {"_pretrained_": models["_pretrained_"], "_merged_": first, "task3": models["task3"]}
-    assert same(baseline("iso_c", IN_ORDER, "method.num_merged=2").run(rest), whole)
-
-
 class ReturnsAnother:
     def run(self, modelpool):
         return nn.Linear(1, 1)
@@ -262,8 +252,12 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize(("name", "rule"), FORMULAS)
+#: The first of a stream is the same lines for all methods.
+CASES = [(*case, 3) for case in FORMULAS]
+CASES += [("task_arithmetic", "restart", 1), ("magmax", "add_running", 1)]
+
+
+@pytest.mark.parametrize(("name", "rule", "steps"), CASES)
 def test_a_method_follows_the_formula_of_its_rule(name, rule, steps):
     base = nn.Linear(7, 5, bias=False, dtype=torch.float64)
     models = {"_pretrained_": base}
