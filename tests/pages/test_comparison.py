@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -34,25 +35,29 @@ def two(**options):
     )
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a comparison of two methods on two orders."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert set(save_comparison(two(), folder)) == TEXTS | PICTURES | {"index.html"}
+    return folder
+
+
 def rows(file):
     return {row["method"]: row for row in csv.DictReader(file.read_text().splitlines())}
 
 
-def test_tables_pictures_and_the_page_are_made_and_made_again_from_the_numbers_alone(tmp_path):
-    files = save_comparison(two(), tmp_path)
-    assert set(files) == TEXTS | PICTURES | {"index.html"}
-    assert set(files) == {path.name for path in tmp_path.iterdir()}
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in PICTURES)
-    before = {name: (tmp_path / name).read_bytes() for name in files}
-    for name in set(files) - {"results.json"}:
-        (tmp_path / name).unlink()
-    assert set(write_results(tmp_path)) == set(files) - {"results.json"}
-    assert {name: (tmp_path / name).read_bytes() for name in files} == before
+def test_tables_pictures_and_the_page_are_made_again_from_the_numbers_alone(saved, tmp_path):
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert before.keys() == TEXTS | PICTURES | {"index.html"}
+    assert all(before[name].startswith(b"\x89PNG") for name in PICTURES)
+    shutil.copy(saved / "results.json", tmp_path)
+    assert {*write_results(tmp_path), "results.json"} == before.keys()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_csv_holds_fractions_and_nothing_where_there_is_none(tmp_path):
-    save_comparison(two(), tmp_path)
-    table = rows(tmp_path / "table.csv")
+def test_csv_holds_fractions_and_nothing_where_there_is_none(saved):
+    table = rows(saved / "table.csv")
     assert float(table["m"]["ACC_mean"]) == pytest.approx(0.5)
     assert float(table["m"]["ACC_std"]) == pytest.approx(0)
     assert (table["n"]["ACC_std"], table["n"]["finished"], table["n"]["failed"]) == (
@@ -60,20 +65,19 @@ def test_csv_holds_fractions_and_nothing_where_there_is_none(tmp_path):
         "42",
         "ValueError: no",
     )
-    assert float(rows(tmp_path / "per_task.csv")["individual"]["a_mean"]) == 0.95
+    assert float(rows(saved / "per_task.csv")["individual"]["a_mean"]) == 0.95
 
 
-def test_json_holds_every_matrix_and_no_nan(tmp_path):
-    save_comparison(two(), tmp_path)
-    text = (tmp_path / "results.json").read_text()
+def test_json_holds_every_matrix_and_no_nan(saved):
+    text = (saved / "results.json").read_text()
     methods = json.loads(text, parse_constant=lambda word: pytest.fail(word))["methods"]
     assert methods["m"]["ACC"]["mean"] == pytest.approx(0.5)
     assert methods["m"]["runs"]["42"]["accuracy_matrix"] == finished(42, -0.1).matrix.rows()
     assert methods["n"]["runs"]["43"]["error"] == "ValueError: no"
 
 
-def test_a_picture_without_numbers_is_left_out_and_an_older_one_removed(tmp_path):
-    save_comparison(two(), tmp_path)
+def test_a_picture_without_numbers_is_left_out_and_an_older_one_removed(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     assert "accuracy_per_step.png" not in save_comparison(two(evaluate="diagonal"), tmp_path)
     assert not (tmp_path / "accuracy_per_step.png").exists()
     assert set(save_comparison(comparison({"m": [failed(42)]}), tmp_path)) == TEXTS | {"index.html"}
