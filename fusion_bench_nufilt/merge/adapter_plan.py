@@ -15,7 +15,6 @@ from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.absent_base import AbsentBase
 from fusion_bench_nufilt.models.adapters import (
-    EMBEDDING_A,
     LoraAdapter,
     adapter_config,
     refuse_adapter_of_others,
@@ -28,15 +27,15 @@ from fusion_bench_nufilt.models.checkpoint import (
     is_adapter,
 )
 from fusion_bench_nufilt.models.model import ModelWeights, complete_base
-from fusion_bench_nufilt.models.reader import (
+from fusion_bench_nufilt.models.peft_layers import (
+    EMBEDDING_A,
     ROWS,
     WHOLE,
     Place,
-    Reader,
     module_of,
-    reader_of,
     skeleton,
 )
+from fusion_bench_nufilt.models.reader import Reader, reader_of
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.files import Manifest

@@ -9,9 +9,10 @@ from torch import nn
 from fusion_bench_nufilt.utils.files import Input, printable
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
-from .adapters import PREFIX, base_name_key
+from .adapters import base_name_key
 from .architecture import on_meta
 from .checkpoint import Checkpoint
+from .peft_layers import PREFIX
 
 _CONFIG = "config.json"
 

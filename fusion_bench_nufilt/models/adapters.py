@@ -26,18 +26,23 @@ from .experts import Expert, ExpertRows, find_experts, find_saved_experts
 from .heads import labels
 from .layers import Layer, with_same_ending
 from .model import COPY_HEAD, ModelWeights
+from .peft_layers import (
+    EMBEDDING_A,
+    LENGTHS,
+    PREFIX,
+    ROWS,
+    WHOLE,
+    PeftLayer,
+    UnknownLayersError,
+    ask_peft,
+    outer_module,
+    place_of,
+)
 from .source import Source, format_names
 
-PREFIX = "base_model.model."
-
-# Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
-EMBEDDING_A = ".lora_embedding_A"
 # peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
 _SAVED = ".modules_to_save."
 _ORIGINAL = ".original_module."
-#: What the name of an embedding's trained rows ends with.
-TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
-_MAGNITUDE = ".lora_magnitude_vector"
 # In a model, names have that of the adapter, without which peft saves it; in a file with another
 # name than 'default', peft passes over them and merges nothing.
 _NAMED = re.compile(r"\.lora_(?:[AB]\.(\w+)\.weight|embedding_[AB]\.(\w+))$")
@@ -50,6 +55,7 @@ _CLASSES = {
 }
 
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"
+_ONLY_LORA = "and only LoRA, rsLoRA and DoRA are merged. Where peft can merge it, "
 _SAVE_AGAIN = "save it again from the model that was trained"
 
 
@@ -102,44 +108,27 @@ class LoraAdapter(ModelWeights):
             raise ValueError(f"adapter '{self.source.name}' has no tensors: {_SAVE_AGAIN}")
         # Those of ZeRO-3 may stand where peft takes nothing from an adapter.
         self.source.check_not_empty(key for key in tensors if not _is_of_base(key))
-        unknown = []
-        modules_of_experts = {}  # by the key of A
-        for key, info in tensors.items():
-            is_second_copy = _SAVED in key and key.replace(_SAVED, ".") in tensors
-            if _is_of_base(key) or is_second_copy:
+        parts: dict[str, dict[str, str]] = {}  # keys by part, of each module with factors
+        for key in tensors:
+            if _is_of_base(key) or (_SAVED in key and key.replace(_SAVED, ".") in tensors):
                 continue
-            name = self._prefix + self.name_of(key)
-            suffix_of_a = EMBEDDING_A if name.endswith(EMBEDDING_A) else ".lora_A.weight"
-            module, is_a, _ = name.partition(suffix_of_a)
-            partner = re.sub(r"\.lora_(embedding_)?B(\.weight)?$", r".lora_\1A\2", key)
-            # A convolution's A has four sides, and ends among the unknown: of no linear layer.
-            if is_a and len(info.shape) == 2:
-                # Of fused experts, peft wraps a module once for each parameter, one in the other.
-                outer = module.split(".base_layer")[0]
-                if architecture.stacks_of(outer):
-                    modules_of_experts[key] = outer
-                elif outer != module:
-                    raise ValueError(
-                        f"adapter '{self.source.name}' changes '{outer}' and what is in it, as "
-                        "LoRA of nn.MultiheadAttention does; "
-                        f"{_with_peft(self.checkpoint, architecture)}"
-                    )
-                else:
-                    self._add_pair(architecture.untied_name(f"{module}.weight"), module, key)
-            elif name.endswith(TRAINED_ROWS):
-                self._add_tokens(architecture, name.removesuffix(TRAINED_ROWS), key)
-            elif self.config.get("use_dora") and name.endswith(_MAGNITUDE):
-                param = architecture.untied_name(name.removesuffix(_MAGNITUDE) + ".weight")
-                self.magnitudes[param] = key
-            elif ".lora_" not in name:
-                self._add_saved(architecture, name, key)
-            elif partner == key:
-                unknown.append(key)
-            elif partner not in tensors:
-                raise ValueError(f"adapter '{self.source.name}' has '{key}' and no '{partner}'")
+            place = place_of(self._prefix + self.name_of(key))
+            if place.part == ROWS:
+                self._add_tokens(architecture, place.module, key)
+            elif place.part != WHOLE:
+                parts.setdefault(place.module, {})[place.part] = key
+            elif ".lora_" not in key:
+                self._add_saved(architecture, place.name, key)
+            else:
+                parts.setdefault(place.module, {})[key] = key
+        factors, unknown = self._pairs(parts, architecture)
         # Before the unknown are sent to peft, which passes over such names and merges nothing.
         self._refuse_named(unknown)
-        self._add_experts(architecture, modules_of_experts)
+        self._add_factors(factors, architecture)
+        for module in factors.keys() & parts.keys():
+            if LENGTHS in parts[module]:
+                param = architecture.untied_name(f"{module}.weight")
+                self.magnitudes[param] = parts[module][LENGTHS]
         self._share(architecture)
         self._refuse_lost()
         if unknown:
@@ -148,75 +137,86 @@ class LoraAdapter(ModelWeights):
                 f"layer; {_with_peft(self.checkpoint, architecture)}"
             )
 
-    def _add_pair(self, param: str, module: str, key_a: str) -> None:
-        """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of a layer's update."""
-        name = self.source.name
-        tensors = self.source.tensors
-        key_b = re.sub(r"\.lora_(embedding_)?A", r".lora_\1B", key_a)
-        if key_b not in tensors:
-            raise ValueError(f"adapter '{name}' has '{key_a}' and no '{key_b}'")
-        targets = self.config.get("target_parameters") or ()
-        is_parameter = any(f".{module}.weight".endswith(f".{target}") for target in targets)
-        target = f"{module}.weight" if is_parameter else module
-        update = _LoraUpdate(key_a, key_b, self._scaling(target, key_a, key_b))
+    def _pairs(
+        self, parts: Mapping[str, Mapping[str, str]], architecture: Architecture
+    ) -> tuple[dict[str, tuple[str, str]], list[str]]:
+        """Return the keys of A and B by module, and the keys that belong to no linear layer."""
+        factors = {}
+        unknown = []
+        known = ("A", "B", LENGTHS) if self.config.get("use_dora") else ("A", "B")
+        for module, keys in parts.items():
+            unknown += [key for part, key in keys.items() if part not in known]
+            pair = [keys[part] for part in ("A", "B") if part in keys]
+            # Of fused experts, peft wraps a module once for each parameter, one in the other; so it
+            # does with an nn.MultiheadAttention. A convolution's A has four sides.
+            outer = outer_module(module)
+            is_inside = outer != module and not architecture.stacks_of(outer)
+            if is_inside or any(len(self.source.tensors[key].shape) != 2 for key in pair):
+                unknown += pair[:1]
+            elif len(pair) == 2:
+                factors[module] = (pair[0], pair[1])
+            elif pair:
+                suffix = pair[0].rpartition(".lora_")[2]
+                of_other = suffix.translate({ord("A"): "B", ord("B"): "A"})
+                other = pair[0].removesuffix(suffix) + of_other
+                raise ValueError(f"adapter '{self.source.name}' has '{pair[0]}' and no '{other}'")
+        return factors, unknown
+
+    def _add_factors(
+        self, factors: Mapping[str, tuple[str, str]], architecture: Architecture
+    ) -> None:
+        """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layers' updates, or of
+        the experts in a stack, with what peft says of them.
+        """
+        stacks = {}
+        for module in factors:
+            outer = outer_module(module)
+            if architecture.stacks_of(outer):
+                stacks[outer] = architecture.stacks_of(outer)
+        try:
+            layers = ask_peft(self.checkpoint, factors, stacks)
+        except UnknownLayersError as error:
+            raise ValueError(
+                f"adapter '{self.source.name}' {error}, {_ONLY_LORA}"
+                f"{_with_peft(self.checkpoint, architecture)}"
+            ) from error
+        experts = find_experts(self.checkpoint, architecture, factors, layers)
+        for module, (key_a, key_b) in factors.items():
+            layer = layers[module]
+            if module not in experts:
+                self._add_pair(architecture, module, layer, key_a, key_b)
+                continue
+            count = next(iter(experts[module].values())).count
+            self._check_rank(f"{module}.{layer.parameter}", key_a, key_b, layer.rank * count)
+            for param, expert in experts[module].items():
+                self._check_new(param, module)
+                self.updates[param] = _LoraUpdate(key_a, key_b, layer.scaling, expert)
+                self.params[param] = architecture.views[param].stored_shape
+
+    def _add_pair(
+        self, architecture: Architecture, module: str, layer: PeftLayer, key_a: str, key_b: str
+    ) -> None:
+        param = architecture.untied_name(f"{module}.weight")
         self._check_new(param, module)
-        transposed = param in self._transposed
-        d_i = tensors[key_a].shape[1]
-        d_o = tensors[key_b].shape[0]
+        self._check_rank(module, key_a, key_b, layer.rank)
+        update = _LoraUpdate(key_a, key_b, layer.scaling)
         self.updates[param] = update
+        d_i = self.source.tensors[key_a].shape[1]
+        d_o = self.source.tensors[key_b].shape[0]
         self.params[param] = (d_o, d_i)
-        if update.of_embedding or transposed:
+        if update.of_embedding or param in self._transposed:
             self.params[param] = (d_i, d_o)
 
-    def _scaling(self, name: str, key_a: str, key_b: str, experts: int = 1) -> float:
-        """Return what the product of two factors is multiplied by; refuse factors that do not
-        belong together.
-
-        ``name`` is that of the module or parameter to which the patterns in the config apply.
-        """
+    def _check_rank(self, name: str, key_a: str, key_b: str, rank: int) -> None:
+        """Refuse two factors of another rank than peft's, of all experts if they are of several."""
         self.source.check_floats((key_a, key_b))
         shape_a = self.source.tensors[key_a].shape
         shape_b = self.source.tensors[key_b].shape
-        rank = shape_a[0] // experts
-        expected = self._pattern("rank_pattern", name, self.config.get("r", rank))
-        if len(shape_b) != 2 or not shape_a[0] == shape_b[1] == expected * experts:
+        if not shape_a[0] == shape_b[1] == rank:
             raise ValueError(
                 f"adapter '{self.source.name}', '{name}': A is {shape_a}, B {shape_b}, and the "
-                f"rank in its config {expected}: they do not belong together"
+                f"rank in its config {rank}: they do not belong together"
             )
-        # Without the field, peft takes 8.
-        alpha = self._pattern("alpha_pattern", name, self.config.get("lora_alpha", 8))
-        if self.config.get("use_rslora"):
-            return float(alpha / math.sqrt(rank))
-        return float(alpha / rank)
-
-    def _pattern(self, field: str, module: str, default: Any) -> Any:
-        """Return the value of the pattern that peft finds for a module in a field of the config."""
-        # Imported here, since only a merge of adapters needs peft.
-        from peft.utils.other import get_pattern_key
-
-        values = self.config.get(field) or {}
-        try:
-            pattern = get_pattern_key(list(values), module)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"adapter '{self.source.name}', {field}: one of {format_names(values)} is no "
-                f"regular expression: {error}"
-            ) from error
-        return values.get(pattern, default)
-
-    def _add_experts(self, architecture: Architecture, modules: Mapping[str, str]) -> None:
-        """Note the factors of fused experts, by the key of A with the module that has the
-        experts.
-        """
-        stacks = find_experts(self.checkpoint, architecture, modules)
-        for key_a, key_b, parameter, experts in stacks:
-            count = next(iter(experts.values())).count
-            scaling = self._scaling(parameter, key_a, key_b, count)
-            for param, expert in experts.items():
-                self._check_new(param, parameter)
-                self.updates[param] = _LoraUpdate(key_a, key_b, scaling, expert)
-                self.params[param] = architecture.views[param].stored_shape
 
     def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
         """Note a full tensor, which may be a stack of experts that are layers by themselves."""
@@ -257,7 +257,7 @@ class LoraAdapter(ModelWeights):
                 f"adapter '{name}' has {claim}: load its base, resize its embeddings as for the "
                 f"training (resize_token_embeddings), merge the adapter into that {WITH_PEFT}"
             )
-        self._check_new(param, f"{module}{TRAINED_ROWS}")
+        self._check_new(param, module)
         self.trained_rows[param] = {number: place for place, number in enumerate(numbers)}
         self._add_tensor(param, key)
         self.match_rows(param, range(rows))
@@ -638,16 +638,6 @@ class _LastFactors:
             return self._factors[key]
 
 
-# What a configuration may have beside its factors: where and how they were trained, and what is
-# read here. Whatever else is set makes the adapter another one than B A.
-_KNOWN = (
-    *("auto_mapping", "inference_mode", "peft_type", "r", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "fan_in_fan_out", "bias", "use_rslora", "use_dora", "modules_to_save"),
-    *("trainable_token_indices", "ensure_weight_tying", "init_lora_weights", "loftq_config"),
-    *("eva_config", "corda_config", "lora_ga_config", "velora_config", "megatron_config"),
-    "runtime_config",
-)
 # Starts of training that leave the base's weights as they are.
 _PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 
@@ -684,20 +674,12 @@ def _is_in_module(name: str, ends: Sequence[str]) -> bool:
 
 def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
     """Refuse an adapter that is another change of the base than B A, or none."""
-    # The raw file is read, since peft drops fields that it does not know.
     config: Any = checkpoint.adapter_config
     adapter = f"adapter '{checkpoint.name}'"
-    problem = ""
     if config.get("peft_type") != "LORA":
-        problem = f"is of type {config.get('peft_type')}"
-    for option, value in config.items():
-        # Numbers and words are those of options that are off.
-        if option not in _KNOWN and (value is True or (value and isinstance(value, list | dict))):
-            problem = problem or f"uses {option}"
-    if problem:
         raise ValueError(
-            f"{adapter} {problem}, and only LoRA, rsLoRA and DoRA are merged. Where peft can merge "
-            f"it, {_with_peft(checkpoint, architecture)}"
+            f"{adapter} is of type {config.get('peft_type')}, {_ONLY_LORA}"
+            f"{_with_peft(checkpoint, architecture)}"
         )
     initialisation = str(config.get("init_lora_weights", True))
     # In lower case, as peft compares them.

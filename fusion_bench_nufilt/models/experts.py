@@ -2,15 +2,10 @@
 of a parameter.
 
 For a parameter ``(experts, height, width)`` of the loaded model, A is ``(experts * rank, a)``,
-expert by expert, and B is ``(b, experts * rank)``, rank by rank. Two things differ between
-adapters:
-
-- peft wraps a module once for each of its parameters and calls what is inside ``base_layer``, so
-  that no name tells the parameter. The sides do: no expert's gate_up_proj, n x 2m, has the sides of
-  its down_proj, m x n. Those of an up_proj without a gate, n x m, have them, and are refused.
-- An expert's update is B A or its transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later
-  ones) and of transformers. The sides tell which; where they are equal, other experts of the model
-  do, or the ``peft_version`` of the adapter. All experts of a model are alike in this.
+expert by expert, and B is ``(b, experts * rank)``, rank by rank. An expert's update is B A or its
+transpose, by the versions of peft (0.17 and 0.18, 0.19.0, later ones) and of transformers. The
+sides tell which; where they are equal, other experts of the model do, or the ``peft_version`` of
+the adapter. All experts of a model are alike in this.
 """
 
 import re
@@ -23,7 +18,8 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint
-from .source import Source, format_names
+from .peft_layers import PeftLayer, outer_module
+from .source import Source
 
 _OTHER_BASE = "it is for another base"
 _WITH_ITS_PEFT = "merge it into its base with the peft that trained it, and give that folder"
@@ -107,51 +103,68 @@ def find_saved_experts(
 
 
 def find_experts(
-    adapter: Checkpoint, architecture: Architecture, modules: Mapping[str, str]
-) -> Iterator[tuple[str, str, str, dict[str, Expert]]]:
-    """Yield the keys of A and B, the name of their parameter, and by param the experts in them.
+    adapter: Checkpoint,
+    architecture: Architecture,
+    factors: Mapping[str, tuple[str, str]],
+    layers: Mapping[str, PeftLayer],
+) -> dict[str, dict[str, Expert]]:
+    """Return the experts by param, by the module that has their factors.
 
-    ``modules`` has the wrapped module of each A, by its key.
+    Args:
+        adapter: has the factors.
+        architecture: that of its base.
+        factors: the keys of A and B by module.
+        layers: what peft says of these.
 
     Raises:
         ValueError: the factors fit no parameter of the base, or nothing tells how they are to be
             read.
     """
-    fits = {}  # by the key of A, that of B, the parameter's name and its shape
-    transposed = {}  # by the key of A, whether the transpose of B A is added, where sides tell
-    for key_a, module in modules.items():
-        key_b = key_a.replace(".lora_A.", ".lora_B.")
-        if key_b not in adapter.tensors:
-            raise ValueError(f"adapter '{adapter.name}' has '{key_a}' and no '{key_b}'")
-        name, shape = _fitting_parameter(adapter, key_a, key_b, module, architecture)
-        fits[key_a] = (key_b, name, shape)
-        d_i = adapter.tensors[key_a].shape[1]
-        d_o = adapter.tensors[key_b].shape[0]
-        if d_i != d_o:
-            transposed[key_a] = shape[1:] != (d_o, d_i)
-    for key_a, (key_b, name, shape) in fits.items():
+    parameters = {}  # names and shapes in the loaded model, by module
+    transposed = {}  # whether the transpose of B A is added, where sides tell, by module
+    for module, (key_a, key_b) in factors.items():
+        stacks = architecture.stacks_of(outer_module(module))
+        if not stacks:
+            continue
+        a = adapter.tensors[key_a].shape
+        b = adapter.tensors[key_b].shape
+        attribute = layers[module].parameter if module in layers else ""
+        fitting = []
+        for name, (count, *sides) in stacks.items():
+            # As a set, since B A or its transpose may be added.
+            fits = {a[1], b[0]} == set(sides) and a[0] % count == 0
+            if fits and name.rpartition(".")[2] == attribute:
+                fitting.append(name)
+        if not fitting:
+            raise ValueError(
+                f"adapter '{adapter.name}', '{outer_module(module)}': A is {a}, B {b}, for one of "
+                f"{stacks}: {_OTHER_BASE}"
+            )
+        name = fitting[0]
+        parameters[module] = (name, stacks[name])
+        if a[1] != b[0]:
+            transposed[module] = stacks[name][1:] != (b[0], a[1])
+    experts: dict[str, dict[str, Expert]] = {}
+    for module, (name, (count, *sides)) in parameters.items():
         # Square experts tell no order, and have that of the others: all were written by one peft.
         orders = set(transposed.values())
-        if key_a in transposed:
-            orders = {transposed[key_a]}
-        count, *sides = shape
+        if module in transposed:
+            orders = {transposed[module]}
         if not orders:
             orders = _orders_by_version(adapter, architecture, name)
         if len(orders) != 1:
             raise ValueError(
                 f"adapter '{adapter.name}' changes the square experts of '{name}', {sides}, and "
                 "nothing tells by which version of peft: whether B A or its transpose is added "
-                "depends on it: "
-                f"{_WITH_ITS_PEFT}"
+                f"depends on it: {_WITH_ITS_PEFT}"
             )
         is_transposed = orders == {True}
-        _check_order(adapter, count, adapter.tensors[key_a].shape[0] // count)
-        experts = {}
-        for param, number, rows, flipped in _places(
-            architecture, name, count, sides[0], adapter.name
-        ):
-            experts[param] = Expert(number, count, rows, is_transposed, flipped)
-        yield key_a, key_b, name, experts
+        _check_order(adapter, count, layers[module].rank)
+        experts[module] = {}
+        places = _places(architecture, name, count, sides[0], adapter.name)
+        for param, number, rows, flipped in places:
+            experts[module][param] = Expert(number, count, rows, is_transposed, flipped)
+    return experts
 
 
 def _orders_by_version(adapter: Checkpoint, architecture: Architecture, name: str) -> set[bool]:
@@ -168,29 +181,6 @@ def _orders_by_version(adapter: Checkpoint, architecture: Architecture, name: st
     if version == (0, 19, 0):
         return set()
     return {name in architecture.transposed_stacks}
-
-
-def _fitting_parameter(
-    adapter: Checkpoint, key_a: str, key_b: str, module: str, architecture: Architecture
-) -> tuple[str, tuple[int, ...]]:
-    """Return the name and shape of the parameter of a module that two factors fit."""
-    shape_a = adapter.tensors[key_a].shape
-    shape_b = adapter.tensors[key_b].shape
-    stacks = architecture.stacks_of(module)
-    fitting = []
-    for name, (count, *sides) in stacks.items():
-        # As a set, since B A or its transpose may be added.
-        if {shape_a[1], shape_b[0]} == set(sides) and shape_a[0] % count == 0:
-            fitting.append(name)
-    factors = f"adapter '{adapter.name}', '{module}': A is {shape_a}, B {shape_b}"
-    if len(fitting) > 1:
-        raise ValueError(
-            f"{factors}, for {format_names(fitting)}: which of them is meant depends on peft's "
-            f"version: {_WITH_ITS_PEFT}"
-        )
-    if not fitting:
-        raise ValueError(f"{factors}, for one of {stacks}: {_OTHER_BASE}")
-    return fitting[0], stacks[fitting[0]]
 
 
 def _check_order(adapter: Checkpoint, count: int, rank: int) -> None:

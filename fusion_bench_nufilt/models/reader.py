@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,24 +18,12 @@ from fusion_bench_nufilt.utils.files import message_in_one_line
 from fusion_bench_nufilt.utils.garbage import garbage_left
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
-from .adapters import PREFIX, TRAINED_ROWS, LoraAdapter
+from .adapters import LoraAdapter
 from .architecture import Architecture
 from .checkpoint import Checkpoint
-from .names import submodule
+from .peft_layers import PREFIX, Place, place_of
 from .source import format_names
 
-#: The parts of a tensor that an adapter may have under a key, beside A and B of an update.
-ROWS = "rows"
-WHOLE = "whole"
-
-# How the keys of parts end.
-_PARTS = {
-    ".lora_A.weight": "A",
-    ".lora_B.weight": "B",
-    ".lora_embedding_A": "A",
-    ".lora_embedding_B": "B",
-    TRAINED_ROWS: ROWS,
-}
 # Where transformers lists the class of a configuration for peft's types of task.
 _CLASSES = {
     "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -46,13 +34,6 @@ _CLASSES = {
     "FEATURE_EXTRACTION": "MODEL_MAPPING",
 }
 _INTO_A_MODEL = "leave --adapter out, and name the base with --base, for a full model"
-
-
-class Place(NamedTuple):
-    """What an adapter has under a key."""
-
-    name: str  # of the parameter, in the class that the adapter is for
-    part: str  # A or B of its update, some rows, or all of it
 
 
 class Reader:
@@ -119,7 +100,7 @@ class Reader:
                 state = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
         except Exception as error:  # whatever peft finds wrong with it
             self.refuse(message_in_one_line(error), error)
-        return {key: _place(key) for key in state}
+        return {key: place_of(key) for key in state}
 
     def check(self, tensors: Mapping[str, TensorInfo], changed: Collection[str]) -> None:
         """Refuse an adapter of which peft would read another one than was meant.
@@ -175,14 +156,6 @@ class Reader:
         ) from cause
 
 
-def _place(key: str) -> Place:
-    name = key.removeprefix(PREFIX)
-    for suffix, part in _PARTS.items():
-        if name.endswith(suffix):
-            return Place(f"{name.removesuffix(suffix)}.weight", part)
-    return Place(name.replace(".base_layer.", "."), WHOLE)
-
-
 def reader_of(
     adapters: Sequence[LoraAdapter], base: Checkpoint, architecture: Architecture
 ) -> Reader | None:
@@ -226,28 +199,3 @@ def _config_for(kind: Any, config: Any) -> Any:
         if isinstance(candidate, getattr(kind, "config_class", ())):
             return candidate
     return None
-
-
-def skeleton(shapes: Mapping[str, tuple[int, ...]], embeddings: Collection[str]) -> nn.Module:
-    """Return a model that has some parameters and nothing else, in the modules that their names
-    tell: linear ones with a matrix, but for those of the ``embeddings``.
-    """
-    root = nn.Module()
-    with torch.device("meta"):
-        for name, shape in shapes.items():
-            path, _, attribute = name.rpartition(".")
-            *parents, last = path.split(".")
-            if attribute == "weight" and len(shape) == 2:
-                module: nn.Module = nn.Linear(shape[1], shape[0], bias=False)
-                if name in embeddings:
-                    module = nn.Embedding(*shape)
-                submodule(root, parents).add_module(last, module)
-            else:
-                parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
-                submodule(root, path.split(".")).register_parameter(attribute, parameter)
-    return root
-
-
-def module_of(name: str) -> str:
-    """Return the path of the module that has a parameter."""
-    return name.rpartition(".")[0]

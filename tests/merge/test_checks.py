@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.checks import check_module, kept_from_base
-from fusion_bench_nufilt.models.adapters import PREFIX
+from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.cli.helpers import nufilt
 from tests.docs import follow_renaming
 from tests.merge.helpers import RANKS, change, change_json, merge, plan, same, save_stream, tensors

@@ -1,7 +1,5 @@
 """A peft adapter folder is the model that peft makes of it."""
 
-import json
-
 import peft
 import pytest
 import torch
@@ -10,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
-from fusion_bench_nufilt.models.adapters import PREFIX
+from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.docs import follow_renaming
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
 from tests.tiny_models import TOWER, build, clip, llama, llava, t5
@@ -479,13 +477,3 @@ def test_what_is_saved_again_with_the_gathered_weights_is_merged(tmp_path):
         parameter.data = torch.empty(0)
     model.save_pretrained(tmp_path / "task1", state_dict=gathered)
     assert same(tensors(merge(tmp_path, ["task1"])), expected)
-
-
-def test_an_adapter_without_its_alpha_has_that_of_peft(tmp_path):
-    save_all(tmp_path, llama(tie_word_embeddings=False))
-    expected = tensors(merge(tmp_path, ["adapter"], "expected"))
-    path = tmp_path / "adapter" / "adapter_config.json"
-    config = json.loads(path.read_text())
-    assert config.pop("lora_alpha") == peft.LoraConfig().lora_alpha == 8
-    path.write_text(json.dumps(config))
-    assert same(tensors(merge(tmp_path, ["adapter"])), expected)

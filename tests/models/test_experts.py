@@ -7,7 +7,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, __version__
+from transformers import (
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    __version__,
+)
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.checks import kept_from_base
@@ -23,6 +29,7 @@ from tests.merge.helpers import (
     transpose_experts,
 )
 from tests.released import released
+from tests.tiny_models import SMALL
 
 QWEN = {**WIDE, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
 
@@ -36,6 +43,20 @@ def qwen3_moe(**settings):
 
 def one_expert():
     return qwen3_moe(num_experts=1, num_experts_per_tok=1)
+
+
+def without_gates():
+    torch.manual_seed(0)
+    size = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 50}
+    experts = {
+        "layers_block_type": ["attention", "moe"],
+        "n_routed_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+    }
+    size.pop("num_hidden_layers")
+    return NemotronHForCausalLM(NemotronHConfig(**size, **experts)).eval()
 
 
 MAKE = {"gpt_oss": FAMILIES["gpt_oss"], "mixtral": FAMILIES["mixtral"], "qwen3_moe": qwen3_moe}
@@ -120,6 +141,15 @@ def test_an_adapter_on_experts_that_a_checkpoint_may_store_transposed(tmp_path, 
         for name in ("base", "task9"):
             transpose_experts(tmp_path / name)
     assert_merged_as_peft_merges(tmp_path)
+
+
+@fused
+def test_experts_whose_up_and_down_projections_have_the_same_sides_are_told_by_peft(tmp_path):
+    parameters = ["experts.up_proj", "experts.down_proj"]
+    save_adapter(tmp_path, without_gates, target_parameters=parameters)
+    result = added(tmp_path, "adapter")
+    expected = tensors(tmp_path / "task9")  # transformers keeps a bias of the router in float32
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-14, check_dtype=False)
 
 
 @fused

@@ -1,6 +1,7 @@
 """peft reads a merged adapter, on the class that it is for, as the update that was merged."""
 
 import json
+from functools import partial
 
 import peft
 import pytest
@@ -22,8 +23,9 @@ from transformers import (
 )
 
 from fusion_bench_nufilt.merge import merge_folders
-from fusion_bench_nufilt.models.adapters import PREFIX
+from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.merge.helpers import change_json, merge, plan
+from tests.released import released
 from tests.tiny_models import SMALL, T5, build, clip, full_clip, llama, llava
 
 SUM = {"method": "sum", "scale": 1.0}
@@ -114,7 +116,15 @@ OLD_NAMES = {
         TEXT,
         lambda key: key.replace("model.language_model", "language_model.model"),
     ),
+    "Qwen2.5-VL": (
+        partial(released, "Qwen2.5-VL"),
+        TEXT,
+        lambda key: key.replace("model.language_model", "model"),
+    ),
 }
+
+
+QUERIES = ["q_proj", "up_proj"]
 
 
 @modern
@@ -124,9 +134,9 @@ def test_names_of_before_and_of_today_are_those_of_the_class(tmp_path, family):
     kind = save_base(tmp_path, make())
     inputs = inputs or pixels(kind.from_pretrained(tmp_path / "base").config.image_size)
     names = [
-        save_adapter(tmp_path, kind, 1, rename),
-        save_adapter(tmp_path, kind, 2),
-        save_adapter(tmp_path, kind, 3, rename),
+        save_adapter(tmp_path, kind, 1, rename, target_modules=QUERIES),
+        save_adapter(tmp_path, kind, 2, target_modules=QUERIES),
+        save_adapter(tmp_path, kind, 3, rename, target_modules=QUERIES),
     ]
     assert_read_as_merged(tmp_path, kind, inputs, names[:2])
     assert_read_as_merged(tmp_path, kind, inputs, names[::2])

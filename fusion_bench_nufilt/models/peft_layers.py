@@ -1,0 +1,217 @@
+"""What peft makes of the factors that an adapter has, and what their keys say.
+
+Scalings, ranks and kinds of layers are for the installed peft to say: it wraps modules on PyTorch's
+meta device, which have the names and shapes that the adapter's keys tell, by the adapter's own
+configuration.
+"""
+
+import warnings
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fusion_bench_nufilt.utils.files import message_in_one_line
+
+from .checkpoint import Checkpoint
+from .layers import without_numbers
+from .names import submodule
+
+PREFIX = "base_model.model."
+
+# Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
+EMBEDDING_A = ".lora_embedding_A"
+#: The parts of a parameter that an adapter may have under a key, beside A and B of an update.
+ROWS = "rows"
+LENGTHS = "lengths"
+WHOLE = "whole"
+
+# How the keys of parts end.
+_PARTS = {
+    ".lora_A.weight": "A",
+    ".lora_B.weight": "B",
+    EMBEDDING_A: "A",
+    ".lora_embedding_B": "B",
+    ".lora_magnitude_vector": LENGTHS,
+    ".token_adapter.trainable_tokens_delta": ROWS,
+}
+_DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
+# What a configuration has of the way in which the factors were trained, or of the modules, which
+# the keys name: nothing that changes what the factors are.
+_NOT_OF_FACTORS = (
+    *("peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("modules_to_save", "trainable_token_indices", "ensure_weight_tying", "bias"),
+    *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "loftq_config", "eva_config"),
+    *("corda_config", "lora_ga_config", "velora_config", "megatron_config", "megatron_core"),
+    *("runtime_config", "auto_mapping"),
+)
+
+
+class Place(NamedTuple):
+    """What an adapter has under a key."""
+
+    name: str  # of the parameter, in the class that the adapter is for
+    part: str  # A or B of its update, the lengths of its rows, some rows, or all of it
+
+    @property
+    def module(self) -> str:
+        return module_of(self.name)
+
+
+def place_of(key: str) -> Place:
+    """Return what peft has under a key, whose prefix may be gone."""
+    name = key.removeprefix(PREFIX)
+    for suffix, part in _PARTS.items():
+        if name.endswith(suffix):
+            return Place(f"{name.removesuffix(suffix)}.weight", part)
+    return Place(name.replace(".base_layer.", "."), WHOLE)
+
+
+def module_of(name: str) -> str:
+    """Return the path of the module that has a parameter."""
+    return name.rpartition(".")[0]
+
+
+def outer_module(path: str) -> str:
+    """Return the path of the module that peft wrapped, once for each of its parameters, each time
+    what it had wrapped.
+    """
+    return path.partition(".base_layer")[0]
+
+
+@dataclass(frozen=True)
+class PeftLayer:
+    """What peft says of the factors of a module."""
+
+    rank: int
+    scaling: float  # what their product is multiplied by
+    parameter: str  # that is changed by itself, empty for the weight of a module
+
+
+class UnknownLayersError(ValueError):
+    """Peft makes something else of an adapter than the product of two factors."""
+
+
+def ask_peft(
+    adapter: Checkpoint,
+    factors: Mapping[str, tuple[str, str]],
+    stacks: Mapping[str, Mapping[str, tuple[int, ...]]],
+) -> dict[str, PeftLayer]:
+    """Return what peft says of an adapter's factors, by module.
+
+    Args:
+        adapter: whose configuration is asked for.
+        factors: the keys of A and B by module, one inside another called ``base_layer``.
+        stacks: the shapes by name of parameters that hold experts, by the module that has them.
+
+    Raises:
+        UnknownLayersError: peft makes no layers of them, or others than we know.
+    """
+    config: Mapping[str, Any] = adapter.adapter_config
+    patterns = [config.get(field) or {} for field in ("rank_pattern", "alpha_pattern")]
+    shapes: dict[str, tuple[int, ...]] = {}
+    embeddings = set()
+    targets = []
+    # Wrapping takes peft milliseconds for each module, so that one stands for all like it.
+    stand_ins: dict[Hashable, str] = {}
+    stands_for: dict[str, str] = {}
+    try:
+        for module, (key_a, key_b) in factors.items():
+            outer = outer_module(module)
+            if outer in stacks:
+                stands_for[module] = module
+                for name, shape in stacks[outer].items():
+                    shapes[f"{outer}.{name.rpartition('.')[2]}"] = shape
+                continue
+            shape = (adapter.tensors[key_b].shape[0], adapter.tensors[key_a].shape[1])
+            values = [_value_for(module, pattern) for pattern in patterns]
+            kind = (without_numbers(module), key_a.endswith(EMBEDDING_A), shape, *values)
+            stands_for[module] = stand_ins.setdefault(kind, module)
+            if stands_for[module] != module:
+                continue
+            name = f"{module}.weight"
+            shapes[name] = shape
+            if key_a.endswith(EMBEDDING_A):
+                shapes[name] = shape[::-1]
+                embeddings.add(name)
+            parameters = config.get("target_parameters") or ()
+            if not any(f".{name}".endswith(f".{parameter}") for parameter in parameters):
+                targets.append(module)
+        layers = _wrapped_layers(skeleton(shapes, embeddings), config, targets)
+    except Exception as error:  # whatever peft finds wrong with it
+        raise UnknownLayersError(_problem(error)) from error
+    return {module: layers[other] for module, other in stands_for.items() if other in layers}
+
+
+def _value_for(module: str, pattern: Mapping[str, Any]) -> Any:
+    """Return the value of the pattern by which peft finds a module, None if there is none."""
+    from peft.utils.other import get_pattern_key
+
+    return pattern.get(get_pattern_key(list(pattern), module))
+
+
+def _problem(error: Exception) -> str:
+    import peft
+
+    if isinstance(error, UnknownLayersError):
+        return str(error)
+    return f"can't be looked at by peft {peft.__version__} ({message_in_one_line(error)})"
+
+
+def _wrapped_layers(
+    model: nn.Module, config: Mapping[str, Any], targets: Collection[str]
+) -> dict[str, PeftLayer]:
+    """Return what peft says of the layers that it wraps in a model, by path."""
+    from peft import LoraConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    if next(model.parameters(), None) is None:
+        return {}
+    options = {}
+    known = {field.name for field in fields(LoraConfig)}
+    for name, value in config.items():
+        if name in known and name not in _NOT_OF_FACTORS:
+            options[name] = value
+        # What a word or a number chooses is chosen by another option.
+        elif name not in known and (value is True or (value and isinstance(value, list | dict))):
+            raise UnknownLayersError(f"uses {name}")
+    if options.pop("layer_replication", None):
+        raise UnknownLayersError("uses layer_replication")
+    options |= {"target_modules": list(targets), "init_lora_weights": False}
+    with warnings.catch_warnings(action="ignore"):  # for those who train
+        wrapped = PeftModel(model, LoraConfig(**options), low_cpu_mem_usage=True)
+    layers = {}
+    for path, layer in wrapped.get_base_model().named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for variant in layer.lora_variant.values():
+            if type(variant).__name__ not in _DORA:
+                raise UnknownLayersError(f"has layers of peft's {type(variant).__name__}")
+        if any(layer.lora_bias.values()):
+            raise UnknownLayersError("uses lora_bias")
+        (name,) = layer.r
+        parameter = getattr(layer, "parameter_name", "")
+        layers[path] = PeftLayer(layer.r[name], float(layer.scaling[name]), parameter)
+    return layers
+
+
+def skeleton(shapes: Mapping[str, tuple[int, ...]], embeddings: Collection[str]) -> nn.Module:
+    """Return a model that has some parameters and nothing else, in the modules that their names
+    tell: linear ones with a matrix, but for those of the ``embeddings``.
+    """
+    root = nn.Module()
+    with torch.device("meta"):
+        for name, shape in shapes.items():
+            path, _, attribute = name.rpartition(".")
+            *parents, last = path.split(".")
+            if attribute == "weight" and len(shape) == 2:
+                module: nn.Module = nn.Linear(shape[1], shape[0], bias=False)
+                if name in embeddings:
+                    module = nn.Embedding(*shape)
+                submodule(root, parents).add_module(last, module)
+            else:
+                parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+                submodule(root, path.split(".")).register_parameter(attribute, parameter)
+    return root
