@@ -2,7 +2,7 @@
 
 A :class:`Source` maps keys to tensors that are read one by one. The files of a checkpoint are one
 (``checkpoint.py``), a model in memory is another. :class:`MatchedRows` stands between a source and
-its reader, where rows are in another order; :class:`ReadDigests` notes what was read.
+its reader, where rows are in another order.
 """
 
 import json

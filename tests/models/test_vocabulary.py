@@ -104,11 +104,12 @@ def loads(folder, text="w2 <fim>w3", rows=None):
     return words.convert_ids_to_tokens(ids[0])
 
 
-@pytest.mark.parametrize("options", [{}, MEAN, {"method": "sum", "scale": 1.0, **MEAN}])
-@pytest.mark.parametrize("targets", [{}, {"target_modules": ["q_proj", "lm_head"]}])
+@pytest.mark.parametrize("options", [MEAN, {}, {"method": "sum", "scale": 1.0, **MEAN}])
 def test_every_new_token_keeps_its_row_and_the_others_are_merged_as_without_new_ones(
-    grown, options, targets
+    grown, options
 ):
+    # With the head as a layer, unless it is averaged.
+    targets = {} if options is MEAN else {"target_modules": ["q_proj", "lm_head"]}
     merged = merge(grown, ["code", "chat"], **options, **targets)
     assert loads(merged, "w2<fim>w3 <end> smile") == ["w2", "<fim>", "w3", "<end>", "smile"]
     for name in ("code", "chat"):  # the same models without new tokens
@@ -195,9 +196,8 @@ def rows_of(folder, token, names, key):
 ANY_LAYERS = [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}]
 
 
-@pytest.mark.parametrize("options", ANY_LAYERS)
-def test_rows_of_a_token_that_several_models_trained_are_averaged(trained, options):
-    out = merge(trained, ["code", "chat", "other", "third"], **options)
+def test_rows_of_a_token_that_several_models_trained_are_averaged_whatever_the_rule(trained):
+    out = merge(trained, ["code", "chat", "other", "third"])
     assert loads(out) == ["w2", "<fim>", "w3"]
     for key in (EMBEDDING, HEAD):
         of_all = rows_of(trained, "<fim>", ("code", "other", "third"), key)
@@ -278,9 +278,13 @@ def test_one_of_the_models_can_be_chosen_for_its_tokens(trained):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}]
+    ("options", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"target_modules": ["up_proj"], **MEAN}, torch.bfloat16),
+        ({"method": "sum", **MEAN}, torch.float32),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_going_on_keeps_the_earlier_tokens(grown, options, dtype):
     settings = {"state": True}
     options = {"target_modules": ["lm_head", "up_proj"], "settings": settings, **options}
@@ -310,8 +314,14 @@ def masked(kind):
 NEW_TOKENS = ("<fim>", "indent", "<eot>")
 
 
-@pytest.mark.parametrize("options", [{}, MEAN, {"other_params": "first"}])
-@pytest.mark.parametrize("order", [["code", "sentiment"], ["sentiment", "code"]])
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        ({}, ["code", "sentiment"]),
+        (MEAN, ["sentiment", "code"]),
+        ({"other_params": "first"}, ["sentiment", "code"]),
+    ],
+)
 def test_new_tokens_keep_their_rows_beside_a_classifier_without_a_head_for_them(
     tmp_path, order, options
 ):
