@@ -19,9 +19,9 @@ from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.continual.stopwatch import Stopwatch
 from fusion_bench_nufilt.merge import merge_folders, strength
-from fusion_bench_nufilt.merge.engine import LayerMerger, merge_layers
+from fusion_bench_nufilt.merge.engine import Worker, run
 from fusion_bench_nufilt.merge.output import Output, work_folder
-from fusion_bench_nufilt.merge.planned import PlannedLayers
+from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, task_strengths
 from fusion_bench_nufilt.methods import ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.order_free import Sum
@@ -398,7 +398,7 @@ def test_strengths_of_tasks_are_measured_on_the_gpus(gpus, monkeypatch, stream):
 )
 def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, stream, error):
     planned = plan(stream, TASKS, method="best", settings={"device": "cuda:0"})
-    expected = PlannedLayers(plan(stream, TASKS, method="best")).strengths
+    expected = task_strengths(plan(stream, TASKS, method="best"))
     failed = []
 
     def fail(name, tensors):
@@ -407,7 +407,7 @@ def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, strea
             raise type(error)(*error.args)
 
     gpus.before = fail
-    assert PlannedLayers(planned).strengths == expected
+    assert task_strengths(planned) == expected
     assert failed
 
 
@@ -493,22 +493,21 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
     gpus, monkeypatch, single, room
 ):
     planned = plan(single, TASKS, settings={"device": "cuda:0"})
-    solving_memory = PlannedLayers(planned).solving_memory
-    needed = sorted(map(solving_memory, planned.layers))
+    needed = sorted(job.solving_memory for job in layer_jobs(planned))
     gpus.capacity = gpus.live[0] + sum(needed[-room:])
     active = []
     forecasts = []  # of the active batches, whenever one begins
 
-    def counted_solve(merger, layers, device):
-        active.append(layers)
-        active_layers = itertools.chain.from_iterable(active)
-        forecasts.append(sum(map(solving_memory, active_layers)))
-        result = solve(merger, layers, device)
-        active.remove(layers)
+    def counted_solve(worker, jobs, device):
+        active.append(jobs)
+        active_jobs = itertools.chain.from_iterable(active)
+        forecasts.append(sum(job.solving_memory for job in active_jobs))
+        result = solve(worker, jobs, device)
+        active.remove(jobs)
         return result
 
-    solve = LayerMerger._solve
-    monkeypatch.setattr(LayerMerger, "_solve", counted_solve)
+    solve = Worker._solve
+    monkeypatch.setattr(Worker, "_solve", counted_solve)
     gpus.reset()
     merge_folders(planned, single / "out")
     assert gpus.peak[0] <= max(forecasts) <= gpus.capacity
@@ -575,7 +574,7 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
     begun = Counter()  # by GPU
     solved = Counter()
     changed = threading.Condition()
-    solve = LayerMerger._solve
+    solve = Worker._solve
     update = Nufilt.update
 
     def counted_solve(self, batch, device):
@@ -598,7 +597,7 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
             assert changed.wait_for(in_step, 30)
         return update(self, state, base, *args)
 
-    monkeypatch.setattr(LayerMerger, "_solve", counted_solve)
+    monkeypatch.setattr(Worker, "_solve", counted_solve)
     monkeypatch.setattr(Nufilt, "update", update_in_step)
     merge(tmp_path, ["task1"], **BOTH)
     assert solved.total() == layers
@@ -619,8 +618,7 @@ def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, 
     monkeypatch.setattr(threading.Thread, "start", counted_start)
     torch.set_num_threads(workers)
     try:
-        source = PlannedLayers(planned)
-        list(merge_layers(source, planned.layers, lambda layer, weigh: weigh()))
+        list(run(layer_jobs(planned), machine_of(planned), lambda record, pieces: list(pieces)))
     finally:
         torch.set_num_threads(threads)
     assert len(starts) == started

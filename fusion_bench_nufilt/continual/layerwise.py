@@ -25,16 +25,23 @@ from fusion_bench_nufilt.merge.checks import (
     other_options,
 )
 from fusion_bench_nufilt.merge.draft import Draft, take_head
-from fusion_bench_nufilt.merge.engine import MergedLayer, merge_layers
+from fusion_bench_nufilt.merge.engine import MergedLayer, Pieces, run
 from fusion_bench_nufilt.merge.kept_state import kept_state
-from fusion_bench_nufilt.merge.other_params import average_other_params, new_heads
+from fusion_bench_nufilt.merge.other_params import new_heads, tensors_in_memory
+from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
-from fusion_bench_nufilt.merge.planned import PlannedLayers, affords_state
+from fusion_bench_nufilt.merge.planned import (
+    affords_state,
+    as_stored,
+    layer_jobs,
+    machine_of,
+    task_strengths,
+)
 from fusion_bench_nufilt.methods.base import LayerMethod, Report
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.layers import MatrixView
+from fusion_bench_nufilt.models.layers import Layer, MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
@@ -349,28 +356,37 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._holds_float32 = affords_state(plan, next(merged.parameters()).device)
             plan = self._plan([model], step, merged_weights)
         self._keep_heads(plan)
-        layers = PlannedLayers(plan)
-        kept = layers.kept
+        kept = kept_state(plan)
+        names_kept = set()
+        if plan.keeps_state:
+            names_kept = {layer.name for layer in plan.layers if kept.is_needed(layer)}
+        names = {layer.param: layer.name for layer in plan.layers}
         reports: dict[str, Report] = {}
 
-        def on_layer(result: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
-            layer = result.layer
+        def pieces(layer: Layer, result: MergedLayer, weigh: Callable[[], Tensor]) -> Pieces:
             # The weight of a step that nobody reads is not computed, unless it is the state.
             if self.method.is_stateless or self.is_used(step):
-                merged_source.write(merged_weights.keys[layer.param], merged_weight())
-            if plan.keeps_state and kept.is_needed(layer):
+                weight = as_stored(plan, layer, result, weigh())
+                yield (merged_source.write, merged_weights.keys[layer.param]), weight
+            if layer.name in names_kept:
                 # The state stays with the model, whichever GPU computed the layer.
                 device = layer.view.read(pretrained).device
                 for key, value in kept.by_key(layer, result.state).items():
-                    self._states[key] = value.to(device)
-            else:  # what an earlier merge kept in float32 is in the model now
-                for tensor in kept.of_layer(layer).values():
-                    self._states.pop(tensor.key, None)
-            self._rounding[layer.name] = result.record["rounding"]
-            reports[layer.name] = result.record["reports"][0]
+                    yield (self._states.__setitem__, key), value.to(device)
 
+        def add(record: Record, pieces_of_layer: Pieces) -> None:
+            for (write, key), value in pieces_of_layer:
+                write(key, value)
+            if record["reports"]:
+                name = names[record["param"]]
+                self._rounding[name] = record["rounding"]
+                (reports[name],) = record["reports"]
+
+        jobs = layer_jobs(plan, task_strengths(plan), pieces)
+        means = kept.means()
+        tensors = tensors_in_memory(plan, merged_source.write, self._states.__setitem__)
         with (
-            closing(merge_layers(layers, plan.layers, on_layer)) as merged_layers,
+            closing(run(jobs, machine_of(plan), add, tensors)) as merged_layers,
             tqdm(
                 total=len(plan.layers),
                 desc=f"Merging {name}",
@@ -381,11 +397,15 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         ):
             for count in merged_layers:
                 bar.update(count)
-        means = average_other_params(plan, merged_source.write)
+        for layer in plan.layers:
+            # What an earlier merge kept in float32 is in the model now.
+            if layer.name not in names_kept:
+                for tensor in kept.of_layer(layer).values():
+                    self._states.pop(tensor.key, None)
         mean_counts = plan.mean_counts
         for param in mean_counts:
-            self._states.pop(mean_key(param), None)
-        self._states |= means
+            if param not in means:
+                self._states.pop(mean_key(param), None)
         self._mean_counts |= mean_counts
         # Whichever device is free takes the next layers, so that they end in any order.
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})

@@ -5,8 +5,9 @@ each other's.
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy
 import torch
@@ -19,10 +20,11 @@ from fusion_bench_nufilt.utils.devices import exact_products
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
 
-from .engine import LayerMerger, MergedLayer
+from .engine import Worker, batches, memory_limit
+from .kept_state import kept_state
 from .output import Record
 from .plan import Plan
-from .planned import PlannedLayers
+from .planned import layer_jobs, machine_of, pieces_in_files, task_strengths
 
 # The record of each layer, and its pieces in arrays of bytes, which Ray moves without a copy.
 _Merged = list[tuple[Record, list[tuple[TensorInfo, numpy.ndarray]]]]
@@ -51,14 +53,15 @@ def merge_on_cluster(
     # A run that goes on may have none left, for which no worker is started.
     if not layers:
         return
-    reader = PlannedLayers(plan)
+    # Measured here, so that every node has the same.
+    strengths = task_strengths(plan)
+    unfinished = {layer.name: layer for layer in layers}
+    jobs = [job for job in layer_jobs(plan) if job.name in unfinished]
     work = {}
-    for batch in reader.batches(layers):
-        work[f"layer '{batch[0].param}'"] = ([layer.param for layer in batch],)
+    for batch in batches(jobs, machine_of(plan)):
+        work[f"layer '{unfinished[batch[0].name].param}'"] = ([job.name for job in batch],)
     ray = connect(plan.settings.address)
     nodes = cluster_nodes(plan)
-    # Measured here, so that every node has the same.
-    strengths = reader.strengths
     with closing(run_on_cluster(ray, nodes, work, _make_merger, plan, strengths)) as results:
         for _, merged in results:
             # As they arrive: a driver that is killed has lost no more than the layers in progress.
@@ -68,7 +71,7 @@ def merge_on_cluster(
 
 
 def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[str]], _Merged]:
-    """Return the function that merges layers, by params, on a node, which must have the driver's
+    """Return the function that merges layers, by name, on a node, which must have the driver's
     files, with the tasks' strengths as the driver measured them.
     """
     # A worker reads at the offsets in the driver's headers: in other files, these are other bytes.
@@ -84,24 +87,26 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    reader = PlannedLayers(local_plan, strengths)
-    merger = LayerMerger(reader)
-    _, state_places = reader.kept.layout()
-    layers = {layer.param: layer for layer in plan.layers}
+    kept = kept_state(local_plan)
+    _, state_places = kept.layout()
+    pieces_of_layer = partial(pieces_in_files, local_plan, kept, state_places)
+    jobs = {job.name: job for job in layer_jobs(local_plan, strengths, pieces_of_layer)}
+    machine = machine_of(local_plan)
+    worker = Worker(machine, memory_limit(list(jobs.values()), machine))
 
-    def merge(params: Sequence[str]) -> _Merged:
+    def merge(names: Sequence[str]) -> _Merged:
         torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         results: _Merged = []
 
-        def on_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
+        def add(record: Record, pieces: Iterable[tuple[TensorInfo, Tensor]]) -> None:
             arrays = []
-            for place, piece in reader.pieces(state_places, merged, merged_weight):
+            for place, piece in pieces:
                 arrays.append((place, numpy.frombuffer(raw_bytes(piece), numpy.uint8)))
-            results.append((merged.record, arrays))
+            results.append((record, arrays))
 
         # As in map_layers: a node may be set to round products, as containers of NVIDIA's are.
         with exact_products:
-            merger.merge([layers[param] for param in params], on_layer)
+            worker.do([jobs[name] for name in names], add)
         changed = [each.name for each in local_plan.checkpoints if each.is_changed()]
         if changed:
             raise ValueError(f"{format_names(changed)} was changed there during the run")

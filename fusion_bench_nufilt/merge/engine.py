@@ -1,21 +1,20 @@
-"""The scheduler of all merges: layers several at a time, within a memory limit, in this process.
+"""The scheduler of all merges: jobs several at a time, within a memory limit, in this process.
 
-What is merged, and where it is read from, a :class:`LayerReader` says; how, a
-:class:`fusion_bench_nufilt.methods.LayerMethod`. Neither knows of threads, devices or failures.
+A :class:`Job` says what is read, by which :class:`fusion_bench_nufilt.methods.LayerMethod` that is
+merged, and what is written. None of these knows of threads, devices or failures.
 """
 
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from operator import attrgetter, methodcaller
+from functools import partial
+from operator import itemgetter
 from threading import Condition, Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State, block_bytes
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.methods.task_vector import TaskVector
-from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import scaled_update
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of, summed_rounding
@@ -53,21 +51,96 @@ NORMS = (1e-12, 1e12)
 _R = TypeVar("_R")
 
 
+@dataclass(frozen=True)
+class TaskInput:
+    """What a job takes of a task."""
+
+    name: str  # of the model
+    read: Callable[["MergedLayer"], Tensor | LowRank | None]
+    """Reads its weight of a layer as it is stored, or the factors of its update, to the layer's
+    device; None if it has the layer as it is in the base.
+    """
+    strength: float = 1.0
+    coefficient: float = 1.0
+    """What its update is multiplied by in the merge."""
+
+
+#: What a tensor of the result is written to: a place in a file, or a name in memory.
+Pieces = Iterable[tuple[Any, Tensor]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a matrix of the result, or a block of another tensor, comes about: what is read of each
+    model, the rule by which it is merged, and what is written of it.
+
+    The rule knows nothing of threads, devices and failures, nor do the functions here.
+    """
+
+    name: str  # in the model, which decides random draws
+    rule: LayerMethod
+    read: Callable[["Job", torch.device], "MergedLayer"]
+    """Reads the base, and the state before the first task, to a device."""
+    tasks: Sequence[TaskInput]
+    first_step: int  # the number of the first task in the stream, from 1
+    pieces: Callable[["MergedLayer", Callable[[], Tensor]], Pieces]
+    """Returns what is written, given what was merged, and the function that computes its weight."""
+    shape: tuple[int, ...] = ()  # of a layer, which may be merged in the smaller one of a basis
+    shape_merged: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()  # of the base, and of what else is stacked
+    memory: int = 0  # the bytes of main memory held meanwhile
+    solving_memory: int = 0  # those on the device
+
+    def __str__(self) -> str:
+        return f"'{self.name}' {self.shape}"
+
+    @property
+    def form(self) -> object:
+        """What jobs have in common that are done together."""
+        return self.shape_merged, self.dtypes
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor of which one block at a time is merged, so that none is held as a whole."""
+
+    param: str
+    numel: int
+    pieces: Callable[[Callable[[Job], Pieces], Any], Pieces]
+    """Returns what is written, given the function that does the job of a block, and the tensor's
+    record.
+    """
+    device: torch.device = CPU  # where its blocks are merged
+
+
+class Machine(NamedTuple):
+    """Where jobs are done, and in how much memory."""
+
+    devices: list[torch.device]  # of one kind
+    workers: int  # the number of batches of jobs in progress
+    max_memory: int | None = None  # the bytes of main memory that these may take together
+    batch_bytes: int = 2**30
+    """On an accelerator, layers are solved together within about this much memory."""
+
+
 @dataclass
 class MergedLayer:
-    """A layer, and what the tasks so far made of it."""
+    """The matrix of a job, and what the tasks so far made of it."""
 
-    layer: Layer
+    job: Job
     theta_0: Tensor  # (d_o, d_i)
-    state: State  # of this layer alone
+    state: State  # of this matrix alone
     record: Any  # a dict with the "reports" of its steps
     rounding: float = field(default=0.0, kw_only=True)
     """What rounding has added to its update so far, see :mod:`fusion_bench_nufilt.nufilt.noise`."""
+    rounding_of_base: float = field(default=0.0, kw_only=True)
+    """The rounding of the base's values, where they have been rounded as they were read, else 0: a
+    task begins with what is stored."""
 
 
 @dataclass
 class _Batch:
-    """Layers of one shape that are merged together on a device."""
+    """Matrices of one shape that are merged together on a device."""
 
     merged: list[MergedLayer]
     base: Tensor  # (n, d_o, d_i)
@@ -75,8 +148,8 @@ class _Batch:
     device: torch.device
 
     @property
-    def layers(self) -> list[Layer]:
-        return [merged_layer.layer for merged_layer in self.merged]
+    def jobs(self) -> list[Job]:
+        return [merged_layer.job for merged_layer in self.merged]
 
     def part(self, rows: list[int]) -> "_Batch":
         """Return some of the layers, with copies of their rows."""
@@ -95,149 +168,89 @@ class _TaskWeights:
     weights: list[Tensor | LowRank]
 
 
-#: Takes a layer that is merged, and the function that computes its weight as the base stores it.
-OnLayer = Callable[[MergedLayer, Callable[[], Tensor]], object]
+Add = Callable[[Any, Pieces], object]
+"""Takes the record of what was merged, and its pieces."""
 
 
-#: A shape ``(d_o, d_i)``, and dtypes.
-Form = tuple[tuple[int, int], tuple[torch.dtype, ...]]
+def working_memory(
+    rule: LayerMethod,
+    shape: tuple[int, int],
+    itemsize: int,
+    device: torch.device,
+    *,
+    widens_tasks: bool,
+) -> int:
+    """Return the bytes that a layer takes while it is merged, beside its weights and state.
+
+    ``widens_tasks`` says that some task's weights are wide as a whole, with the base's and what
+    becomes of them.
+    """
+    working = rule.working_bytes(shape, itemsize)
+    wide = itemsize * math.prod(shape)
+    if device.type != "cpu":
+        # A GPU subtracts all rows at once.
+        return working + 3 * wide
+    if widens_tasks:
+        # The base's weights, the task's and what becomes of them, and then the last of these.
+        return max(working, 2 * wide + block_bytes(shape, itemsize)) + wide
+    return working
 
 
-class LayerReader(ABC):
-    """Reads the layers of a merge, and knows how much memory they take."""
-
-    method: LayerMethod
-    devices: list[torch.device]
-    workers: int
-    """The number of batches of layers in progress."""
-    batch_bytes: int
-    """On an accelerator, layers are solved together within about this much memory."""
-    task_names: Sequence[str]
-    first_step: int
-    """The number of the first task in the stream, from 1."""
-
-    @property
-    @abstractmethod
-    def memory_limit(self) -> int:
-        """The bytes of main memory that all layers in progress may take together."""
-
-    @property
-    @abstractmethod
-    def strengths(self) -> Sequence[float]:
-        """The strength of each task."""
-
-    @abstractmethod
-    def form(self, layer: Layer) -> Form:
-        """Return what layers have in common that are merged together: the shape in which that is
-        done, and the dtypes of the base and of what else is stacked.
-        """
-
-    @abstractmethod
-    def memory(self, layer: Layer) -> int:
-        """Return the bytes of main memory held while a layer is merged."""
-
-    @abstractmethod
-    def solving_memory(self, layer: Layer) -> int:
-        """Return the bytes held on the device where a layer is merged."""
-
-    def working_memory(self, shape: tuple[int, int], itemsize: int) -> int:
-        """Return the bytes that a layer takes while it is merged, beside its weights and state."""
-        working = self.method.working_bytes(shape, itemsize)
-        wide = itemsize * math.prod(shape)
-        if self.devices[0].type != "cpu":
-            # A GPU subtracts all rows at once.
-            return working + 3 * wide
-        if self.widens_tasks:
-            # The base's weights, the task's and what becomes of them, and then the last of these.
-            return max(working, 2 * wide + block_bytes(shape, itemsize)) + wide
-        return working
-
-    @cached_property
-    def widens_tasks(self) -> bool:
-        """Whether some task's weights are wide as a whole, with the base's and what becomes of
-        them.
-        """
-        return any(coefficient != 1 for coefficient in self.coefficients)
-
-    @abstractmethod
-    def read(self, layer: Layer, device: torch.device) -> MergedLayer:
-        """Read a layer of the base, and its state before the first task, to a device."""
-
-    @abstractmethod
-    def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
-        """Read a task's weight of a layer as it is stored, or the factors of its update, to the
-        device of ``merged``; None if it has the layer as it is in the base.
-        """
-
-    @property
-    def coefficients(self) -> Sequence[float]:
-        """What the update of each task is multiplied by in the merge."""
-        return [1.0] * len(self.task_names)
-
-    def rounding_of_base(self, merged: MergedLayer) -> float:
-        """Return the rounding of the base's values of a layer, where they have been rounded as they
-        were read, else 0: a task begins with what is stored.
-        """
-        return 0.0
-
-    def rounding_before(self, merged: MergedLayer) -> float:
-        """Return what rounding has added to a layer in earlier merges: where nobody recorded it, as
-        much as if each task had the digits of the model so far, or the base's.
-        """
-        if self.num_tasks_before == 0:
-            return 0.0
-        so_far = merged.state.get("weight", merged.theta_0)
-        rounding = max(rounding_of(so_far), rounding_of(merged.theta_0))
-        # Of the tasks, and of the base in all of them alike.
-        return self.num_tasks_before * (self.num_tasks_before + 1) * rounding
-
-    @property
-    def num_tasks_before(self) -> int:
-        """The number of tasks that were merged into the model so far."""
-        return self.first_step - 1
-
-    def weighted(
-        self, number: int, merged: MergedLayer, weight: Tensor | LowRank
-    ) -> Tensor | LowRank:
-        """Return what :meth:`read_task` returned with its update times the task's coefficient."""
-        return scaled_update(weight, merged.theta_0, self.coefficients[number])
-
-    def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
-        """Return the merged weight of a layer in the form in which the base has it."""
-        return weight
-
-    def batches(self, layers: Sequence[Layer]) -> list[list[Layer]]:
-        """Return the layers that are merged together: one on a CPU, else several of one form."""
-        groups = defaultdict(list)
-        for layer in layers:
-            groups[self.form(layer)].append(layer)
-        batches = []
-        for group in groups.values():
-            size = self.most_together(group[0])
-            batches += [group[first : first + size] for first in range(0, len(group), size)]
-        return batches
-
-    def most_together(self, layer: Layer) -> int:
-        """Return the most layers like this one in a batch."""
-        shape, dtypes = self.form(layer)
-        itemsize = max(4, dtypes[0].itemsize)
-        return batch_size(self.method, shape, itemsize, self.devices[0], self.batch_bytes)
+def rounding_before(theta_0: Tensor, so_far: Tensor, num_tasks: int) -> float:
+    """Return what rounding has added to a layer in earlier merges of so many tasks, where nobody
+    recorded it: as much as if each task had the digits of the model so far, or the base's.
+    """
+    rounding = max(rounding_of(so_far), rounding_of(theta_0))
+    # Of the tasks, and of the base in all of them alike.
+    return num_tasks * (num_tasks + 1) * rounding
 
 
-class LayerMerger:
-    """Merges layers in this process: one per thread on a CPU, batches of them on GPUs.
+def batches(jobs: Sequence[Job], machine: Machine) -> list[list[Job]]:
+    """Return the jobs that are done together: one on a CPU, else several of one form."""
+    groups = defaultdict(list)
+    for job in jobs:
+        groups[job.form].append(job)
+    all_batches = []
+    for group in groups.values():
+        size = _most_together(group[0], machine)
+        all_batches += [group[first : first + size] for first in range(0, len(group), size)]
+    return all_batches
+
+
+def _most_together(job: Job, machine: Machine) -> int:
+    """Return the most jobs like this one in a batch."""
+    itemsize = max(4, job.dtypes[0].itemsize)
+    device = machine.devices[0]
+    size = batch_size(job.rule, job.shape_merged, itemsize, device, machine.batch_bytes)
+    # A batch passes through main memory as a whole on its way to an accelerator and back.
+    if machine.max_memory is not None:
+        size = max(1, min(size, machine.max_memory // job.memory))
+    return size
+
+
+def memory_limit(jobs: Sequence[Job], machine: Machine) -> int:
+    """Return the bytes of main memory that jobs may take together."""
+    batch_bytes = [sum(job.memory for job in batch) for batch in batches(jobs, machine)]
+    # The worst case, in which the largest batches of all are in progress at a time.
+    largest = sum(sorted(batch_bytes)[-machine.workers :])
+    if machine.max_memory is None:
+        return largest
+    return min(largest, machine.max_memory)
+
+
+class Worker:
+    """Does jobs in this process: one per thread on a CPU, batches of them on GPUs.
 
     Several batches are on a GPU at a time. One of them is solved while the others are read and
     written, so that the slowest of the three alone counts. A batch stays in one thread and on one
     CUDA stream, where its operations wait for no other batch's.
     """
 
-    def __init__(self, reader: LayerReader) -> None:
-        self.reader = reader
-        # Before any thread merges a layer, so that all of them measure strengths.
-        self._strengths = reader.strengths
-        self._budget = Budget(reader.memory_limit)
-        devices = [device for device in reader.devices if device.type == "cuda"]
+    def __init__(self, machine: Machine, memory_limit: int) -> None:
+        """``memory_limit`` has the bytes of main memory that jobs may take together."""
+        self.machine = machine
+        self._budget = Budget(memory_limit)
+        devices = [device for device in machine.devices if device.type == "cuda"]
         for device in devices:
             # The streams below do not wait for what the caller left to do on its own.
             torch.cuda.current_stream(device).synchronize()
@@ -250,23 +263,22 @@ class LayerMerger:
         self._turns = {gpu: Lock() for gpu in self._gpus}
 
     @torch.no_grad()
-    def merge(self, layers: list[Layer], on_layer: OnLayer) -> int:
-        """Merge all tasks into some layers of one shape, hand over each, and return their number.
+    def do(self, jobs: list[Job], add: Add) -> int:
+        """Do some jobs of one form, hand over what each made, and return their number.
 
-        They are merged together, or half of them at a time where that fails.
+        They are done together, or half of them at a time where that fails.
         """
-        reader = self.reader
         with ExitStack() as held:
             # Memory, stream, room: in one order in all threads, so that no two wait for each other.
-            held.enter_context(self._budget.reserve(sum(map(reader.memory, layers))))
-            device = reader.devices[0]
+            held.enter_context(self._budget.reserve(sum(job.memory for job in jobs)))
+            device = self.machine.devices[0]
             if self._gpus:
                 stream = held.enter_context(self._streams.free())
                 device = stream.device
-                on_gpu = sum(map(reader.solving_memory, layers))
+                on_gpu = sum(job.solving_memory for job in jobs)
                 held.enter_context(self._room[device].reserve(on_gpu))
                 held.enter_context(torch.cuda.stream(stream))
-            waiting = deque([layers])
+            waiting = deque([jobs])
             while waiting:
                 together = waiting.popleft()
                 try:
@@ -281,27 +293,42 @@ class LayerMerger:
                     waiting.extendleft([together[middle:], together[:middle]])
                     continue
                 for merged_layer in merged:
-                    on_layer(merged_layer, partial(self._merged_weight, merged_layer, device))
+                    weigh = partial(self._merged_weight, merged_layer, device)
+                    add(merged_layer.record, merged_layer.job.pieces(merged_layer, weigh))
                 # Else one half would be held in memory while the other is solved.
                 del merged
             if self._gpus:
                 stream.synchronize()  # the caller reads the results on another stream
-        return len(layers)
+        return len(jobs)
 
-    def _log_halving(self, layers: Sequence[Layer], device: torch.device, error: Exception) -> None:
+    @torch.no_grad()
+    def do_blocks(self, tensor: Blocks, add: Add) -> int:
+        """Do the jobs of a tensor's blocks, one after the other, and hand over their pieces; return
+        the number of layers in it.
+        """
+        record = {"param": tensor.param, "written": [], "reports": []}
+
+        def merge(job: Job) -> Pieces:
+            (merged,) = self._solve([job], tensor.device)
+            return job.pieces(merged, partial(self._merged_weight, merged, tensor.device))
+
+        add(record, tensor.pieces(merge, record))
+        return 0
+
+    def _log_halving(self, jobs: Sequence[Job], device: torch.device, error: Exception) -> None:
         warn_once(
             "device '%s', %d layers of shape %s together: %s; halves take over, which changes "
             "them by rounding",
             device,
-            len(layers),
-            layers[0].view.shape,
+            len(jobs),
+            jobs[0].shape,
             classify_error(error),
         )
 
-    def _solve(self, layers: Sequence[Layer], device: torch.device) -> list[MergedLayer]:
-        """Read layers of one shape to a device, and add all tasks to their states."""
-        batch = self._read(layers, device)
-        for number in range(len(self._strengths)):
+    def _solve(self, jobs: Sequence[Job], device: torch.device) -> list[MergedLayer]:
+        """Read matrices of one shape to a device, and add all tasks to their states."""
+        batch = self._read(jobs, device)
+        for number in range(len(jobs[0].tasks)):
             for task in self._read_task(number, batch):
                 self._add_task(number, batch, task)
         for key, value in batch.state.items():
@@ -311,14 +338,12 @@ class LayerMerger:
             layer.record["rounding"] = layer.rounding
         return batch.merged
 
-    def _read(self, layers: Sequence[Layer], device: torch.device) -> _Batch:
-        """Read layers of the base, and their states before the first task, as one batch."""
+    def _read(self, jobs: Sequence[Job], device: torch.device) -> _Batch:
+        """Read matrices of the base, and their states before the first task, as one batch."""
         merged: list[MergedLayer] = []
-        for layer in layers:
-            with oom_as_error(_label(layer), device):
-                merged_layer = self.reader.read(layer, device)
-            merged_layer.rounding = self.reader.rounding_before(merged_layer)
-            merged.append(merged_layer)
+        for job in jobs:
+            with oom_as_error(str(job), device):
+                merged.append(job.read(job, device))
         base = _stack([layer.theta_0 for layer in merged])
         state = {key: _stack([layer.state[key] for layer in merged]) for key in merged[0].state}
         # A layer has its rows of the stack, and not what they are copies of: none is held twice.
@@ -332,18 +357,20 @@ class LayerMerger:
         # An adapter may leave a layer as it is, or have another rank there.
         groups: dict[tuple[float, float, int | None], _TaskWeights] = {}
         for row, layer in enumerate(batch.merged):
-            with oom_as_error(_label(layer.layer), batch.device):
-                weight = self.reader.read_task(number, layer)
+            job = layer.job
+            task = job.tasks[number]
+            with oom_as_error(str(job), batch.device):
+                weight = task.read(layer)
             if weight is None:
                 continue
             # Factors have not been rounded to the digits of a weight.
             rounding = 0.0
             if isinstance(weight, Tensor):
-                of_values = max(rounding_of(weight), self.reader.rounding_of_base(layer))
+                of_values = max(rounding_of(weight), layer.rounding_of_base)
                 # The task's own and the base's, at the task's coefficient.
-                rounding = 2 * self.reader.coefficients[number] ** 2 * of_values
-            weight = self.reader.weighted(number, layer, weight)
-            if isinstance(weight, LowRank) and not self.reader.method.supports_low_rank:
+                rounding = 2 * task.coefficient**2 * of_values
+            weight = scaled_update(weight, layer.theta_0, task.coefficient)
+            if isinstance(weight, LowRank) and not job.rule.supports_low_rank:
                 weight = to_compute_dtype(layer.theta_0) + weight.product()
             rank = weight.rank if isinstance(weight, LowRank) else None
             before = layer.rounding
@@ -363,11 +390,11 @@ class LayerMerger:
         part = batch
         if len(rows) < len(batch.merged):
             part = batch.part(rows)
-        layers = part.layers
+        jobs = part.jobs
         began = time.perf_counter()
         update = partial(self._update, number, part, task)
         with self._turn_on(batch.device):
-            after, measures = self._solved(update, layers, batch.device)
+            after, measures = self._solved(update, jobs, batch.device)
             # A solver may have needed float64.
             after = {key: value.to(part.state[key].dtype) for key, value in after.items()}
             # Reading them waits for an accelerator.
@@ -375,14 +402,14 @@ class LayerMerger:
         seconds = (time.perf_counter() - began) / len(rows)
         # The caller would hold them while the next ones are read.
         task.weights.clear()
-        for layer, norm in zip(layers, columns.get("task_norm", []), strict=False):
-            self._refuse_norm(number, layer, norm)
+        for job, norm in zip(jobs, columns.get("task_norm", []), strict=False):
+            _refuse_norm(number, job, norm)
         if not all(map(is_finite, after.values())):
-            self._refuse_infinite(number, part, after)
+            _refuse_infinite(number, part, after)
         for position, merged_layer in enumerate(part.merged):
             report = {
-                "step": self.reader.first_step + number,
-                "shape": merged_layer.layer.view.shape,
+                "step": merged_layer.job.first_step + number,
+                "shape": merged_layer.job.shape,
                 "seconds": seconds,
             }
             report |= {key: values[position] for key, values in columns.items()}
@@ -402,59 +429,43 @@ class LayerMerger:
         float64: bool,
     ) -> tuple[State, Measures]:
         """Return what the method returns for a task, computed on a device."""
-        method = self.reader.method.for_stack([layer.name for layer in batch.layers])
+        first = batch.jobs[0]
+        rule = first.rule.for_stack([job.name for job in batch.jobs])
         base = _to(batch.base, device, float64)
-        # The method alone holds a stack of weights, and can free it.
-        return method.update(
+        # The rule alone holds a stack of weights, and can free it.
+        return rule.update(
             _to(batch.state, device, float64),
             base,
             TaskVector(
                 _to(_stack(task.weights), device, float64),
                 base,
-                strength=self._strengths[number],
+                strength=first.tasks[number].strength,
                 rounding=task.rounding,
                 rounding_before=task.rounding_before,
             ),
-            self.reader.first_step + number,
+            first.first_step + number,
         )
 
-    def _refuse_norm(self, number: int, layer: Layer, norm: float) -> None:
-        smallest, largest = NORMS
-        if norm != 0 and not smallest <= norm <= largest:
-            raise ValueError(
-                f"model '{self.reader.task_names[number]}', layer {_label(layer)}: its update has "
-                f"the norm {norm:.0e}, and the methods compute with norms from {smallest:.0e} to "
-                f"{largest:.0e}: leave the layer out, or scale the model"
-            )
-
-    def _refuse_infinite(self, number: int, batch: _Batch, state: State) -> None:
-        for row, layer in enumerate(batch.layers):
-            if not all(is_finite(value[row]) for value in state.values()):
-                raise ValueError(
-                    f"model '{self.reader.task_names[number]}', layer '{layer.name}': the result "
-                    f"is too large for {batch.base.dtype}, or its squares are"
-                )
-
     def _merged_weight(self, merged: MergedLayer, device: torch.device) -> Tensor:
-        """Return the merged weight of a layer as the base stores it."""
-        method = self.reader.method
-        if method.is_stateless:  # it has been solved
-            return self.reader.as_stored(merged, merged.state["weight"])
-        method = method.for_stack([merged.layer.name])
+        """Return the merged weight of a layer ``(d_o, d_i)``."""
+        rule = merged.job.rule
+        if rule.is_stateless:  # it has been solved
+            return merged.state["weight"]
+        rule = rule.for_stack([merged.job.name])
         state = {key: value[None] for key, value in merged.state.items()}
         base = merged.theta_0[None]
 
         def merged_weight(device: torch.device, float64: bool) -> Tensor:
-            return method.merged_weight(_to(state, device, float64), _to(base, device, float64))
+            return rule.merged_weight(_to(state, device, float64), _to(base, device, float64))
 
         with self._turn_on(device):
-            weight = self._solved(merged_weight, [merged.layer], device)
-        return self.reader.as_stored(merged, weight[0].to(base.dtype))
+            weight = self._solved(merged_weight, [merged.job], device)
+        return weight[0].to(base.dtype)
 
     def _solved(
         self,
         solve: Callable[[torch.device, bool], _R],
-        layers: Sequence[Layer],
+        jobs: Sequence[Job],
         device: torch.device,
     ) -> _R:
         """Return on a device what a function of the method returns there, or, where its solver
@@ -462,9 +473,9 @@ class LayerMerger:
 
         ``solve`` takes a device, and whether to compute in float64.
         """
-        label = _label(layers[0])
+        label = str(jobs[0])
         attempts = [(device, False, ""), (CPU, True, "float64 on the CPU")]
-        if device != CPU and self.reader.method.itemsize == 8:
+        if device != CPU and jobs[0].rule.itemsize == 8:
             # What computes in float64 by itself has the same bits there.
             attempts.insert(1, (CPU, False, "the CPU"))
         failure: RuntimeError | None = None
@@ -475,7 +486,7 @@ class LayerMerger:
                 with oom_as_error(label, solving_device):
                     return _to(solve(solving_device, float64), device)
             except RuntimeError as error:
-                if len(layers) > 1 or classify_error(error) is None:
+                if len(jobs) > 1 or classify_error(error) is None:
                     raise
                 failure = error.with_traceback(None)  # which would hold the matrices
         raise ValueError(
@@ -487,8 +498,23 @@ class LayerMerger:
         return self._turns.get(device, nullcontext())
 
 
-def _label(layer: Layer) -> str:
-    return f"'{layer.name}' {layer.view.shape}"
+def _refuse_norm(number: int, job: Job, norm: float) -> None:
+    smallest, largest = NORMS
+    if norm != 0 and not smallest <= norm <= largest:
+        raise ValueError(
+            f"model '{job.tasks[number].name}', layer {job}: its update has the norm {norm:.0e}, "
+            f"and the methods compute with norms from {smallest:.0e} to {largest:.0e}: leave the "
+            "layer out, or scale the model"
+        )
+
+
+def _refuse_infinite(number: int, batch: _Batch, state: State) -> None:
+    for row, job in enumerate(batch.jobs):
+        if not all(is_finite(value[row]) for value in state.values()):
+            raise ValueError(
+                f"model '{job.tasks[number].name}', layer '{job.name}': the result is too large "
+                f"for {batch.base.dtype}, or its squares are"
+            )
 
 
 class Budget:
@@ -515,37 +541,28 @@ class Budget:
                 self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one thread does in a merge, and how many elements the tensors have that it makes."""
-
-    numel: int
-    do: Callable[[], int]
-    """Returns the number of layers that it merged."""
-
-
-def merge_layers(
-    reader: LayerReader,
-    layers: Sequence[Layer],
-    on_layer: OnLayer,
-    other_work: Sequence[Work] = (),
+def run(
+    jobs: Sequence[Job], machine: Machine, add: Add, tensors: Sequence[Blocks] = ()
 ) -> Generator[int, None, None]:
-    """Merge layers in this process, and hand over each; yield the number of those that were merged
-    meanwhile. The same threads do the other work.
+    """Do jobs, and those of tensors in blocks, in this process, and hand over what each made; yield
+    the numbers of layers that were merged meanwhile.
 
-    Until this generator is closed, layers may be handed over.
+    Until this generator is closed, pieces may be handed over.
     """
-    work = [*other_work]
+    work: list[tuple[int, Callable[[], int]]] = []  # with the number of elements that it makes
     # A run that goes on may have none left, for which no stream of a GPU is made.
-    if layers:
-        merger = LayerMerger(reader)
-        for batch in reader.batches(layers):
-            numel = sum(math.prod(layer.view.shape) for layer in batch)
-            work.append(Work(numel, partial(merger.merge, batch, on_layer)))
+    if jobs:
+        worker = Worker(machine, memory_limit(jobs, machine))
+        for batch in batches(jobs, machine):
+            numel = sum(math.prod(job.shape) for job in batch)
+            work.append((numel, partial(worker.do, batch, add)))
+    on_cpu = Worker(machine._replace(devices=[CPU]), 0)
+    for tensor in tensors:
+        work.append((tensor.numel, partial(on_cpu.do_blocks, tensor, add)))
     # The largest first, so that none is left with one thread while the others have none, and what
     # is freed holds what comes next.
-    work.sort(key=attrgetter("numel"), reverse=True)
-    yield from map_layers(methodcaller("do"), work, reader.devices[0], reader.workers)
+    work.sort(key=itemgetter(0), reverse=True)
+    yield from map_layers(lambda item: item[1](), work, machine.devices[0], machine.workers)
 
 
 def batch_size(

@@ -1,7 +1,6 @@
 """Merge checkpoint folders tensor by tensor, and describe the result in a manifest."""
 
 import logging
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -9,11 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.utils.devices import map_layers
 from fusion_bench_nufilt.utils.files import (
     CARD,
     disk_full_errors,
@@ -37,14 +32,12 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
 
 from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
-from .engine import MergedLayer, Work, merge_layers
-from .other_params import NOT_FINITE, head_files, pieces_of_other_param
+from .engine import CPU, run
+from .kept_state import kept_state
+from .other_params import NOT_FINITE, head_files, tensors_in_files
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
-from .planned import (
-    PlannedLayers,
-    disk_bytes,
-)
+from .planned import disk_bytes, layer_jobs, machine_of, pieces_in_files, task_strengths
 
 log = logging.getLogger(__name__)
 
@@ -75,27 +68,25 @@ def merge_folders(
     check_disk(plan, out)
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
-    # One for all, since it measures the strengths of tasks, where they have any, at most once.
-    layers = PlannedLayers(plan)
-    state_header, state_places = layers.kept.layout()
+    state_header, state_places = kept_state(plan).layout()
     with (
         disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
-        closing(_open_output(layers, out, state_header)) as output,
+        closing(_open_output(plan, out, state_header)) as output,
     ):
-        _merge(layers, state_places, output, progress or (lambda done, total: None))
+        _merge(plan, state_places, output, progress or (lambda done, total: None))
         refuse_changed(plan)
         manifest = _manifest(plan, output.done, warnings)
         _finish(plan, output, files, manifest)
     return out
 
 
-def _open_output(layers: PlannedLayers, out: Path, state_header: bytes) -> Output:
+def _open_output(plan: Plan, out: Path, state_header: bytes) -> Output:
     """Open the folder in which the result grows, with what an interrupted run finished of it."""
-    layout = dict(layers.plan.headers)
+    layout = dict(plan.headers)
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
-    return Output(out, layers.plan.description, headers)
+    return Output(out, plan.description, headers)
 
 
 def refuse_changed(plan: Plan) -> None:
@@ -218,12 +209,11 @@ def _fetch(plan: Plan) -> list[str]:
 
 
 def _merge(
-    reader: PlannedLayers,
+    plan: Plan,
     state_places: Mapping[str, TensorInfo],
     output: Output,
     progress: Callable[[int, int], object],
 ) -> None:
-    plan = reader.plan
     done = output.done
     total = len(plan.layers) + len(plan.other_keys)
     if done:
@@ -231,29 +221,26 @@ def _merge(
     layers = [layer for layer in plan.layers if layer.param not in done]
     other_params = [param for param in plan.other_keys if param not in done]
 
-    def write_layer(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
-        output.add(merged.record, reader.pieces(state_places, merged, merged_weight))
-
-    def write_param(param: str) -> int:
-        record: Record = {"param": param, "written": [], "reports": []}
-        output.add(record, pieces_of_other_param(plan, param, state_places, record))
-        return 0
-
+    tensors = tensors_in_files(plan, other_params, state_places)
+    machine = machine_of(plan)
     if plan.settings.engine == "ray":
         from .distributed import merge_on_cluster
 
-        merged_layers = merge_on_cluster(plan, layers, output.add)
-        written_params = map_layers(write_param, other_params, torch.device("cpu"))
-        stages = [merged_layers, written_params]
+        stages = [
+            merge_on_cluster(plan, layers, output.add),
+            run((), machine._replace(devices=[CPU]), output.add, tensors),
+        ]
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        other_work = []
-        for param in other_params:
-            keys = plan.other_keys[param]
-            numel = sum(math.prod(plan.base.tensors[key].shape) for key in keys)
-            other_work.append(Work(numel, partial(write_param, param)))
-        stages = [merge_layers(reader, layers, write_layer, other_work)]
+        jobs = []
+        if layers:
+            pieces_of_layer = partial(pieces_in_files, plan, kept_state(plan), state_places)
+            unfinished = {layer.name for layer in layers}
+            for job in layer_jobs(plan, task_strengths(plan), pieces_of_layer):
+                if job.name in unfinished:
+                    jobs.append(job)
+        stages = [run(jobs, machine, output.add, tensors)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.
         with closing(stage):

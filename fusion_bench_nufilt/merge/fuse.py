@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,6 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import LayerMethod, State
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
-from fusion_bench_nufilt.models.layers import Layer, MatrixView
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.step import LayerReport
@@ -18,96 +19,111 @@ from fusion_bench_nufilt.utils.devices import Devices, check_devices
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .basis import Basis
-from .engine import Form, LayerReader, MergedLayer, merge_layers
+from .engine import (
+    Job,
+    Machine,
+    MergedLayer,
+    Pieces,
+    TaskInput,
+    rounding_before,
+    run,
+    working_memory,
+)
 
 Layers = Mapping[str, Tensor]
 TaskLayers = Mapping[str, Tensor | LowRank]
 
 
-class MatrixLayers(LayerReader):
-    """Layers by their names in dicts of matrices, which go to a device and stay where they are.
+def matrix_jobs(
+    rule: LayerMethod,
+    pretrained: Layers,
+    tasks: Sequence[TaskLayers],
+    *,
+    states: Mapping[str, State] | None = None,
+    first_step: int = 1,
+    strengths: Sequence[float] | None = None,
+    coefficients: Sequence[float] | None = None,
+    device: torch.device | None = None,
+) -> list[Job]:
+    """Return the jobs that merge matrices, which have their names and are in memory; what is merged
+    of one is written to its name.
 
-    They make no plan, which is of models: these have names that are tied, heads, tensors outside
-    the layers and files, and matrices have none of them.
+    ``states`` are those before the first task, by name, and ``coefficients`` what the update of
+    each task is multiplied by. It takes no plan, which is of models: these have names that are
+    tied, heads, tensors outside the layers and files, and matrices have none of them.
     """
-
-    memory_limit = 2**63  # they are in memory already
-
-    def __init__(
-        self,
-        method: LayerMethod,
-        pretrained: Layers,
-        tasks: Sequence[TaskLayers],
-        *,
-        states: Mapping[str, State] | None = None,
-        first_step: int = 1,
-        strengths: Sequence[float] | None = None,
-        coefficients: Sequence[float] | None = None,
-        device: Devices | None = None,
-        batch_bytes: int = 2**30,
-    ) -> None:
-        """``coefficients`` are what the update of each task is multiplied by."""
-        self.method = method
-        self.pretrained = pretrained
-        self.tasks = tasks
-        self.states = states
-        self.layers = [_layer_of(name, weight) for name, weight in pretrained.items()]
-        self.task_names = ["task"] * len(tasks)
-        self.first_step = first_step
-        self.batch_bytes = batch_bytes
-        self._strengths = strengths or [1.0] * len(tasks)
-        self._coefficients = coefficients or [1.0] * len(tasks)
-        if device is None:
-            device = next((weight.device for weight in pretrained.values()), "cpu")
-        self.devices = check_devices(device)
-        self.workers = torch.get_num_threads()
-        if self.devices[0].type != "cpu":
-            self.workers = BATCHES_PER_GPU * len(self.devices)
-
-    @property
-    def strengths(self) -> Sequence[float]:
-        return self._strengths
-
-    def form(self, layer: Layer) -> Form:
-        states = self.states[layer.name] if self.states is not None else {}
-        dtypes = [value.dtype for value in states.values()]
+    strengths = strengths or [1.0] * len(tasks)
+    coefficients = coefficients or [1.0] * len(tasks)
+    device = device or device_of(pretrained)
+    jobs = []
+    for name, weight in pretrained.items():
+        d_o, d_i = weight.shape
+        inputs = []
+        for task, strength, coefficient in zip(tasks, strengths, coefficients, strict=True):
+            read = partial(_read_task, task[name])
+            inputs.append(TaskInput("task", read, strength, coefficient))
+        state = states[name] if states is not None else None
         # A stack has one dtype: no layer may have other bits for the sake of its company.
-        return layer.view.shape, (self.pretrained[layer.name].dtype, *dtypes)
-
-    def memory(self, layer: Layer) -> int:
-        return 0
-
-    def solving_memory(self, layer: Layer) -> int:
-        weight = self.pretrained[layer.name]
+        dtypes = [value.dtype for value in (state or {}).values()]
         itemsize = compute_dtype(weight).itemsize
-        # The base, the merged weight so far and the task.
-        return 3 * weight.nbytes + self.working_memory(layer.view.shape, itemsize)
+        working = working_memory(
+            rule,
+            (d_o, d_i),
+            itemsize,
+            device,
+            widens_tasks=any(coefficient != 1 for coefficient in coefficients),
+        )
+        jobs.append(
+            Job(
+                name=name,
+                rule=rule,
+                shape=(d_o, d_i),
+                shape_merged=(d_o, d_i),
+                dtypes=(weight.dtype, *dtypes),
+                read=partial(_read, weight, state),
+                tasks=inputs,
+                first_step=first_step,
+                pieces=lambda merged, merged_weight: [(merged.job.name, merged_weight())],
+                memory=0,  # they are there already
+                # The base, the merged weight so far and the task.
+                solving_memory=3 * weight.nbytes + working,
+            )
+        )
+    return jobs
 
-    def read(self, layer: Layer, device: torch.device) -> MergedLayer:
-        theta_0 = self.pretrained[layer.name].detach().to(device)
-        if self.states is None:
-            stack = self.method.for_stack([layer.name]).init_state(theta_0[None])
-            state = {key: value[0] for key, value in stack.items()}
-        else:
-            kept = self.states[layer.name]
-            state = {key: value.detach().to(device) for key, value in kept.items()}
-        return MergedLayer(layer, theta_0, state, {"reports": []})
 
-    def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
-        weight = self.tasks[number][merged.layer.name]
-        if not isinstance(weight, LowRank):
-            weight = weight.detach()
-        return weight.to(merged.theta_0.device)
-
-    @property
-    def coefficients(self) -> Sequence[float]:
-        return self._coefficients
+def _read(theta_0: Tensor, kept: State | None, job: Job, device: torch.device) -> MergedLayer:
+    theta_0 = theta_0.detach().to(device)
+    if kept is None:
+        stack = job.rule.for_stack([job.name]).init_state(theta_0[None])
+        state = {key: value[0] for key, value in stack.items()}
+    else:
+        state = {key: value.detach().to(device) for key, value in kept.items()}
+    merged = MergedLayer(job, theta_0, state, {"param": job.name, "reports": []})
+    if job.first_step > 1:
+        so_far = state.get("weight", theta_0)
+        merged.rounding = rounding_before(theta_0, so_far, job.first_step - 1)
+    return merged
 
 
-def _layer_of(name: str, weight: Tensor) -> Layer:
-    d_o, d_i = weight.shape
-    whole = MatrixView(name, name, name, (d_o, d_i), (0, d_o), (d_o, d_i))
-    return Layer(name, name, (name,), whole)
+def _read_task(weight: Tensor | LowRank, merged: MergedLayer) -> Tensor | LowRank:
+    if not isinstance(weight, LowRank):
+        weight = weight.detach()
+    return weight.to(merged.theta_0.device)
+
+
+def device_of(layers: Layers) -> torch.device:
+    """Return the device of the first of some layers."""
+    return next((weight.device for weight in layers.values()), torch.device("cpu"))
+
+
+def machine_on(device: Devices, batch_bytes: int = 2**30) -> Machine:
+    """Return the machine that merges matrices on a device, or several of one kind."""
+    devices = check_devices(device)
+    workers = torch.get_num_threads()
+    if devices[0].type != "cpu":
+        workers = BATCHES_PER_GPU * len(devices)
+    return Machine(devices, workers, batch_bytes=batch_bytes)
 
 
 def fuse_layers(
@@ -167,32 +183,30 @@ def fuse_layers(
         d_o, d_i = theta_0.shape
         layer_shapes[name] = (d_o, d_i)
     whole, so_far, new = _in_bases(pretrained, merged, task, bases)
-    if device is None:
-        device = next((weight.device for weight in so_far.values()), "cpu")
-    reader = MatrixLayers(
+    machine = machine_on(device_of(so_far) if device is None else device, batch_bytes)
+    jobs = matrix_jobs(
         Nufilt(config, list(merged), seed, shapes=layer_shapes, lora_A=lora_A),
         whole,
         [new],
         states={name: {"weight": weight} for name, weight in so_far.items()},
         first_step=step,
-        device=device,
-        batch_bytes=batch_bytes,
+        device=machine.devices[0],
     )
     fused: dict[str, Tensor | LowRank] = {}
     reports: dict[str, LayerReport] = {}
     finished: deque[str] = deque()
 
-    def on_layer(merged_layer: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
-        name = merged_layer.layer.name
-        weight = merged_weight().to(so_far[name])
-        fused[name] = bases[name].product(weight) if name in bases else weight
-        (report,) = merged_layer.record["reports"]
-        values = {key: report[key] for key in report if key != "step"}
-        reports[name] = LayerReport(**{**values, "shape": layer_shapes[name]})
-        # This is a worker's thread: the loop below tells the caller in the caller's own.
-        finished.append(name)
+    def add(record: Any, pieces: Pieces) -> None:
+        for name, value in pieces:
+            weight = value.to(so_far[name])
+            fused[name] = bases[name].product(weight) if name in bases else weight
+            (report,) = record["reports"]
+            values = {key: report[key] for key in report if key != "step"}
+            reports[name] = LayerReport(**{**values, "shape": layer_shapes[name]})
+            # This is a worker's thread: the loop below tells the caller in the caller's own.
+            finished.append(name)
 
-    with closing(merge_layers(reader, reader.layers, on_layer)) as merged_layers:
+    with closing(run(jobs, machine, add)) as merged_layers:
         for _ in merged_layers:
             while finished:
                 name = finished.popleft()
@@ -233,15 +247,26 @@ def _in_bases(
     return *matrices, new
 
 
-def merge_matrices(reader: MatrixLayers) -> dict[str, Tensor]:
-    """Merge all tasks into all layers, and return the merged weights by name."""
+def merge_matrices(
+    rule: LayerMethod,
+    pretrained: Layers,
+    tasks: Sequence[TaskLayers],
+    *,
+    device: Devices | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Merge all tasks into all layers, and return the merged weights by name; the options are those
+    of :func:`matrix_jobs`.
+    """
+    machine = machine_on(device_of(pretrained) if device is None else device)
+    jobs = matrix_jobs(rule, pretrained, tasks, device=machine.devices[0], **options)
     merged: dict[str, Tensor] = {}
 
-    def on_layer(merged_layer: MergedLayer, merged_weight: Callable[[], Tensor]) -> None:
-        name = merged_layer.layer.name
-        merged[name] = merged_weight().to(reader.pretrained[name])
+    def add(record: Any, pieces: Pieces) -> None:
+        for name, weight in pieces:
+            merged[name] = weight.to(pretrained[name])
 
-    with closing(merge_layers(reader, reader.layers, on_layer)) as merged_layers:
+    with closing(run(jobs, machine, add)) as merged_layers:
         for _ in merged_layers:
             pass
     return merged

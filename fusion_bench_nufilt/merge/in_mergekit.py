@@ -25,8 +25,8 @@ from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import is_finite
 
 from .draft import Draft
-from .fuse import MatrixLayers, check_layers, merge_matrices
-from .other_params import running_mean
+from .fuse import check_layers, merge_matrices
+from .rules import running_mean
 from .strength import strength_of
 
 
@@ -96,14 +96,13 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         strengths = [1.0] * len(task_layers)
         if method.weighs_tasks:
             strengths = [_strength(folder, targets, _folder(task.id)) for task in group.non_base]
-        layers_of_models = MatrixLayers(
+        merged = merge_matrices(
             method,
             pretrained,
             task_layers,
             strengths=strengths,
             coefficients=[rest["weight"][task.id] for task in group.non_base],
         )
-        merged = merge_matrices(layers_of_models)
         # Rows that no layer has stay the base's, bit by bit.
         result = base.clone()
         for layer in layers:

@@ -279,11 +279,10 @@ class KeptState:
 
     # What this merge keeps
 
-    def expand(self, merged: LayerInBasis, weight: Tensor) -> State:
+    def expand(self, layer: Layer, merged: LayerInBasis, weight: Tensor) -> State:
         """Return the state of a layer that was merged in a basis as it is kept; its merged weight
         is given as it is stored.
         """
-        layer = merged.layer
         if self.method.is_stateless:
             return {"weight": layer.view.matrix(weight)}
         state = {}
@@ -422,10 +421,10 @@ class KeptStateOfAdapter(KeptState):
             return [f"'{name}' was cut or rounded, and {method.label} goes on from what is left"]
         return []
 
-    def expand(self, merged: LayerInBasis, weight: Tensor) -> State:
+    def expand(self, layer: Layer, merged: LayerInBasis, weight: Tensor) -> State:
         bases = {"outputs": merged.basis.outputs, "inputs": merged.basis.inputs}
         state = {}
-        for name, tensor in self.of_layer(merged.layer).items():
+        for name, tensor in self.of_layer(layer).items():
             axes = self.method.state_axes.get(name, "")
             value = bases[name] if name in bases else merged.state[name]
             assert value is not None

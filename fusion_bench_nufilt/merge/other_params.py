@@ -4,13 +4,14 @@ time; and those of heads, which are kept beside the merged model.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.manifest import mean_key, read_heads
@@ -18,26 +19,28 @@ from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
     TensorInfo,
-    compute_dtype,
     is_finite,
 )
 
+from .engine import Blocks, Job, MergedLayer, Pieces, TaskInput
 from .kept_state import kept_state
 from .output import Record
 from .plan import Plan
 from .planned import factors_by_key
+from .rules import RULES, Keep
 
 log = logging.getLogger(__name__)
 #: The warning about such a tensor, which is copied.
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
-class OtherParam:
-    """A tensor outside the merged layers, and what the merge makes of it.
+Merge = Callable[[Job], Pieces]
+"""Does the job of a block, and returns what is written of it."""
 
-    The rule ``other_params`` tells which tasks join in: none, the first alone, or all. Their mean
-    is what a task adds to what there is, as a method adds one to a layer. It is in float32 at least
-    until all have joined; the result rounds it once, and the state keeps it as it is.
+
+class _Tensor:
+    """A tensor outside the merged layers, of which blocks are merged by the rule ``other_params``:
+    no task joins in, the first alone, or all.
     """
 
     def __init__(self, plan: Plan, param: str, key: str) -> None:
@@ -48,12 +51,8 @@ class OtherParam:
         self.numel = math.prod(plan.vocabulary.resized(param, self.info.shape))
         self.is_averaged = param in plan.averaged
         self.grows = param in plan.vocabulary.params
-        self.tasks = plan.joining(param)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype between tasks."""
-        return self.plan.dtype(self.key)
+        self.tasks = plan.joining(param).values()
+        self.rule = (RULES[plan.targets.other_params] if self.is_averaged else Keep)(None, ())
 
     @property
     def is_kept(self) -> bool:
@@ -63,13 +62,13 @@ class OtherParam:
         return not (self.is_averaged or self.plan.merged or self.grows)
 
     @property
-    def piece_length(self) -> int:
-        """The length of its pieces, which cut no unit of the largest size, so that none is decoded
+    def length(self) -> int:
+        """The length of its blocks, which cut no unit of the largest size, so that none is decoded
         twice.
         """
         # FP8 is decoded by rows of blocks, MXFP4 and an adapter's stack by experts.
         units = [self.info.unit]
-        units += [task.unit(self.param) for task in self.tasks.values()]
+        units += [task.unit(self.param) for task in self.tasks]
         if self.plan.merged is not None:
             units.append(self.plan.merged.unit(self.param))
         largest = max(units)
@@ -77,37 +76,40 @@ class OtherParam:
         longest = CHUNK_BYTES // 8
         return max(largest, longest - longest % largest)
 
-    def piece(self, start: int, stop: int) -> Tensor:
-        """Return the elements ``start`` to ``stop`` of the flattened tensor after the merge."""
+    def job(self, start: int, stop: int, pieces: Callable[[Tensor], Pieces]) -> Job:
+        """Return the job that merges the elements ``start`` to ``stop`` of the flattened tensor,
+        given what is written of them.
+        """
+        tasks = []
+        for task in self.tasks:
+            read = partial(self._read_task, task, start, stop)
+            tasks.append(TaskInput(task.source.name, read, coefficient=task.coefficient))
+        return Job(
+            name=self.param,
+            rule=self.rule,
+            read=partial(self._read, start, stop),
+            tasks=tasks,
+            first_step=self.plan.first_step,
+            pieces=lambda merged, merged_weight: pieces(merged_weight()),
+        )
+
+    def _read(self, start: int, stop: int, job: Job, device: torch.device) -> MergedLayer:
         theta_0 = self._base(start, stop)
-        value = self._value_so_far(start, stop, theta_0)
-        if not self.is_averaged:
-            return value
-        count = self.plan.models_in_mean(self.param)
-        for task in self.tasks.values():
-            theta_t = task.elements(self.param, start, stop, theta_0)
-            if not is_finite(theta_t):
-                raise ValueError(
-                    f"model '{task.source.name}', tensor '{self.param}' has NaN or infinite values"
-                )
-            count += 1
-            scaled = task.scaled(theta_t, theta_0)
-            assert isinstance(scaled, Tensor)
-            value = running_mean(value, scaled, count)
-        if not is_finite(value.to(self.dtype)):
-            raise ValueError(
-                f"tensor '{self.param}': the mean has values that {self.dtype} can't hold"
-            )
-        return value
+        stack = job.rule.init_state(self._so_far(start, stop, theta_0)[None])
+        state = {name: value[0] for name, value in stack.items()}
+        if "count" in state:
+            state["count"].fill_(self.plan.models_in_mean(self.param))
+        return MergedLayer(job, theta_0, state, {"reports": []})
 
     def _base(self, start: int, stop: int) -> Tensor:
         """Return the base's elements, which has the rows of new tokens as all other models do."""
+        dtype = self.plan.dtype(self.key)
         read = partial(self.plan.base.elements, self.key)
         if self.grows:
-            return self.plan.vocabulary.elements(self.param, start, stop, self.dtype, read)
-        return read(start, stop).to(self.dtype)
+            return self.plan.vocabulary.elements(self.param, start, stop, dtype, read)
+        return read(start, stop).to(dtype)
 
-    def _value_so_far(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
+    def _so_far(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return the elements before the first task: the merged model's, or the base's."""
         merged = self.plan.merged
         state = self.plan.state
@@ -115,7 +117,7 @@ class OtherParam:
             return theta_0
         rounded = merged.elements(self.param, start, stop, theta_0)
         if not self.is_averaged or state is None or mean_key(self.param) not in state.keys:
-            return rounded.to(self.dtype)
+            return rounded.to(theta_0.dtype)
         key = state.keys[mean_key(self.param)]
         matched = merged.matched_rows.get(self.param)
         if matched is None:
@@ -132,49 +134,49 @@ class OtherParam:
             check_belongs(mean, rounded.to(dtype), self.param, state.source)
         return mean
 
-
-def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
-    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta -
-    m) / \text{count}`.
-
-    It is exact for the first tensor, and otherwise in float32 at least. Whoever goes on from it
-    must keep it so: rounded to bfloat16, the mean of many tensors no longer moves.
-    """
-    if count == 1:
-        return new
-    wide = compute_dtype(mean)
-    return torch.lerp(mean.to(wide), new.to(wide), 1 / count)
+    def _read_task(self, task: ModelWeights, start: int, stop: int, merged: MergedLayer) -> Tensor:
+        theta_t = task.elements(self.param, start, stop, merged.theta_0)
+        if not is_finite(theta_t):
+            raise ValueError(
+                f"model '{task.source.name}', tensor '{self.param}' has NaN or infinite values"
+            )
+        return theta_t
 
 
-Pieces = Iterator[tuple[TensorInfo, Tensor]]
-"""Parts of tensors of the result, with the place of the whole; those of one follow each other."""
-
-
-def pieces_of_other_param(
-    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], record: Record
-) -> Pieces:
-    """Yield a tensor outside the merged layers, under every key that the result has for it, and
-    what the state has of it; note in its record what a manifest says of it.
+def tensors_in_files(
+    plan: Plan, params: Sequence[str], state_places: Mapping[str, TensorInfo]
+) -> list[Blocks]:
+    """Return the tensors outside the merged layers as they are written to files, under every key
+    that the result has for each, with what the state has of it.
 
     ``state_places`` has the places in the file of the state, by key.
     """
-    if plan.is_adapter:
+    tensors = []
+    for param in params:
+        numel = sum(math.prod(plan.base.tensors[key].shape) for key in plan.other_keys[param])
+        pieces = partial(_pieces_in_files, plan, param, state_places)
         if param in plan.saved_tensors:
-            yield from _saved_pieces(plan, param)
-        else:
-            yield from _pieces_of_update(plan, param, record)
-        return
+            pieces = partial(_saved_pieces, plan, param)
+        elif plan.is_adapter:
+            pieces = partial(_pieces_of_update, plan, param)
+        tensors.append(Blocks(param, numel, pieces))
+    return tensors
+
+
+def _pieces_in_files(
+    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], merge: Merge, record: Record
+) -> Pieces:
     mean_place = state_places.get(mean_key(param))
     for key in plan.other_keys[param]:
-        tensor = OtherParam(plan, param, key)
+        tensor = _Tensor(plan, param, key)
         place = plan.places[key]
         is_copy = tensor.is_kept and tensor.info.dtype == place.dtype
         if not tensor.numel:
-            pieces = iter([(place, torch.empty(0, dtype=torch.uint8, device="cpu"))])
+            pieces: Pieces = [(place, torch.empty(0, dtype=torch.uint8, device="cpu"))]
         elif is_copy and not tensor.info.is_quantised:
             pieces = _copied_pieces(tensor, place)
         else:
-            pieces = _merged_pieces(tensor, place, mean_place)
+            pieces = _merged_pieces(tensor, place, mean_place, merge)
             mean_place = None  # one of the keys of a tied tensor is enough
         all_finite = True
         for place_of_piece, piece in pieces:
@@ -187,25 +189,50 @@ def pieces_of_other_param(
             log.warning(NOT_FINITE, key)
 
 
-def _saved_pieces(plan: Plan, param: str) -> Pieces:
+def _copied_pieces(tensor: _Tensor, place: TensorInfo) -> Pieces:
+    """Yield a tensor of the base as it is."""
+    file = tensor.plan.base.opened[tensor.info.file]
+    dtype = FLOATS.get(tensor.info.dtype, torch.uint8)
+    for piece in file.chunks(tensor.info):
+        yield place, piece.view(dtype)
+
+
+def _merged_pieces(
+    tensor: _Tensor, place: TensorInfo, mean_place: TensorInfo | None, merge: Merge
+) -> Pieces:
+    """Yield a merged tensor, and its mean for the state."""
+
+    def written(value: Tensor) -> Pieces:
+        if mean_place is not None:
+            yield mean_place, value.to(FLOATS[mean_place.dtype])
+        yield place, _rounded(value, tensor.key, FLOATS[place.dtype])
+
+    for start, stop in _bounds(0, tensor.numel, tensor.length):
+        yield from merge(tensor.job(start, stop, written))
+
+
+def _saved_pieces(plan: Plan, param: str, merge: Merge, record: Record) -> Pieces:
     """Yield what an adapter holds in full of a tensor outside the merged layers, all of it or the
     rows of some tokens.
     """
     saved = plan.saved_tensors[param]
-    tensor = OtherParam(plan, param, plan.other_keys[param][0])
+    tensor = _Tensor(plan, param, plan.other_keys[param][0])
     parts = [(0, tensor.numel)]
     if saved.tokens is not None:
         width = tensor.numel // tensor.info.shape[0]
         parts = [(token * width, (token + 1) * width) for token in saved.tokens]
+
+    def written(value: Tensor) -> Pieces:
+        for key in saved.keys:
+            place = plan.places[key]
+            yield place, _rounded(value, key, FLOATS[place.dtype])
+
     for first, end in parts:
-        for start, stop in _bounds(first, end, tensor.piece_length):
-            value = tensor.piece(start, stop)
-            for key in saved.keys:
-                place = plan.places[key]
-                yield place, _rounded(value, key, FLOATS[place.dtype])
+        for start, stop in _bounds(first, end, tensor.length):
+            yield from merge(tensor.job(start, stop, written))
 
 
-def _pieces_of_update(plan: Plan, param: str, record: Record) -> Pieces:
+def _pieces_of_update(plan: Plan, param: str, merge: Merge, record: Record) -> Pieces:
     """Yield what adapters change of a tensor outside the merged layers: the factors of the update
     that the rule ``other_params`` makes of theirs.
     """
@@ -233,24 +260,6 @@ def _pieces_of_update(plan: Plan, param: str, record: Record) -> Pieces:
         yield place, _rounded(value, key, FLOATS[place.dtype])
 
 
-def _copied_pieces(tensor: OtherParam, place: TensorInfo) -> Pieces:
-    """Yield a tensor of the base as it is."""
-    file = tensor.plan.base.opened[tensor.info.file]
-    dtype = FLOATS.get(tensor.info.dtype, torch.uint8)
-    for piece in file.chunks(tensor.info):
-        yield place, piece.view(dtype)
-
-
-def _merged_pieces(tensor: OtherParam, place: TensorInfo, mean_place: TensorInfo | None) -> Pieces:
-    """Yield a merged tensor, and its mean for the state."""
-    dtype = FLOATS[place.dtype]
-    for start, stop in _bounds(0, tensor.numel, tensor.piece_length):
-        value = tensor.piece(start, stop)
-        if mean_place is not None:
-            yield mean_place, value.to(FLOATS[mean_place.dtype])
-        yield place, _rounded(value, tensor.key, dtype)
-
-
 def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     """Return a value as the result has it; one that is too large for it is refused."""
     rounded = value.to(dtype)
@@ -262,28 +271,37 @@ def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-def average_other_params(plan: Plan, write: Callable[[str, Tensor], object]) -> dict[str, Tensor]:
-    """Average the tensors outside the merged layers in memory.
+def tensors_in_memory(
+    plan: Plan,
+    write: Callable[[str, Tensor], object],
+    write_state: Callable[[str, Tensor], object],
+) -> list[Blocks]:
+    """Return the tensors outside the merged layers that a merge of models in memory changes, a tied
+    one once, as a whole.
 
-    ``write`` takes a key in the base and the new values; a tied tensor comes once. Return the means
-    that the model rounds, by their keys in the state.
+    The place of a piece is the function to call with its key and the piece: ``write`` for a tensor,
+    and ``write_state`` for a mean that the model rounds, by its key in the state.
     """
-    means = {}
     to_keep = kept_state(plan).means()
+    tensors = []
     for param, keys in plan.other_keys.items():
-        if param not in plan.averaged:
+        tensor = _Tensor(plan, param, keys[0])
+        if not tensor.is_averaged or not tensor.numel:
             continue
-        tensor = OtherParam(plan, param, keys[0])
-        if not tensor.numel:
-            continue
-        bounds = _bounds(0, tensor.numel, tensor.piece_length)
-        value = torch.cat([tensor.piece(start, stop) for start, stop in bounds])
-        value = value.reshape(tensor.info.shape)
-        if tensor.tasks:
-            write(keys[0], value)
-        if param in to_keep:
-            means[to_keep[param].key] = value.to(to_keep[param].like.dtype)
-    return means
+
+        def written(value: Tensor, tensor: _Tensor = tensor) -> Pieces:
+            value = value.reshape(tensor.info.shape)
+            if tensor.tasks:
+                yield (write, tensor.key), value
+            if tensor.param in to_keep:
+                kept = to_keep[tensor.param]
+                yield (write_state, kept.key), value.to(kept.like.dtype)
+
+        job = tensor.job(0, tensor.numel, written)
+        device = plan.base.elements(tensor.key, 0, 1).device
+        pieces = partial(lambda job, merge, record: merge(job), job)
+        tensors.append(Blocks(param, tensor.numel, pieces, device))
+    return tensors
 
 
 def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:

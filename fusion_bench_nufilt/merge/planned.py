@@ -1,5 +1,5 @@
-"""The layers of a plan: how they are read from its models, in how much memory, and how they are
-written with what the next merge needs (:mod:`.kept_state`).
+"""The jobs that merge the layers of a plan: how these are read from its models, in how much memory,
+and how they are written with what the next merge needs (:mod:`.kept_state`).
 """
 
 import dataclasses
@@ -7,14 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from threading import Lock
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of
@@ -27,10 +27,21 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .basis import Basis, LayerInBasis, best_factors
-from .engine import Budget, Form, LayerReader, MergedLayer
-from .kept_state import kept_state
+from .engine import (
+    Budget,
+    Job,
+    Machine,
+    MergedLayer,
+    Pieces,
+    TaskInput,
+    memory_limit,
+    rounding_before,
+    working_memory,
+)
+from .kept_state import KeptState, kept_state
 from .output import Record
 from .plan import Plan
+from .strength import measure_strengths
 
 log = logging.getLogger(__name__)
 
@@ -38,314 +49,297 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 4 * 2**30
 
 
-class PlannedLayers(LayerReader):
-    """The layers of a plan, whose weights are read as they are merged."""
+def machine_of(plan: Plan, workers: int | None = None) -> Machine:
+    """Return where a plan is carried out, by default with this process's workers."""
+    settings = plan.settings
+    workers = workers or settings.workers
+    free = None
+    if settings.max_memory is not None:
+        free = settings.max_memory - process_memory(workers)
+    return Machine(settings.devices, workers, free, BATCH_BYTES)
 
-    def __init__(self, plan: Plan, strengths: Sequence[float] | None = None) -> None:
-        """``strengths`` are those of the tasks, measured here by default."""
-        self.plan = plan
-        self.kept = kept_state(plan)
-        self.method = plan.method
-        self.devices = plan.settings.devices
-        self.workers = plan.settings.workers
-        self.batch_bytes = BATCH_BYTES
-        self.task_names = [task.source.name for task in plan.tasks]
-        self.first_step = plan.first_step
-        self._strengths = strengths
-        self._measuring = Lock()
 
-    @property
-    def memory_limit(self) -> int:
-        return self.budget(self.workers)
+#: Returns what is written of a layer, given what was merged and the function of its weight.
+PiecesOfLayer = Callable[[Layer, MergedLayer, Callable[[], Tensor]], Pieces]
 
-    @property
-    def strengths(self) -> Sequence[float]:
-        # The first thread that asks measures them for all.
-        with self._measuring:
-            if self._strengths is None:
-                self._strengths = self._measure_strengths()
-            return self._strengths
 
-    def _measure_strengths(self) -> Sequence[float]:
-        if not self.method.weighs_tasks:
-            return [1.0] * len(self.plan.tasks)
-        from .strength import measure_strengths
+def layer_jobs(
+    plan: Plan,
+    strengths: Sequence[float] | None = None,
+    pieces: PiecesOfLayer = lambda layer, merged, weigh: (),
+) -> list[Job]:
+    """Return the jobs that merge the layers of a plan, in their order; nothing is read for this.
 
-        if not self.plan.settings.on_cpu:
-            return measure_strengths(self.plan, self.devices, len(self.devices))
-        # No layer is merged meanwhile, whose memory this may take.
-        budget = Budget(self.memory_limit)
-
-        def reserve(layer: Layer) -> AbstractContextManager[None]:
-            return budget.reserve(self.memory(layer))
-
-        return measure_strengths(self.plan, self.devices, self.workers, reserve)
-
-    def form(self, layer: Layer) -> Form:
-        return self._shape_merged(layer), (self.plan.dtype(layer.keys[0]),)
-
-    def most_together(self, layer: Layer) -> int:
-        size = super().most_together(layer)
-        settings = self.plan.settings
-        # A batch passes through main memory as a whole on its way to an accelerator and back.
-        if settings.max_memory is not None:
-            free = settings.max_memory - process_memory(settings.workers)
-            size = max(1, min(size, free // self.memory(layer)))
-        return size
-
-    def memory(self, layer: Layer) -> int:
-        # On a GPU, a layer only passes through main memory.
-        if self.plan.settings.on_cpu:
-            return self.solving_memory(layer)
-        return self._stored_memory(layer)
-
-    def solving_memory(self, layer: Layer) -> int:
-        itemsize = max(4, self.plan.dtype(layer.keys[0]).itemsize)
-        return self._stored_memory(layer) + self.working_memory(self._shape_merged(layer), itemsize)
-
-    @cached_property
-    def widens_tasks(self) -> bool:
-        # What is quantised is decoded by scales in float32.
-        for model in self.plan.models.values():
-            if any(info.is_quantised for info in model.source.tensors.values()):
-                return True
-        return super().widens_tasks
-
-    def _shape_merged(self, layer: Layer) -> tuple[int, int]:
-        """Return the shape ``(d_o, d_i)`` in which a layer is merged."""
-        return self.kept.shape_in_basis(layer) or layer.view.shape
-
-    def _stored_memory(self, layer: Layer) -> int:
-        """Return the bytes of a layer's weights and state as they are read."""
-        plan = self.plan
-        numel = math.prod(layer.view.shape)
-        base_itemsize = plan.dtype(layer.keys[0]).itemsize
-        in_basis = self.kept.shape_in_basis(layer)
-        state_bytes = sum(tensor.like.nbytes for tensor in self.kept.of_layer(layer).values())
-        if in_basis is not None:
-            # The factors with their basis; at the end the base, widened, and its sum with the
-            # update.
-            wide_itemsize = max(4, base_itemsize)
-            factors = 4 * wide_itemsize * in_basis[0] * sum(layer.view.shape)
-            last_product = (base_itemsize + 2 * wide_itemsize) * numel
-            if plan.is_adapter:
-                # Decomposed in float64, with all that this takes.
-                last_product = 5 * 8 * in_basis[0] * sum(layer.view.shape)
-            if not plan.keeps_state:
-                return factors + last_product
-            if plan.is_adapter:
-                return factors + last_product + state_bytes
-            # The state with the layer's own sides, and once more as it is written, beside the
-            # weight.
-            writing = (base_itemsize + wide_itemsize) * numel + 2 * state_bytes
-            return factors + max(last_product + state_bytes, writing)
-        # One task's weight is held at a time. The factors of a LoRA are too thin to count.
-        task_itemsize = 0
-        for task in plan.tasks:
-            if layer.param in task.keys:
-                info = task.source.tensors[task.keys[layer.param]]
-                task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
-        return (base_itemsize + task_itemsize) * numel + state_bytes
-
-    def budget(self, workers: int) -> int:
-        """Return the bytes that all layers in progress may take together with so many workers."""
-        batch_bytes = []
-        for batch in self.batches(self.plan.layers):
-            batch_bytes.append(sum(map(self.memory, batch)))
-        # The worst case, in which the largest batches of all are in progress at a time.
-        largest = sum(sorted(batch_bytes)[-workers:])
-        bound = self.plan.settings.max_memory
-        if bound is None:
-            return largest
-        return min(largest, bound - process_memory(workers))
-
-    def read(self, layer: Layer, device: torch.device) -> MergedLayer:
-        plan = self.plan
-        key = layer.keys[0]
-        if self.kept.shape_in_basis(layer) is not None:
-            return self._read_in_basis(layer, device)
-        weight = plan.base.read(key, device)
-        theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
-        state = self.kept.read(layer, device)
-        if plan.method.is_stateless:
-            state = {"weight": self._weight_so_far(layer, theta_0, state)}
-        elif not state:
-            stack = plan.method.for_stack([layer.name]).init_state(theta_0[None])
-            state = {name: value[0] for name, value in stack.items()}
-        record: Record = {"param": layer.param, "written": [], "reports": []}
-        return MergedLayer(layer, theta_0, state, record)
-
-    def _read_in_basis(self, layer: Layer, device: torch.device) -> LayerInBasis:
-        """Read the factors of all tasks, and return the layer in their basis, on a base of
-        zeros.
-        """
-        plan = self.plan
-        # Of the base, an adapter's factors need nothing.
-        no_values = torch.empty(0, dtype=plan.dtype(layer.keys[0]), device=device)
-        factors = {}
+    ``strengths`` are those of the tasks.
+    """
+    kept = kept_state(plan)
+    strengths = strengths or [1.0] * len(plan.tasks)
+    # What is quantised is decoded by scales in float32.
+    widens_tasks = any(task.coefficient != 1 for task in plan.tasks)
+    for model in plan.models.values():
+        widens_tasks |= any(info.is_quantised for info in model.source.tensors.values())
+    jobs = []
+    for layer in plan.layers:
+        in_basis = kept.shape_in_basis(layer)
+        tasks = []
         for number, task in enumerate(plan.tasks):
-            if layer.param in task.params:
-                update = task.weight(layer.param, no_values)
-                update = task.scaled(update, no_values)
-                assert isinstance(update, LowRank)
-                factors[number] = update.to(compute_dtype(no_values))
-        updates = list(factors.values())
-        earlier, kept = self.kept.read_directions(layer, device)
-        if earlier is not None:
-            updates.append(earlier.to(compute_dtype(no_values)))
-        basis, lefts, rights = Basis.of(
-            [update.left for update in updates],
-            [update.right for update in updates],
-            self.method.sides_in_basis,
+            name = task.source.name
+            if in_basis is None:
+                read = partial(_read_task, task, layer)
+                tasks.append(TaskInput(name, read, strengths[number], task.coefficient))
+            else:  # which has been multiplied
+                tasks.append(TaskInput(name, partial(_factors_of, number), strengths[number]))
+        shape = in_basis or layer.view.shape
+        dtype = plan.dtype(layer.keys[0])
+        stored = _stored_memory(plan, kept, layer)
+        solving = stored + working_memory(
+            plan.method,
+            shape,
+            max(4, dtype.itemsize),
+            plan.settings.devices[0],
+            widens_tasks=widens_tasks,
         )
-        zeros = no_values.new_zeros(self._shape_merged(layer), dtype=compute_dtype(no_values))
-        stack = self.method.for_stack([layer.name]).init_state(zeros[None])
-        state = {name: value[0] for name, value in stack.items()}
-        if earlier is not None:
-            state = self.kept.turn(layer, kept, state, LowRank(lefts[-1], rights[-1]))
-        in_basis = {}
-        for number, left, right in zip(factors, lefts, rights, strict=False):
-            in_basis[number] = LowRank(left.contiguous(), right.contiguous())
-        record: Record = {"param": layer.param, "written": [], "reports": []}
-        return LayerInBasis(layer, zeros, state, record, basis, in_basis)
+        jobs.append(
+            Job(
+                name=layer.name,
+                rule=plan.method,
+                shape=layer.view.shape,
+                shape_merged=shape,
+                dtypes=(dtype,),
+                read=partial(_read if in_basis is None else _read_in_basis, plan, kept, layer),
+                tasks=tasks,
+                first_step=plan.first_step,
+                pieces=partial(pieces, layer),
+                # On a GPU, a layer only passes through main memory.
+                memory=solving if plan.settings.on_cpu else stored,
+                solving_memory=solving,
+            )
+        )
+    return jobs
 
-    def _weight_so_far(self, layer: Layer, theta_0: Tensor, kept: State) -> Tensor:
-        """Return the merged weight before the first task, in float32 at least."""
-        plan = self.plan
-        so_far = theta_0
-        if plan.merged is not None:
-            like = layer.view.as_stored(theta_0)
-            if not kept:
-                weight = plan.merged.weight(layer.param, like)
-            else:
-                weight = kept["weight"]
-                info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
-                rounded = weight.to(FLOATS[info.dtype])
-                stored = plan.merged.weight(layer.param, rounded)
-                assert isinstance(stored, Tensor)
-                # The model has the same weight rounded, which tells a state of other weights.
-                if rounded.dtype.itemsize < weight.dtype.itemsize:
-                    assert plan.state is not None
-                    check_belongs(weight, stored, layer.name, plan.state.source)
-            assert isinstance(weight, Tensor)
-            so_far = layer.view.matrix(weight)
-        # A task would be rounded with it: the result is rounded once, when it is written.
-        return so_far.to(compute_dtype(theta_0))
 
-    def read_task(self, number: int, merged: MergedLayer) -> Tensor | LowRank | None:
-        layer = merged.layer
-        task = self.plan.tasks[number]
-        if isinstance(merged, LayerInBasis):
-            return merged.factors.get(number)
-        if layer.param not in task.params:
-            return None
-        theta_0 = layer.view.as_stored(merged.theta_0)
-        weight = task.weight(layer.param, theta_0)
-        if isinstance(weight, LowRank):
-            return weight
-        return layer.view.matrix(weight)
+def task_strengths(plan: Plan) -> Sequence[float]:
+    """Return the strengths of a plan's tasks, which are measured if its method asks for them."""
+    if not plan.method.weighs_tasks:
+        return [1.0] * len(plan.tasks)
+    machine = machine_of(plan)
+    if not plan.settings.on_cpu:
+        return measure_strengths(plan, machine.devices, len(machine.devices))
+    # No layer is merged meanwhile, whose memory this may take.
+    jobs = layer_jobs(plan)
+    budget = Budget(memory_limit(jobs, machine))
+    memory = {job.name: job.memory for job in jobs}
 
-    @property
-    def coefficients(self) -> Sequence[float]:
-        return [task.coefficient for task in self.plan.tasks]
+    def reserve(layer: Layer) -> AbstractContextManager[None]:
+        return budget.reserve(memory[layer.name])
 
-    def rounding_of_base(self, merged: MergedLayer) -> float:
-        stored = FLOATS[self.plan.base.tensors[merged.layer.keys[0]].dtype]
-        # The base is computed in the dtype of the result.
-        if merged.theta_0.dtype.itemsize < stored.itemsize:
-            return rounding_of(merged.theta_0)
-        return 0.0
+    return measure_strengths(plan, machine.devices, machine.workers, reserve)
 
-    def rounding_before(self, merged: MergedLayer) -> float:
-        if self.plan.merged is None:
-            return 0.0
-        recorded = self.plan.merged_manifest.get("rounding", {}).get(merged.layer.name)
-        if isinstance(merged, LayerInBasis):
-            return recorded or 0.0  # factors have none of their own
-        if recorded is None:
-            return super().rounding_before(merged)
-        if self.kept.has_state(merged.layer) or "weight" not in merged.state:
-            return recorded
-        # The model that was left may have been rounded, whatever its tasks are.
-        return max(recorded, 2 * rounding_of(merged.state["weight"]))
 
-    @property
-    def num_tasks_before(self) -> int:
-        # What has no manifest is one model.
-        return max(self.first_step - 1, self.plan.merged_manifest.get("step", 1))
-
-    def weighted(
-        self, number: int, merged: MergedLayer, weight: Tensor | LowRank
-    ) -> Tensor | LowRank:
-        if isinstance(merged, LayerInBasis):
-            return weight  # all factors were read, and weighted, with their basis
-        return super().weighted(number, merged, weight)
-
-    def as_stored(self, merged: MergedLayer, weight: Tensor) -> Tensor:
-        layer = merged.layer
-        if self.plan.is_adapter:
-            return weight
-        if isinstance(merged, LayerInBasis):
-            weight = self._on_base(merged, weight)
-        return layer.view.as_stored(weight)
-
-    def _on_base(self, merged: LayerInBasis, update: Tensor) -> Tensor:
-        """Return the weight ``(d_o, d_i)`` that an update in the basis makes of the base's, which
-        is read here.
-        """
-        layer = merged.layer
-        stored = self.plan.base.read(layer.keys[0], update.device)
-        theta_0 = layer.view.matrix(stored).to(update.dtype)
-        factors = merged.basis.product(update)
-        return torch.addmm(theta_0, factors.left, factors.right)
-
-    def pieces(
-        self,
-        state_places: Mapping[str, TensorInfo],
-        merged: MergedLayer,
-        merged_weight: Callable[[], Tensor],
-    ) -> list[tuple[TensorInfo, Tensor]]:
-        """Return a layer's state, if it is kept, and its weight, with their places in the result.
-
-        ``state_places`` has the places in the file of the state, by key; none if there is no such
-        file.
-        """
-        plan = self.plan
-        layer = merged.layer
-        weight = merged_weight()
-        state = merged.state
-        if state_places and isinstance(merged, LayerInBasis):
-            state = self.kept.expand(merged, weight)
-        weight = plan.vocabulary.grown_layer(layer.param, weight)
-        pieces: list[tuple[TensorInfo, Tensor]] = []
-        if state_places:
-            for key, value in self.kept.by_key(layer, state).items():
-                if key in state_places:
-                    pieces.append((state_places[key], value.cpu()))
+def _stored_memory(plan: Plan, kept: KeptState, layer: Layer) -> int:
+    """Return the bytes of a layer's weights and state as they are read."""
+    numel = math.prod(layer.view.shape)
+    base_itemsize = plan.dtype(layer.keys[0]).itemsize
+    in_basis = kept.shape_in_basis(layer)
+    state_bytes = sum(tensor.like.nbytes for tensor in kept.of_layer(layer).values())
+    if in_basis is not None:
+        # The factors with their basis; at the end the base, widened, and its sum with the update.
+        wide_itemsize = max(4, base_itemsize)
+        factors = 4 * wide_itemsize * in_basis[0] * sum(layer.view.shape)
+        last_product = (base_itemsize + 2 * wide_itemsize) * numel
         if plan.is_adapter:
-            assert isinstance(merged, LayerInBasis)
-            update = merged.basis.product(weight)
-            weights = factors_by_key(plan, layer.param, update, merged.record)
+            # Decomposed in float64, with all that this takes.
+            last_product = 5 * 8 * in_basis[0] * sum(layer.view.shape)
+        if not plan.keeps_state:
+            return factors + last_product
+        if plan.is_adapter:
+            return factors + last_product + state_bytes
+        # The state with the layer's own sides, and once more as it is written, beside the weight.
+        writing = (base_itemsize + wide_itemsize) * numel + 2 * state_bytes
+        return factors + max(last_product + state_bytes, writing)
+    # One task's weight is held at a time. The factors of a LoRA are too thin to count.
+    task_itemsize = 0
+    for task in plan.tasks:
+        if layer.param in task.keys:
+            info = task.source.tensors[task.keys[layer.param]]
+            task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
+    return (base_itemsize + task_itemsize) * numel + state_bytes
+
+
+def _read(plan: Plan, kept: KeptState, layer: Layer, job: Job, device: torch.device) -> MergedLayer:
+    key = layer.keys[0]
+    weight = plan.base.read(key, device)
+    theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
+    state = kept.read(layer, device)
+    if plan.method.is_stateless:
+        state = {"weight": _weight_so_far(plan, layer, theta_0, state)}
+    elif not state:
+        stack = plan.method.for_stack([layer.name]).init_state(theta_0[None])
+        state = {name: value[0] for name, value in stack.items()}
+    rounding_of_base = 0.0
+    # The base is computed in the dtype of the result.
+    if theta_0.dtype.itemsize < FLOATS[plan.base.tensors[key].dtype].itemsize:
+        rounding_of_base = rounding_of(theta_0)
+    return MergedLayer(
+        job,
+        theta_0,
+        state,
+        _record(layer),
+        rounding=_rounding_before(plan, kept, layer, theta_0, state),
+        rounding_of_base=rounding_of_base,
+    )
+
+
+def _record(layer: Layer) -> Record:
+    return {"param": layer.param, "written": [], "reports": []}
+
+
+def _rounding_before(
+    plan: Plan, kept: KeptState, layer: Layer, theta_0: Tensor, state: State
+) -> float:
+    """Return what rounding has added to a layer in earlier merges."""
+    if plan.merged is None:
+        return 0.0
+    recorded = plan.merged_manifest.get("rounding", {}).get(layer.name)
+    if recorded is None:
+        # What has no manifest is one model.
+        num_tasks = max(plan.first_step - 1, plan.merged_manifest.get("step", 1))
+        return rounding_before(theta_0, state.get("weight", theta_0), num_tasks)
+    if kept.has_state(layer) or "weight" not in state:
+        return recorded
+    # The model that was left may have been rounded, whatever its tasks are.
+    return max(recorded, 2 * rounding_of(state["weight"]))
+
+
+def _read_in_basis(
+    plan: Plan, kept: KeptState, layer: Layer, job: Job, device: torch.device
+) -> LayerInBasis:
+    """Read the factors of all tasks, and return the layer in their basis, on a base of zeros."""
+    # Of the base, an adapter's factors need nothing.
+    no_values = torch.empty(0, dtype=plan.dtype(layer.keys[0]), device=device)
+    factors = {}
+    for number, task in enumerate(plan.tasks):
+        if layer.param in task.params:
+            update = task.weight(layer.param, no_values)
+            update = task.scaled(update, no_values)
+            assert isinstance(update, LowRank)
+            factors[number] = update.to(compute_dtype(no_values))
+    updates = list(factors.values())
+    earlier, kept_values = kept.read_directions(layer, device)
+    if earlier is not None:
+        updates.append(earlier.to(compute_dtype(no_values)))
+    basis, lefts, rights = Basis.of(
+        [update.left for update in updates],
+        [update.right for update in updates],
+        plan.method.sides_in_basis,
+    )
+    zeros = no_values.new_zeros(job.shape_merged, dtype=compute_dtype(no_values))
+    stack = plan.method.for_stack([layer.name]).init_state(zeros[None])
+    state = {name: value[0] for name, value in stack.items()}
+    if earlier is not None:
+        state = kept.turn(layer, kept_values, state, LowRank(lefts[-1], rights[-1]))
+    in_basis = {}
+    for number, left, right in zip(factors, lefts, rights, strict=False):
+        in_basis[number] = LowRank(left.contiguous(), right.contiguous())
+    # Factors have no rounding of their own.
+    rounding = plan.merged_manifest.get("rounding", {}).get(layer.name) or 0.0
+    return LayerInBasis(job, zeros, state, _record(layer), basis, in_basis, rounding=rounding)
+
+
+def _weight_so_far(plan: Plan, layer: Layer, theta_0: Tensor, kept: State) -> Tensor:
+    """Return the merged weight before the first task, in float32 at least."""
+    so_far = theta_0
+    if plan.merged is not None:
+        like = layer.view.as_stored(theta_0)
+        if not kept:
+            weight = plan.merged.weight(layer.param, like)
         else:
-            weights = dict.fromkeys(layer.keys, weight)
-        for key, wide in weights.items():
-            place = plan.places[key]
-            value = wide.to(FLOATS[place.dtype])
-            # What is finite in float32 may be infinite in float16, which the engine can't see.
-            if not is_finite(value):
-                raise ValueError(
-                    f"tensor '{key}': the merged weight is too large for {place.dtype}"
-                )
-            pieces.append((place, value.cpu()))
-        return pieces
+            weight = kept["weight"]
+            info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
+            rounded = weight.to(FLOATS[info.dtype])
+            stored = plan.merged.weight(layer.param, rounded)
+            assert isinstance(stored, Tensor)
+            # The model has the same weight rounded, which tells a state of other weights.
+            if rounded.dtype.itemsize < weight.dtype.itemsize:
+                assert plan.state is not None
+                check_belongs(weight, stored, layer.name, plan.state.source)
+        assert isinstance(weight, Tensor)
+        so_far = layer.view.matrix(weight)
+    # A task would be rounded with it: the result is rounded once, when it is written.
+    return so_far.to(compute_dtype(theta_0))
+
+
+def _read_task(task: ModelWeights, layer: Layer, merged: MergedLayer) -> Tensor | LowRank | None:
+    if layer.param not in task.params:
+        return None
+    weight = task.weight(layer.param, layer.view.as_stored(merged.theta_0))
+    if isinstance(weight, LowRank):
+        return weight
+    return layer.view.matrix(weight)
+
+
+def _factors_of(number: int, merged: MergedLayer) -> LowRank | None:
+    assert isinstance(merged, LayerInBasis)
+    return merged.factors.get(number)
+
+
+def as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> Tensor:
+    """Return the merged weight of a layer in the form in which the base has it."""
+    if isinstance(merged, LayerInBasis):
+        # The base is read here.
+        stored = plan.base.read(layer.keys[0], weight.device)
+        theta_0 = layer.view.matrix(stored).to(weight.dtype)
+        factors = merged.basis.product(weight)
+        weight = torch.addmm(theta_0, factors.left, factors.right)
+    return layer.view.as_stored(weight)
+
+
+def pieces_in_files(
+    plan: Plan,
+    kept: KeptState,
+    state_places: Mapping[str, TensorInfo],
+    layer: Layer,
+    merged: MergedLayer,
+    merged_weight: Callable[[], Tensor],
+) -> list[tuple[TensorInfo, Tensor]]:
+    """Return a layer's state, if it is kept, and its weight, with their places in the result.
+
+    ``state_places`` has the places in the file of the state, by key; none if there is no such file.
+    """
+    weight = merged_weight()
+    if not plan.is_adapter:
+        weight = as_stored(plan, layer, merged, weight)
+    state = merged.state
+    if state_places and isinstance(merged, LayerInBasis):
+        state = kept.expand(layer, merged, weight)
+    weight = plan.vocabulary.grown_layer(layer.param, weight)
+    pieces: list[tuple[TensorInfo, Tensor]] = []
+    if state_places:
+        for key, value in kept.by_key(layer, state).items():
+            if key in state_places:
+                pieces.append((state_places[key], value.cpu()))
+    if plan.is_adapter:
+        assert isinstance(merged, LayerInBasis)
+        update = merged.basis.product(weight)
+        weights = factors_by_key(plan, layer.param, update, merged.record)
+    else:
+        weights = dict.fromkeys(layer.keys, weight)
+    for key, wide in weights.items():
+        place = plan.places[key]
+        value = wide.to(FLOATS[place.dtype])
+        # What is finite in float32 may be infinite in float16, which the engine can't see.
+        if not is_finite(value):
+            raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
+        pieces.append((place, value.cpu()))
+    return pieces
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
     """Predict the peak resident memory of a process in bytes, by default with this process's
     workers.
     """
-    workers = workers or plan.settings.workers
-    return process_memory(workers) + PlannedLayers(plan).budget(workers)
+    machine = machine_of(plan, workers)
+    return process_memory(machine.workers) + memory_limit(layer_jobs(plan), machine)
 
 
 def affords_state(plan: Plan, device: torch.device) -> bool:

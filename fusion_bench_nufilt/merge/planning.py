@@ -41,7 +41,7 @@ from .checks import (
 from .draft import Draft
 from .kept_state import open_kept
 from .plan import Plan, arrange_files, models_by_role, small_files_of
-from .planned import PlannedLayers
+from .planned import layer_jobs
 
 
 def plan_merge(
@@ -300,7 +300,7 @@ def _check_memory(plan: Plan) -> None:
     bound = plan.settings.max_memory
     if bound is None:
         return
-    largest = max(map(PlannedLayers(plan).memory, plan.layers))
+    largest = max(job.memory for job in layer_jobs(plan))
     needed = process_memory(plan.settings.workers) + largest
     if needed > bound:
         raise ValueError(

@@ -1,7 +1,11 @@
 """A method on a single layer, whose state is given and returned without the stack around it."""
 
+import dataclasses
+
 from torch import Tensor
 
+from fusion_bench_nufilt.merge.engine import run
+from fusion_bench_nufilt.merge.fuse import machine_on
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of
@@ -46,3 +50,15 @@ def add(method, state, theta_0, theta_t, *, step=1, strength=1.0, rounding_befor
 
 def weight(method, state, theta_0):
     return method.merged_weight(stacked(state), theta_0[None])[0]
+
+
+def all_of_layers(jobs):
+    """What is merged by jobs of matrices: for each, its state and its weight."""
+    merged = {}
+
+    def pieces(layer, weigh):
+        return [(layer.job.name, {**layer.state, "weight": weigh()})]
+
+    jobs = [dataclasses.replace(job, pieces=pieces) for job in jobs]
+    list(run(jobs, machine_on("cpu"), lambda _, pieces: merged.update(pieces)))
+    return merged

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import FusionConfig
-from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.merge.fuse import merge_matrices
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from tests.methods.test_spectral import distance, task_vectors
@@ -20,7 +20,7 @@ def merge(kind, norm):
     taus = [norm * tau / tau.norm() for tau in task_vectors((24, 16), count=3)]
     base = {"layer": torch.zeros(24, 16)}
     tasks = [{"layer": tau.float()} for tau in taus]
-    return merge_matrices(MatrixLayers(kind(options, ["layer"]), base, tasks))["layer"]
+    return merge_matrices(kind(options, ["layer"]), base, tasks)["layer"]
 
 
 @every_method

@@ -8,8 +8,7 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
     compute_and_sum_svd_mem_reduction,
 )
 
-from fusion_bench_nufilt.merge.engine import merge_layers
-from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.merge.fuse import matrix_jobs, merge_matrices
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
 from fusion_bench_nufilt.methods.order_free import Sum, map_spectrum
@@ -18,7 +17,7 @@ from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import every_device
-from tests.methods.helpers import add, start, weight
+from tests.methods.helpers import add, all_of_layers, start, weight
 from tests.methods.test_spectral import distance, spectrum, task_vectors
 from tests.nufilt.matrices import matrix_with_spectrum
 
@@ -57,7 +56,7 @@ def test_every_device_gives_the_same_result(kind, device):
     taus = task_vectors((40, 12), count=3)
     method = kind(kind.Options(), ["layer"])
     tasks = [{"layer": tau.float()} for tau in taus]
-    found = merge_matrices(MatrixLayers(method, theta_0, tasks, device=device))
+    found = merge_matrices(method, theta_0, tasks, device=device)
     assert found["layer"].device == torch.device("cpu")
     assert distance(found["layer"], merge(kind, taus, dtype=torch.float32)) < 1e-5
 
@@ -279,15 +278,7 @@ def test_where_a_solver_fails_in_float32_float64_takes_over_and_says_so(kind, mo
     def merged():
         method = kind(kind.Options(), ["layer"])
         tasks = [{"layer": theta_0["layer"] + tau.float()} for tau in taus]
-        results = []
-
-        def on_layer(layer, weigh):
-            results.append({**layer.state, "weight": weigh()})
-
-        reader = MatrixLayers(method, theta_0, tasks)
-        list(merge_layers(reader, reader.layers, on_layer))
-        (result,) = results
-        return result
+        return all_of_layers(matrix_jobs(method, theta_0, tasks))["layer"]
 
     def failing(function):
         def solve(self, state, *args):
@@ -320,11 +311,11 @@ def test_a_solver_that_fails_in_float64_too_is_refused_by_the_layer(kind, monkey
     monkeypatch.setattr(kind, "accumulate", failing)
     theta_0 = {"layer": torch.zeros(40, 24)}
     method = kind(kind.Options(), ["layer"])
-    source = MatrixLayers(method, theta_0, [{"layer": torch.ones(40, 24)}])
+    tasks = [{"layer": torch.ones(40, 24)}]
     with pytest.raises(
         ValueError, match=r"layer 'layer' \(40, 24\).* in float64 on the CPU either"
     ):
-        merge_matrices(source)
+        merge_matrices(method, theta_0, tasks)
 
 
 @pytest.mark.parametrize("power", [1, 2, 3])

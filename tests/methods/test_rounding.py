@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import FusionConfig, fuse_layers
-from fusion_bench_nufilt.merge.engine import merge_layers
-from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.merge.engine import run
+from fusion_bench_nufilt.merge.fuse import machine_on, matrix_jobs, merge_matrices
 from fusion_bench_nufilt.merge.strength import share_of_strongest
 from fusion_bench_nufilt.methods import ORDER_FREE, find_method
 from fusion_bench_nufilt.methods.nufilt import Nufilt
@@ -48,11 +48,8 @@ def merged_in(dtype, seed):
 def reports_of(base, tasks):
     """What the steps of one merge measured."""
     reports = []
-    layers = MatrixLayers(Nufilt(CONFIG, ["layer"]), base, tasks)
-    for _ in merge_layers(
-        layers, layers.layers, lambda merged, _: reports.extend(merged.record["reports"])
-    ):
-        pass
+    jobs = matrix_jobs(Nufilt(CONFIG, ["layer"]), base, tasks)
+    list(run(jobs, machine_on("cpu"), lambda record, _: reports.extend(record["reports"])))
     return reports
 
 
@@ -60,10 +57,8 @@ def merged_by(method, base, tasks):
     """The weight that a method makes of tasks, with its own options but for NUFILT's ranks."""
     method_class = find_method(method)
     options = CONFIG if method == "nufilt" else method_class.Options()
-    layers = MatrixLayers(
-        method_class(options, ["layer"]), {"layer": base}, [{"layer": task} for task in tasks]
-    )
-    return merge_matrices(layers)["layer"]
+    rule = method_class(options, ["layer"])
+    return merge_matrices(rule, {"layer": base}, [{"layer": task} for task in tasks])["layer"]
 
 
 def second_report(dtype):
@@ -318,7 +313,7 @@ def test_the_layers_of_one_merge_are_rounded_once():
     """They were rounded after each task: 7 % of an update after two."""
     base = {"layer": THETA_0}
     tasks = [{"layer": merged_in(torch.bfloat16, seed)} for seed in (1, 2, 3)]
-    at_once = merge_matrices(MatrixLayers(Nufilt(CONFIG, ["layer"]), base, tasks))["layer"]
+    at_once = merge_matrices(Nufilt(CONFIG, ["layer"]), base, tasks)["layer"]
     merged = {"layer": THETA_0.float()}
     for step, task in enumerate(tasks, 1):
         merged, _ = fuse_layers(base, merged, task, CONFIG, step=step)

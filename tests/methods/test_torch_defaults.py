@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import fusion_bench_nufilt
-from fusion_bench_nufilt.merge.engine import merge_layers
-from fusion_bench_nufilt.merge.fuse import MatrixLayers
+from fusion_bench_nufilt.merge.fuse import matrix_jobs
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.nufilt import LowRank
 from tests.merge.helpers import algorithm, hashes, merge, same, save_stream
+from tests.methods.helpers import all_of_layers
 from tests.nufilt.matrices import matrix_with_spectrum
 from tests.tiny_models import llama
 
@@ -70,14 +70,10 @@ def merged_by(kind, layers, tasks):
         options |= SMALL
     method = kind(kind.Options(**options), list(layers))
     found = {}
-
-    def on_layer(merged, weigh):
-        name = merged.layer.name
-        found[name] = weigh()
-        found.update({f"{name}.{key}": value for key, value in merged.state.items()})
-
-    reader = MatrixLayers(method, layers, tasks, device="cpu")
-    list(merge_layers(reader, reader.layers, on_layer))
+    for name, merged in all_of_layers(
+        matrix_jobs(method, layers, tasks, device=torch.device("cpu"))
+    ).items():
+        found |= {f"{name}.{key}": value for key, value in merged.items()}
     return found
 
 

@@ -1,0 +1,82 @@
+"""The rules for the tensors outside the merged layers: methods of a few lines, whose state is the
+weight so far, in float32 at least until all tasks have joined.
+
+They are functions of single values, so that a tensor may be given in blocks of any shape.
+"""
+
+from torch import Tensor, int64, lerp
+
+from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State
+from fusion_bench_nufilt.methods.task_vector import TaskVector
+from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
+
+
+class Keep(LayerMethod):
+    """The weight so far, whatever the tasks have."""
+
+    name = "pretrained"
+    is_stateless = True
+
+    def init_state(self, base: Tensor) -> State:
+        return {"weight": base}
+
+    def update(
+        self, state: State, base: Tensor, task: TaskVector, step: int
+    ) -> tuple[State, Measures]:
+        return state, {}
+
+    def merged_weight(self, state: State, base: Tensor) -> Tensor:
+        return state["weight"]
+
+
+class First(Keep):
+    """The first task's weight."""
+
+    name = "first"
+
+    def init_state(self, base: Tensor) -> State:
+        return {"weight": to_compute_dtype(base)}
+
+    def update(
+        self, state: State, base: Tensor, task: TaskVector, step: int
+    ) -> tuple[State, Measures]:
+        if step > 1:
+            return state, {}
+        return {"weight": task.weights()}, {}
+
+
+class Mean(First):
+    """The mean of the tasks' weights, of which the state has the count, too; without a task, the
+    base's.
+    """
+
+    name = "mean"
+
+    def init_state(self, base: Tensor) -> State:
+        return {**super().init_state(base), "count": base.new_zeros(len(base), dtype=int64)}
+
+    def update(
+        self, state: State, base: Tensor, task: TaskVector, step: int
+    ) -> tuple[State, Measures]:
+        counts = state["count"] + 1
+        weights = []
+        for mean, new, count in zip(state["weight"], task.weights(), counts, strict=True):
+            weights.append(running_mean(mean, new, int(count)))
+        return {"weight": stack(weights), "count": counts}, {}
+
+
+#: By the values of the option `other_params`.
+RULES: dict[str, type[LayerMethod]] = {rule.name: rule for rule in (Keep, First, Mean)}
+
+
+def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
+    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta -
+    m) / \text{count}`.
+
+    It is exact for the first tensor, and otherwise in float32 at least. Whoever goes on from it
+    must keep it so: rounded to bfloat16, the mean of many tensors no longer moves.
+    """
+    if count == 1:
+        return new
+    wide = compute_dtype(mean)
+    return lerp(mean.to(wide), new.to(wide), 1 / count)
