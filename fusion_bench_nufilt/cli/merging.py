@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -205,12 +204,10 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     if plan.settings.engine == "local":
         yield "memory", f"{size_text(peak_memory(plan))} at most"
     else:
-        from fusion_bench_nufilt.merge.distributed import cluster_nodes
+        from fusion_bench_nufilt.merge.distributed import slots_of
 
-        workers_by_slots = Counter(node.slots for node in cluster_nodes(plan))
-        for slots, number in workers_by_slots.items():
-            memory = f"{size_text(peak_memory(plan, slots))} at most"
-            yield "workers", f"{number}, each on {slots} batches of layers at a time in {memory}"
+        memory = f"{size_text(peak_memory(plan, 1))} at most"
+        yield "workers", f"{slots_of(plan).number}, each on a batch of layers at a time in {memory}"
     yield "disk", f"{size_text(disk_bytes(plan))} in {out}"
 
 

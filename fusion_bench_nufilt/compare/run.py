@@ -19,7 +19,7 @@ from fusion_bench_nufilt.utils.cluster import (
     Results,
     Work,
     connect,
-    find_nodes,
+    find_slots,
     run_locally,
     run_on_cluster,
 )
@@ -211,8 +211,9 @@ def _run_apart(
     if engine == "local":
         return run_locally(work, partial(run_alone, *data), jobs)
     ray = connect(address)
-    nodes = find_nodes(ray, gpus=ray.cluster_resources().get("GPU", 0) >= 1)
-    return run_on_cluster(ray, nodes, work, partial, run_alone, *data)
+    has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+    slots = find_slots(ray, gpus=has_gpus, whole_nodes=True)
+    return run_on_cluster(ray, slots, work, partial, run_alone, *data)
 
 
 def _keep(

@@ -10,12 +10,11 @@ from contextlib import closing
 from functools import partial
 
 import numpy
-import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.utils.cluster import Node, connect, find_nodes, run_on_cluster
+from fusion_bench_nufilt.utils.cluster import Slots, connect, find_slots, run_on_cluster
 from fusion_bench_nufilt.utils.devices import exact_products
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
@@ -30,14 +29,9 @@ from .planned import layer_jobs, machine_of, pieces_in_files, task_strengths
 _Merged = list[tuple[Record, list[tuple[TensorInfo, numpy.ndarray]]]]
 
 
-def cluster_nodes(plan: Plan) -> list[Node]:
-    """Return the nodes of the plan's cluster, with a slot for each CPU, or its GPUs, with one slot
-    each.
-    """
-    ray = connect(plan.settings.address)
-    if plan.settings.on_cpu:
-        return [node._replace(slots=node.cpus) for node in find_nodes(ray, gpus=False)]
-    return find_nodes(ray, gpus=True)
+def slots_of(plan: Plan) -> Slots:
+    """Return the slots of the plan's cluster, each of which merges a batch of layers at a time."""
+    return find_slots(connect(plan.settings.address), gpus=not plan.settings.on_cpu)
 
 
 def merge_on_cluster(
@@ -61,8 +55,8 @@ def merge_on_cluster(
     for batch in batches(jobs, machine_of(plan)):
         work[f"layer '{unfinished[batch[0].name].param}'"] = ([job.name for job in batch],)
     ray = connect(plan.settings.address)
-    nodes = cluster_nodes(plan)
-    with closing(run_on_cluster(ray, nodes, work, _make_merger, plan, strengths)) as results:
+    slots = slots_of(plan)
+    with closing(run_on_cluster(ray, slots, work, _make_merger, plan, strengths)) as results:
         for _, merged in results:
             # As they arrive: a driver that is killed has lost no more than the layers in progress.
             for record, pieces in merged:
@@ -95,7 +89,6 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     worker = Worker(machine, memory_limit(list(jobs.values()), machine))
 
     def merge(names: Sequence[str]) -> _Merged:
-        torch.set_num_threads(1)  # as on one machine, one thread computes a layer
         results: _Merged = []
 
         def add(record: Record, pieces: Iterable[tuple[TensorInfo, Tensor]]) -> None:

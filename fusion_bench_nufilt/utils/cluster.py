@@ -9,10 +9,9 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,9 @@ Results = Generator[tuple[str, Any], None, None]
 Make = Callable[..., Callable[..., Any]]
 
 _ANSWER_SECONDS = 20  # an address that does not answer in this time is refused
-_START_SECONDS = 300  # a node whose CPUs or GPUs are not free in this time is left out
-_TRIES = 3  # a piece of work that killed this many workers would kill the next one, too
+_LOOK_SECONDS = 30  # after this long without a result, a cluster must still have nodes
+_GOING_ON = "the same command goes on where this run stopped"
+_TRIES = 3  # a piece of work that killed this many processes would kill the next one, too
 
 
 def run_locally(work: Work, do: Callable[..., Any], processes: int) -> Results:
@@ -96,23 +96,13 @@ def _begin_process(gpus: Any, driver: Any, threads: int) -> None:
     threading.Thread(target=end_with_driver, daemon=True).start()
 
 
-class Node(NamedTuple):
-    """Where one worker runs: on all CPUs of a node, or on a GPU and its share of them."""
-
-    name: str
-    node_id: str
-    cpus: int
-    gpu: bool
-    slots: int = 1  # pieces of work at a time
-
-
 def connect(address: str | None) -> Any:
     """Connect to the Ray cluster at an address; None means the one this machine belongs to, or else
     a new one on it.
     """
     try:
         import ray
-        import ray.util.scheduling_strategies
+        from ray._private.utils import read_ray_address
     except ModuleNotFoundError as error:
         raise ValueError(
             f"engine 'ray' needs Ray ({error}): pip install 'fusion-bench-nufilt[ray]'"
@@ -121,215 +111,132 @@ def connect(address: str | None) -> Any:
         return ray
     known_address = address
     if address in (None, "auto"):
-        known_address = _recorded_address()
-    host_and_port = re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", known_address or "")
-    if host_and_port is not None:
-        # Ray itself would try for minutes.
-        host = host_and_port[1]
-        port = int(host_and_port[2])
-        try:
-            socket.create_connection((host, port), _ANSWER_SECONDS).close()
-        except (OSError, OverflowError) as error:
-            advice = "start one with `ray start --head`"
-            if known_address != address:
-                advice = (
-                    "which RAY_ADDRESS or Ray's record names: unset the one, or clear the other "
-                    "with `ray stop`"
-                )
-            raise ValueError(f"no Ray cluster at '{known_address}': {error}; {advice}") from error
+        known_address = os.environ.get("RAY_ADDRESS") or read_ray_address()
     try:
+        host_and_port = re.fullmatch(r"(?:ray://)?\[?(.+?)]?:(\d{1,5})", known_address or "")
+        if host_and_port is not None:
+            # Ray itself would try for minutes.
+            place = (host_and_port[1], int(host_and_port[2]))
+            socket.create_connection(place, _ANSWER_SECONDS).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        if host_and_port is None:
-            message = f"no Ray cluster at '{address}': {error}; start one with `ray start --head`"
-            raise ValueError(message) from error
-        message = f"Ray can't connect to what answers at '{known_address}': {error}"
-        if _lacks_token(error):
-            message = (
-                f"the Ray cluster at '{known_address}' wants a token: set RAY_AUTH_MODE=token, "
-                "with its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+    except (OSError, OverflowError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        remedy = "start one with `ray start --head`"
+        if known_address != address:
+            remedy = (
+                "RAY_ADDRESS or Ray's record names it: unset the one, or clear the other with "
+                "`ray stop`"
             )
-        raise ValueError(message) from error
+        raise ValueError(
+            f"no Ray cluster at '{known_address or address}' that takes this program: {error}; "
+            f"{remedy}"
+        ) from error
     return ray
 
 
-def _recorded_address() -> str | None:
-    """Return the address of the cluster that Ray connects to where none is given; None if it starts
-    a new one.
+class Slots(NamedTuple):
+    """What a cluster has for pieces of work, each of which takes so many CPUs, or a GPU."""
+
+    number: int
+    cpus: int
+    gpu: bool
+
+
+def find_slots(ray: Any, *, gpus: bool, whole_nodes: bool = False) -> Slots:
+    """Return a cluster's slots: its GPUs, its CPUs or, with ``whole_nodes``, its nodes, as if each
+    had the CPUs of the smallest one; raise a ValueError if there are none.
     """
-    from ray._private.utils import read_ray_address
-
-    recorded_address: str | None = os.environ.get("RAY_ADDRESS") or read_ray_address()
-    return recorded_address
-
-
-def _lacks_token(error: BaseException | None) -> bool:
-    """Tell whether an error of Ray comes of a token that is missing or another."""
-    while error is not None:
-        if re.search(r"unauthenticated|auth\w*.?token|authentication", str(error), re.I):
-            return True
-        error = error.__cause__
-    return False
-
-
-def find_nodes(ray: Any, *, gpus: bool) -> list[Node]:
-    """Return all nodes with CPUs, or all GPUs of all nodes; raise a ValueError if there are
-    none.
-    """
-    workers: list[Node] = []
+    number = 0
+    cpus_of_slots = []
     for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        # A machine may be more than one node.
-        name = f"node {node['NodeManagerHostname']} ({node['NodeID'][:8]})"
         num_cpus = int(node["Resources"].get("CPU", 0))
         num_gpus = int(node["Resources"].get("GPU", 0))
-        if gpus and num_gpus > 0:
-            cpus = max(1, num_cpus // num_gpus)
-            workers += num_gpus * [Node(name, node["NodeID"], cpus, gpu=True)]
-        elif not gpus and num_cpus > 0:
-            workers.append(Node(name, node["NodeID"], num_cpus, gpu=False))
-    if not workers:
+        slots = num_gpus if gpus else min(num_cpus, 1) if whole_nodes else num_cpus
+        if node["Alive"] and slots > 0:
+            number += slots
+            cpus_of_slots.append(max(1, num_cpus // slots))
+    if not number:
         kind = "GPU" if gpus else "CPU"
         raise ValueError(f"the Ray cluster has no {kind}")
-    return workers
+    return Slots(number, min(cpus_of_slots), gpus)
 
 
-class Worker:
-    """The actor that works on a node; its errors name the node."""
+def run_on_cluster(ray: Any, slots: Slots, work: Work, make: Make, *arguments: Any) -> Results:
+    """Yield names and results as a cluster finishes them: Ray places the work, and gives that of a
+    process or node that dies to another one.
 
-    def start(self, node: Node, versions: dict[str, str], make: Make, *arguments: Any) -> str:
-        """Make the function that does the work, and return the actor's id."""
-        import ray
-
-        self._node = node
-        with self._named_errors():
-            differing = []
-            for name, installed in package_versions().items():
-                if name in versions and installed != versions[name]:
-                    differing.append(f"{name} {installed} where the driver has {versions[name]}")
-            if differing:
-                raise ValueError(
-                    f"it has {', '.join(differing)}: install the same versions on all nodes"
-                )
-            torch.set_num_threads(node.cpus)
-            self._do = make(*arguments)
-        return str(ray.get_runtime_context().get_actor_id())
-
-    def work(self, name: str, piece: tuple[Any, ...]) -> tuple[str, Any]:
-        with self._named_errors():
-            return name, self._do(*piece)
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{self._node.name}: {error}") from None
-
-
-def run_on_cluster(
-    ray: Any, nodes: Sequence[Node], work: Work, make: Make, *arguments: Any
-) -> Results:
-    """Yield names and results as workers on the nodes finish them.
-
-    ``make`` is called once on each node, with ``arguments``, and returns the function that does a
-    piece of work there. Ray's own retries would repeat a call on the same actor, and wait forever
-    for the CPUs or GPUs of a lost node. So the work of workers that died is given to the others
-    here, after everything else.
+    ``make`` is called in each process, with ``arguments``, and returns the function that does a
+    piece of work there.
 
     Raises:
         ValueError: work failed on a node, or it has other versions of the packages (the message
-            names the node); no worker is left.
+            names the node); work killed all who did it; nothing is left that could do it.
     """
-    unfinished = dict(work)
-    workers = _start(ray, nodes, make, arguments)
+    resources = {"num_cpus": 0, "num_gpus": 1} if slots.gpu else {"num_cpus": slots.cpus}
+    # A process does one piece after the other, also on a GPU.
+    remote = ray.remote(
+        max_retries=_TRIES - 1, max_calls=0, scheduling_strategy="SPREAD", **resources
+    )
+    do = remote(_do_piece)
+    versions = package_versions()
+    # Sent to each node once; in a list, so that a process reads it once.
+    shared = [ray.put((make, arguments))]
+    names = {}
+    for name, piece in work.items():
+        names[do.remote(shared, versions, slots.cpus, piece)] = name
     try:
-        for _ in range(_TRIES):
-            if unfinished and not workers:
+        while names:
+            finished, _ = ray.wait(list(names), timeout=_LOOK_SECONDS)
+            if not finished:
+                find_slots(ray, gpus=slots.gpu)  # Ray would wait for others forever
+                continue
+            name = names.pop(finished[0])
+            try:
+                result = ray.get(finished[0])
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ray.exceptions.RayError):  # such as of a full disk
+                    raise ValueError(f"{name}: {error.cause}; {_GOING_ON}") from error
+                raise error.cause from error
+            except ray.exceptions.RayError as error:
                 raise ValueError(
-                    "no worker is alive; the same command goes on where this run stopped"
-                )
-            actors = []
-            for actor, node in workers.values():
-                actors += node.slots * [actor]  # the pool gives each entry one piece at a time
-            pool = ray.util.ActorPool(actors)
-            for piece in unfinished.items():
-                pool.submit(lambda actor, piece: actor.work.remote(*piece), piece)
-            while pool.has_next():
-                try:
-                    name, result = pool.get_next_unordered()
-                except ray.exceptions.RayTaskError as error:
-                    raise _cause_of(ray, error) from error
-                except ray.exceptions.RayError as error:
-                    # A worker died, or a node that held a result.
-                    actor_id = str(getattr(error, "actor_id", ""))
-                    if actor_id in workers:
-                        _, node = workers.pop(actor_id)
-                        _warn(node, error)
-                    continue
-                del unfinished[name]
-                yield name, result
-        if unfinished:
-            name = next(iter(unfinished))
-            raise ValueError(f"{name}: {_TRIES} workers died of it, perhaps for want of memory")
-    finally:  # after an error or an interrupt, no worker goes on
-        for actor, _ in workers.values():
-            ray.kill(actor)
+                    f"{name}: {_TRIES} processes died of it, perhaps for want of memory; "
+                    f"{_GOING_ON}"
+                ) from error
+            del finished  # with which Ray keeps the result
+            yield name, result
+    finally:  # after an error or an interrupt, no process goes on
+        for unfinished in names:
+            ray.cancel(unfinished, force=True)
 
 
-def _start(
-    ray: Any, nodes: Sequence[Node], make: Make, arguments: Sequence[Any]
-) -> dict[str, tuple[Any, Node]]:
-    """Start a worker on each node; return those that become ready, and their nodes, by actor id."""
-    # Objects are sent to each node once, however many workers it has.
-    shared = [ray.put(argument) for argument in arguments]
-    starting = {}
-    for node in nodes:
-        on_this_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            node.node_id, soft=False
-        )
-        resources = {"num_gpus": 1} if node.gpu else {"num_cpus": node.cpus}
-        actor = (
-            ray.remote(Worker)
-            .options(scheduling_strategy=on_this_node, max_concurrency=node.slots, **resources)
-            .remote()
-        )
-        started = actor.start.remote(node, package_versions(), make, *shared)
-        starting[started] = (actor, node)
-    _, late = ray.wait(list(starting), num_returns=len(starting), timeout=_START_SECONDS)
-    ready = {}
-    for started, (actor, node) in starting.items():
-        try:
-            actor_id = ray.get(started, timeout=0)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        except ray.exceptions.RayError as error:
-            if started in late:
-                _warn(node, f"its CPUs or GPUs were not free within {_START_SECONDS} s")
-            else:
-                _warn(node, error)
-            ray.kill(actor)  # otherwise it would still take them once they are free
-        else:
-            ready[actor_id] = (actor, node)
-    log.info("%d workers on the cluster", len(ready))
-    return ready
+#: In a process of a cluster: the function that it made, by what it was made of.
+_made: dict[str, Callable[..., Any]] = {}
 
 
-def _cause_of(ray: Any, error: Any) -> Exception:
-    """Return what stopped a piece of work; a result that found no room says what helps."""
-    no_room = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
-    if isinstance(error.cause, no_room):
-        return ValueError(
-            "a result is larger than what is free in a node's store for objects, and "
-            "the disk to which Ray spills them is nearly full: make room there, or start the node "
-            "with another `--temp-dir` or a larger `--object-store-memory`; the same command goes "
-            "on where this run stopped"
-        )
-    cause: Exception = error.cause
-    return cause
+def _do_piece(
+    shared: list[Any], versions: Mapping[str, str], cpus: int, piece: tuple[Any, ...]
+) -> Any:
+    """Do a piece of work in a process of a cluster, whose errors name the node."""
+    import ray
+
+    try:
+        key = shared[0].hex()
+        if key not in _made:
+            _check_versions(versions)
+            torch.set_num_threads(cpus)
+            make, arguments = ray.get(shared[0])
+            _made.clear()
+            _made[key] = make(*arguments)
+        return _made[key](*piece)
+    except (ValueError, OSError) as error:
+        node_id = ray.get_runtime_context().get_node_id()
+        # A machine may be more than one node.
+        raise ValueError(f"node {socket.gethostname()} ({node_id[:8]}): {error}") from None
 
 
-def _warn(node: Node, reason: object) -> None:
-    first_line = str(reason).strip().partition("\n")[0]
-    log.warning("%s: worker lost, others take its work: %s", node.name, first_line)
+def _check_versions(of_driver: Mapping[str, str]) -> None:
+    differing = []
+    for name, installed in package_versions().items():
+        if name in of_driver and installed != of_driver[name]:
+            differing.append(f"{name} {installed} where the driver has {of_driver[name]}")
+    if differing:
+        raise ValueError(f"it has {', '.join(differing)}: install the same versions on all nodes")

@@ -92,7 +92,7 @@ def on_cluster(folder, out, address=None, **options):
 
 def is_computing(process):
     try:
-        return process.name().startswith("ray::Worker.wo")
+        return process.name().startswith("ray::_do_piece")
     except psutil.NoSuchProcess:
         return False
 
@@ -117,7 +117,7 @@ def test_every_node_gives_a_task_the_strength_that_it_has_here(cluster, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["worker", "node"])
-def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, stream, caplog, dies):
+def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, stream, dies):
     folder, expected = stream
     if dies == "node":
         third = cluster.add_node(**node())
@@ -133,7 +133,6 @@ def test_layers_of_a_worker_or_a_node_that_dies_are_given_to_others(cluster, str
     killer.start()
     assert on_cluster(folder, dies) == expected
     killer.join()
-    assert "worker lost, others take its work" in caplog.text
 
 
 @pytest.mark.slow
