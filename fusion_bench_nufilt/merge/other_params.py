@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .engine import Blocks, Job, MergedLayer, Pieces, TaskInput
-from .kept_state import kept_state
+from .kept_state import KeptTensor, kept_state
 from .output import Record
 from .plan import Plan
 from .planned import factors_by_key
@@ -277,7 +277,7 @@ def tensors_in_memory(
     write_state: Callable[[str, Tensor], object],
 ) -> list[Blocks]:
     """Return the tensors outside the merged layers that a merge of models in memory changes, a tied
-    one once, as a whole.
+    one once.
 
     The place of a piece is the function to call with its key and the piece: ``write`` for a tensor,
     and ``write_state`` for a mean that the model rounds, by its key in the state.
@@ -288,20 +288,30 @@ def tensors_in_memory(
         tensor = _Tensor(plan, param, keys[0])
         if not tensor.is_averaged or not tensor.numel:
             continue
-
-        def written(value: Tensor, tensor: _Tensor = tensor) -> Pieces:
-            value = value.reshape(tensor.info.shape)
-            if tensor.tasks:
-                yield (write, tensor.key), value
-            if tensor.param in to_keep:
-                kept = to_keep[tensor.param]
-                yield (write_state, kept.key), value.to(kept.like.dtype)
-
-        job = tensor.job(0, tensor.numel, written)
         device = plan.base.elements(tensor.key, 0, 1).device
-        pieces = partial(lambda job, merge, record: merge(job), job)
+        pieces = partial(_pieces_in_memory, tensor, to_keep.get(param), write, write_state)
         tensors.append(Blocks(param, tensor.numel, pieces, device))
     return tensors
+
+
+def _pieces_in_memory(
+    tensor: _Tensor,
+    kept: KeptTensor | None,
+    write: Callable[[str, Tensor], object],
+    write_state: Callable[[str, Tensor], object],
+    merge: Merge,
+    record: Record,
+) -> Pieces:
+    blocks: list[Tensor] = []
+    for start, stop in _bounds(0, tensor.numel, tensor.length):
+        blocks += [
+            value for _, value in merge(tensor.job(start, stop, lambda value: [("", value)]))
+        ]
+    value = torch.cat(blocks).reshape(tensor.info.shape)
+    if tensor.tasks:
+        yield (write, tensor.key), value
+    if kept is not None:
+        yield (write_state, kept.key), value.to(kept.like.dtype)
 
 
 def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:

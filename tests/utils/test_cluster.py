@@ -235,7 +235,5 @@ def test_what_answers_and_is_no_cluster_is_said(
         raise ConnectionError("Failed to connect to Ray cluster")
 
     monkeypatch.setattr(ray_without_cluster, "init", init)
-    with pytest.raises(
-        ValueError, match=r"no Ray cluster at '127.* this program: Failed"
-    ):
+    with pytest.raises(ValueError, match=r"no Ray cluster at '127.* this program: Failed"):
         cluster.connect(answering_address)
