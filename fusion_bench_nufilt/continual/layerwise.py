@@ -382,7 +382,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 self._rounding[name] = record["rounding"]
                 (reports[name],) = record["reports"]
 
-        jobs = layer_jobs(plan, task_strengths(plan), pieces)
+        jobs = layer_jobs(plan, plan.layers, task_strengths(plan), pieces)
         means = kept.means()
         tensors = tensors_in_memory(plan, merged_source.write, self._states.__setitem__)
         with (

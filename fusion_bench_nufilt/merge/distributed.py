@@ -7,7 +7,6 @@ each other's.
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from functools import partial
 
 import numpy
 from torch import Tensor
@@ -20,10 +19,9 @@ from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
 
 from .engine import Worker, batches, memory_limit
-from .kept_state import kept_state
 from .output import Record
 from .plan import Plan
-from .planned import layer_jobs, machine_of, pieces_in_files, task_strengths
+from .planned import jobs_in_files, layer_jobs, machine_of
 
 # The record of each layer, and its pieces in arrays of bytes, which Ray moves without a copy.
 _Merged = list[tuple[Record, list[tuple[TensorInfo, numpy.ndarray]]]]
@@ -37,6 +35,7 @@ def slots_of(plan: Plan) -> Slots:
 def merge_on_cluster(
     plan: Plan,
     layers: Sequence[Layer],
+    strengths: Sequence[float],
     write: Callable[[Record, Sequence[tuple[TensorInfo, memoryview]]], object],
 ) -> Generator[int, None, None]:
     """Merge layers on the plan's cluster, and yield the number of those that were written
@@ -47,13 +46,9 @@ def merge_on_cluster(
     # A run that goes on may have none left, for which no worker is started.
     if not layers:
         return
-    # Measured here, so that every node has the same.
-    strengths = task_strengths(plan)
-    unfinished = {layer.name: layer for layer in layers}
-    jobs = [job for job in layer_jobs(plan) if job.name in unfinished]
     work = {}
-    for batch in batches(jobs, machine_of(plan)):
-        work[f"layer '{unfinished[batch[0].name].param}'"] = ([job.name for job in batch],)
+    for batch in batches(layer_jobs(plan, layers), machine_of(plan)):
+        work[f"layer '{batch[0].name}'"] = ([job.name for job in batch],)
     ray = connect(plan.settings.address)
     slots = slots_of(plan)
     with closing(run_on_cluster(ray, slots, work, _make_merger, plan, strengths)) as results:
@@ -81,12 +76,10 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    kept = kept_state(local_plan)
-    _, state_places = kept.layout()
-    pieces_of_layer = partial(pieces_in_files, local_plan, kept, state_places)
-    jobs = {job.name: job for job in layer_jobs(local_plan, strengths, pieces_of_layer)}
+    all_jobs = jobs_in_files(local_plan, plan.layers, strengths)
+    jobs = {job.name: job for job in all_jobs}
     machine = machine_of(local_plan)
-    worker = Worker(machine, memory_limit(list(jobs.values()), machine))
+    worker = Worker(machine, memory_limit(all_jobs, machine))
 
     def merge(names: Sequence[str]) -> _Merged:
         results: _Merged = []

@@ -4,7 +4,6 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from fusion_bench_nufilt.utils.manifest import (
     write_files,
     write_manifest,
 )
-from fusion_bench_nufilt.utils.tensors import TensorInfo, end_of_file
+from fusion_bench_nufilt.utils.tensors import end_of_file
 
 from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
@@ -37,7 +36,7 @@ from .kept_state import kept_state
 from .other_params import NOT_FINITE, head_files, tensors_in_files
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
-from .planned import disk_bytes, layer_jobs, machine_of, pieces_in_files, task_strengths
+from .planned import disk_bytes, jobs_in_files, machine_of, task_strengths
 
 log = logging.getLogger(__name__)
 
@@ -68,21 +67,21 @@ def merge_folders(
     check_disk(plan, out)
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
-    state_header, state_places = kept_state(plan).layout()
     with (
         disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
-        closing(_open_output(plan, out, state_header)) as output,
+        closing(_open_output(plan, out)) as output,
     ):
-        _merge(plan, state_places, output, progress or (lambda done, total: None))
+        _merge(plan, output, progress or (lambda done, total: None))
         refuse_changed(plan)
         manifest = _manifest(plan, output.done, warnings)
         _finish(plan, output, files, manifest)
     return out
 
 
-def _open_output(plan: Plan, out: Path, state_header: bytes) -> Output:
+def _open_output(plan: Plan, out: Path) -> Output:
     """Open the folder in which the result grows, with what an interrupted run finished of it."""
     layout = dict(plan.headers)
+    state_header, _ = kept_state(plan).layout()
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
@@ -208,38 +207,28 @@ def _fetch(plan: Plan) -> list[str]:
     return warnings
 
 
-def _merge(
-    plan: Plan,
-    state_places: Mapping[str, TensorInfo],
-    output: Output,
-    progress: Callable[[int, int], object],
-) -> None:
+def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:
     done = output.done
     total = len(plan.layers) + len(plan.other_keys)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
     other_params = [param for param in plan.other_keys if param not in done]
-
-    tensors = tensors_in_files(plan, other_params, state_places)
+    tensors = tensors_in_files(plan, other_params)
     machine = machine_of(plan)
+    # A run that goes on may have no layer left, for which nothing is measured.
+    strengths = task_strengths(plan) if layers else ()
     if plan.settings.engine == "ray":
         from .distributed import merge_on_cluster
 
         stages = [
-            merge_on_cluster(plan, layers, output.add),
+            merge_on_cluster(plan, layers, strengths, output.add),
             run((), machine._replace(devices=[CPU]), output.add, tensors),
         ]
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        jobs = []
-        if layers:
-            pieces_of_layer = partial(pieces_in_files, plan, kept_state(plan), state_places)
-            unfinished = {layer.name for layer in layers}
-            for job in layer_jobs(plan, task_strengths(plan), pieces_of_layer):
-                if job.name in unfinished:
-                    jobs.append(job)
+        jobs = jobs_in_files(plan, layers, strengths)
         stages = [run(jobs, machine, output.add, tensors)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

@@ -143,14 +143,11 @@ class _Tensor:
         return theta_t
 
 
-def tensors_in_files(
-    plan: Plan, params: Sequence[str], state_places: Mapping[str, TensorInfo]
-) -> list[Blocks]:
+def tensors_in_files(plan: Plan, params: Sequence[str]) -> list[Blocks]:
     """Return the tensors outside the merged layers as they are written to files, under every key
     that the result has for each, with what the state has of it.
-
-    ``state_places`` has the places in the file of the state, by key.
     """
+    _, state_places = kept_state(plan).layout()
     tensors = []
     for param in params:
         numel = sum(math.prod(plan.base.tensors[key].shape) for key in plan.other_keys[param])

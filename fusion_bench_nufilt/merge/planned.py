@@ -63,15 +63,23 @@ def machine_of(plan: Plan, workers: int | None = None) -> Machine:
 PiecesOfLayer = Callable[[Layer, MergedLayer, Callable[[], Tensor]], Pieces]
 
 
-def layer_jobs(
-    plan: Plan,
-    strengths: Sequence[float] | None = None,
-    pieces: PiecesOfLayer = lambda layer, merged, weigh: (),
-) -> list[Job]:
-    """Return the jobs that merge the layers of a plan, in their order; nothing is read for this.
+def jobs_in_files(plan: Plan, layers: Sequence[Layer], strengths: Sequence[float]) -> list[Job]:
+    """Return the jobs that merge some layers of a plan into its files; nothing is read for this.
 
     ``strengths`` are those of the tasks.
     """
+    kept = kept_state(plan)
+    _, state_places = kept.layout()
+    return layer_jobs(plan, layers, strengths, partial(_pieces_in_files, plan, kept, state_places))
+
+
+def layer_jobs(
+    plan: Plan,
+    layers: Sequence[Layer] | None = None,
+    strengths: Sequence[float] | None = None,
+    pieces: PiecesOfLayer = lambda layer, merged, weigh: (),
+) -> list[Job]:
+    """Return the jobs that merge layers of a plan, by default all, in their order."""
     kept = kept_state(plan)
     strengths = strengths or [1.0] * len(plan.tasks)
     # What is quantised is decoded by scales in float32.
@@ -79,7 +87,7 @@ def layer_jobs(
     for model in plan.models.values():
         widens_tasks |= any(info.is_quantised for info in model.source.tensors.values())
     jobs = []
-    for layer in plan.layers:
+    for layer in plan.layers if layers is None else layers:
         in_basis = kept.shape_in_basis(layer)
         tasks = []
         for number, task in enumerate(plan.tasks):
@@ -294,7 +302,7 @@ def as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> 
     return layer.view.as_stored(weight)
 
 
-def pieces_in_files(
+def _pieces_in_files(
     plan: Plan,
     kept: KeptState,
     state_places: Mapping[str, TensorInfo],

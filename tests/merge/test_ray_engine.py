@@ -56,7 +56,7 @@ def test_a_run_that_goes_on_with_no_layer_left_starts_no_worker(tmp_path, monkey
     save_matrices(tmp_path, (8, 8), 1)
     planned = plan(tmp_path, TASKS, settings={"engine": "ray"})
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert list(merge_on_cluster(planned, [], print)) == []
+    assert list(merge_on_cluster(planned, [], [], print)) == []
 
 
 def test_an_address_is_for_a_cluster():
