@@ -19,7 +19,7 @@ from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.continual.stopwatch import Stopwatch
 from fusion_bench_nufilt.merge import merge_folders, strength
-from fusion_bench_nufilt.merge.engine import Worker, run
+from fusion_bench_nufilt.merge.engine import Worker, do_jobs
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, task_strengths
 from fusion_bench_nufilt.methods import ORDER_FREE
@@ -618,7 +618,7 @@ def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, 
     monkeypatch.setattr(threading.Thread, "start", counted_start)
     torch.set_num_threads(workers)
     try:
-        list(run(layer_jobs(planned), machine_of(planned), lambda record, pieces: list(pieces)))
+        list(do_jobs(layer_jobs(planned), machine_of(planned), lambda record, pieces: list(pieces)))
     finally:
         torch.set_num_threads(threads)
     assert len(starts) == started

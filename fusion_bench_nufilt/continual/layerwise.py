@@ -25,7 +25,7 @@ from fusion_bench_nufilt.merge.checks import (
     other_options,
 )
 from fusion_bench_nufilt.merge.draft import Draft, take_head
-from fusion_bench_nufilt.merge.engine import MergedLayer, Pieces, run
+from fusion_bench_nufilt.merge.engine import MergedLayer, Pieces, do_jobs
 from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.other_params import new_heads, tensors_in_memory
 from fusion_bench_nufilt.merge.output import Record
@@ -386,7 +386,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         means = kept.means()
         tensors = tensors_in_memory(plan, merged_source.write, self._states.__setitem__)
         with (
-            closing(run(jobs, machine_of(plan), add, tensors)) as merged_layers,
+            closing(do_jobs(jobs, machine_of(plan), add, tensors)) as merged_layers,
             tqdm(
                 total=len(plan.layers),
                 desc=f"Merging {name}",

@@ -541,7 +541,7 @@ class Budget:
                 self._changed.notify_all()
 
 
-def run(
+def do_jobs(
     jobs: Sequence[Job], machine: Machine, add: Add, tensors: Sequence[Blocks] = ()
 ) -> Generator[int, None, None]:
     """Do jobs, and those of tensors in blocks, in this process, and hand over what each made; yield

@@ -31,7 +31,7 @@ from fusion_bench_nufilt.utils.tensors import end_of_file
 
 from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
-from .engine import CPU, run
+from .engine import CPU, do_jobs
 from .kept_state import kept_state
 from .other_params import NOT_FINITE, head_files, tensors_in_files
 from .output import Output, Record, clear_work_folder, work_folder
@@ -223,13 +223,13 @@ def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -
 
         stages = [
             merge_on_cluster(plan, layers, strengths, output.add),
-            run((), machine._replace(devices=[CPU]), output.add, tensors),
+            do_jobs((), machine._replace(devices=[CPU]), output.add, tensors),
         ]
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
         jobs = jobs_in_files(plan, layers, strengths)
-        stages = [run(jobs, machine, output.add, tensors)]
+        stages = [do_jobs(jobs, machine, output.add, tensors)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.
         with closing(stage):

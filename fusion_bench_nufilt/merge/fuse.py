@@ -25,8 +25,8 @@ from .engine import (
     MergedLayer,
     Pieces,
     TaskInput,
+    do_jobs,
     rounding_before,
-    run,
     working_memory,
 )
 
@@ -206,7 +206,7 @@ def fuse_layers(
             # This is a worker's thread: the loop below tells the caller in the caller's own.
             finished.append(name)
 
-    with closing(run(jobs, machine, add)) as merged_layers:
+    with closing(do_jobs(jobs, machine, add)) as merged_layers:
         for _ in merged_layers:
             while finished:
                 name = finished.popleft()
@@ -266,7 +266,7 @@ def merge_matrices(
         for name, weight in pieces:
             merged[name] = weight.to(pretrained[name])
 
-    with closing(run(jobs, machine, add)) as merged_layers:
+    with closing(do_jobs(jobs, machine, add)) as merged_layers:
         for _ in merged_layers:
             pass
     return merged

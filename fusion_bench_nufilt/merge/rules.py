@@ -45,7 +45,7 @@ class First(Keep):
         return {"weight": task.weights()}, {}
 
 
-class Mean(First):
+class RunningMean(First):
     """The mean of the tasks' weights, of which the state has the count, too; without a task, the
     base's.
     """
@@ -66,7 +66,7 @@ class Mean(First):
 
 
 #: By the values of the option `other_params`.
-RULES: dict[str, type[LayerMethod]] = {rule.name: rule for rule in (Keep, First, Mean)}
+RULES: dict[str, type[LayerMethod]] = {rule.name: rule for rule in (Keep, First, RunningMean)}
 
 
 def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:

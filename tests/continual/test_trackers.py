@@ -117,7 +117,7 @@ def test_these_are_all_that_fusionbench_has_a_configuration_for():
 
 
 def test_a_run_that_fails_leaves_what_was_logged_and_is_not_a_success(run, stubs, monkeypatch):
-    merge = layerwise.run
+    merge = layerwise.do_jobs
     merged_steps = []
 
     def fail_at_step_3(*arguments):
@@ -126,7 +126,7 @@ def test_a_run_that_fails_leaves_what_was_logged_and_is_not_a_success(run, stubs
         merged_steps.append(arguments)
         return merge(*arguments)
 
-    monkeypatch.setattr(layerwise, "run", fail_at_step_3)
+    monkeypatch.setattr(layerwise, "do_jobs", fail_at_step_3)
     with pytest.raises(ValueError, match="no step 3"):
         run("fabric/loggers=wandb_logger", *OTHERS["wandb_logger"])
     (tracker,) = stubs

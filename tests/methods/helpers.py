@@ -4,7 +4,7 @@ import dataclasses
 
 from torch import Tensor
 
-from fusion_bench_nufilt.merge.engine import run
+from fusion_bench_nufilt.merge.engine import do_jobs
 from fusion_bench_nufilt.merge.fuse import machine_on
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
@@ -60,5 +60,5 @@ def all_of_layers(jobs):
         return [(layer.job.name, {**layer.state, "weight": weigh()})]
 
     jobs = [dataclasses.replace(job, pieces=pieces) for job in jobs]
-    list(run(jobs, machine_on("cpu"), lambda _, pieces: merged.update(pieces)))
+    list(do_jobs(jobs, machine_on("cpu"), lambda _, pieces: merged.update(pieces)))
     return merged

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt import FusionConfig, fuse_layers
-from fusion_bench_nufilt.merge.engine import run
+from fusion_bench_nufilt.merge.engine import do_jobs
 from fusion_bench_nufilt.merge.fuse import machine_on, matrix_jobs, merge_matrices
 from fusion_bench_nufilt.merge.strength import share_of_strongest
 from fusion_bench_nufilt.methods import ORDER_FREE, find_method
@@ -49,7 +49,7 @@ def reports_of(base, tasks):
     """What the steps of one merge measured."""
     reports = []
     jobs = matrix_jobs(Nufilt(CONFIG, ["layer"]), base, tasks)
-    list(run(jobs, machine_on("cpu"), lambda record, _: reports.extend(record["reports"])))
+    list(do_jobs(jobs, machine_on("cpu"), lambda record, _: reports.extend(record["reports"])))
     return reports
 
 
