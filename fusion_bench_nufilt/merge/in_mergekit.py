@@ -211,5 +211,5 @@ def _mean(base: Tensor, tasks: list[tuple[str, Tensor]], tensor: str) -> Tensor:
     # A tensor of the base that no task changes is copied, whatever it holds.
     rounded = mean.to(base.dtype)
     if tasks and not is_finite(rounded):
-        raise ValueError(f"tensor '{tensor}': the mean has values that {base.dtype} can't hold")
+        raise ValueError(f"tensor '{tensor}' has values that {base.dtype} can't hold")
     return rounded
