@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import huggingface_hub
 from torch import nn
 
 from fusion_bench_nufilt.utils.files import Input, printable
@@ -11,7 +10,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .adapters import base_name_key
 from .architecture import on_meta
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, folder_at_hand
 from .peft_layers import PREFIX
 
 _CONFIG = "config.json"
@@ -36,7 +35,9 @@ class AbsentBase(Checkpoint):
 
     def __init__(self, adapters: Sequence[Checkpoint], name: str | None = None) -> None:
         self.trained_on = name or _base_of(adapters)
-        folder = _folder_with_config(self.trained_on, adapters)
+        folders = [adapter.folder for adapter in adapters]
+        with_config = [folder for folder in folders if (folder / _CONFIG).is_file()]
+        folder = folder_at_hand(self.trained_on or "") or [*with_config, *folders][0]
         if name is not None and not (folder / _CONFIG).is_file():
             raise ValueError(
                 f"the base '{name}' has no {_CONFIG} on this disk, which is all that is read of "
@@ -88,30 +89,6 @@ def _base_of(adapters: Sequence[Checkpoint]) -> str | None:
             "be merged; where the two are the same model, say so with --base"
         )
     return name
-
-
-def _folder_with_config(name: str | None, adapters: Sequence[Checkpoint]) -> Path:
-    """Return the folder that has the base's config.json; without one, that of the first adapter."""
-    folders = [adapter.folder for adapter in adapters]
-    if name is not None:
-        folders.insert(0, Path(name).expanduser())
-        if not folders[0].is_dir():
-            # Without network: what is not in the cache is not looked for.
-            cached = _cached_config(name)
-            if cached is not None:
-                folders.insert(0, cached.parent)
-    for folder in folders:
-        if (folder / _CONFIG).is_file():
-            return folder
-    return adapters[0].folder
-
-
-def _cached_config(name: str) -> Path | None:
-    try:
-        cached = huggingface_hub.try_to_load_from_cache(name, _CONFIG)
-    except ValueError:  # no name of a repository
-        return None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def _adapted(adapters: Sequence[Checkpoint]) -> dict[str, TensorInfo]:

@@ -465,23 +465,30 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return dict(read_json(folder / "config.json", _ModelConfig) or {})
 
 
-def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the configuration of a model that is a folder here, or in the cache of the hub; empty
-    if it is neither, or damaged.
+def folder_at_hand(name: str, revision: str | None = None) -> Path | None:
+    """Return the folder that has the config.json of a model: its own on this disk, or that in the
+    cache of the hub, which is not asked; None if there is none.
     """
     if not name:
-        return {}
+        return None
     try:
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            cached = huggingface_hub.try_to_load_from_cache(
-                _repository(name), "config.json", revision=revision
-            )
+            cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
             if not isinstance(cached, str):
-                return {}
+                return None
             folder = Path(cached).parent
-        return _read_config(folder)
+        return folder if (folder / "config.json").is_file() else None
     # Names from elsewhere may be of no repository, or too long for a path.
+    except (OSError, ValueError):
+        return None
+
+
+def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the configuration of a model, empty if it is not at hand, or damaged."""
+    folder = folder_at_hand(name, revision)
+    try:
+        return _read_config(folder) if folder else {}
     except (OSError, ValueError):
         return {}
 

@@ -3,12 +3,13 @@
 import json
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.checkpoint import Checkpoint, folder_at_hand
 from tests.docs import run_program
 from tests.merge.helpers import merge, plan, same, save_stream, tensors
 from tests.models.test_adapters import save_adapter
@@ -138,3 +139,22 @@ def test_labels_that_are_none_are_named(tmp_path, fields):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"is damaged, field '(num_labels|id2label)'"):
         Checkpoint.open(str(tmp_path)).config  # noqa: B018
+
+
+def test_a_config_is_at_hand_in_its_folder_or_in_the_hubs_cache_at_its_revision(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--base"
+    snapshots = {}
+    for revision in ("main", "v1"):
+        snapshots[revision] = repository / "snapshots" / f"commit-{revision}"
+        snapshots[revision].mkdir(parents=True)
+        (snapshots[revision] / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(f"commit-{revision}")
+    assert folder_at_hand("owner/base") == snapshots["main"]
+    assert folder_at_hand("owner/base", "v1") == snapshots["v1"]
+    assert folder_at_hand(str(snapshots["v1"])) == snapshots["v1"]
+    for name in ("", "owner/other", "owner/base@v1", "no name: of any", "x" * 300, str(tmp_path)):
+        assert folder_at_hand(name) is None
