@@ -288,11 +288,11 @@ class Checkpoint(Source):
         return not self.reopen() or self.stamps != stamps
 
     @cached_property
-    def _config_files(self) -> dict[str, dict[str, str]]:
+    def _config_files(self) -> dict[str, dict[str, Any]]:
         """The files whose edit changes a merge though the weights are the same: lora_alpha, for
         one, scales an adapter's update.
         """
-        files = {}
+        files: dict[str, dict[str, Any]] = {}
         for name in ("config.json", ADAPTER_CONFIG):
             path = self.folder / name
             if path.is_file():

@@ -395,7 +395,8 @@ def inputs_at_other_times(stored: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 def _digests_of_files(model: Input) -> dict[str, str]:
     """Return the digests of the files beside the weights of a model."""
-    return {name: file.get("sha256", "") for name, file in model.get("files", {}).items()}
+    files = model.get("files", {})
+    return {name: file["sha256"] for name, file in files.items() if "sha256" in file}
 
 
 def is_same_model(one: Input, other: Input) -> bool | None:
@@ -463,6 +464,8 @@ def _content_difference(role: str, stored: Input, wanted: Input) -> Difference:
         reason = "is not recorded there, as in results of earlier versions"
         if "fingerprint" in stored:
             reason = "is not known before its download"
+    elif "stamps" not in stored:  # recorded since fingerprints are what they are now
+        reason = "can't be compared: results of earlier versions have other fingerprints"
     label = f"the content of {role} '{wanted.get('name')}'"
     old = stored.get("fingerprint")
     new = wanted.get("fingerprint")
