@@ -104,12 +104,9 @@ def read_peak(device: torch.device) -> int:
     """Return the peak of the memory in use since it was last reset, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    status = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        status[name] = value
-    kilobytes = int(status["VmHWM"].split()[0])
-    return 1024 * kilobytes
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kilobytes,) = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return 1024 * int(kilobytes)
 
 
 @contextmanager

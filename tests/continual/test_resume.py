@@ -328,18 +328,6 @@ def test_a_merge_of_another_pretrained_model_is_not_gone_on_from(tmp_path, begun
         merged_onto(tmp_path, models)
 
 
-def test_a_step_in_the_place_of_another_is_passed_over(tmp_path, caplog):
-    algorithm_in(tmp_path).run(pool(3))
-    folder = tmp_path / "checkpoints"
-    shutil.rmtree(folder / "merged_model_2")
-    shutil.copytree(folder / "merged_model_0", folder / "merged_model_2")
-    steps = []
-    algorithm_in(tmp_path).run(pool(3), on_step=noting(steps))
-    assert "step 3: '" in caplog.text
-    assert "merged_model_2' is of step 1; looking for the step before" in caplog.text
-    assert steps == [3]
-
-
 def test_how_many_models_are_in_a_merge_must_be_known():
     models = pool(2)
     models["_merged_"] = models.pop("task1")

@@ -94,8 +94,11 @@ def test_a_log_directory_with_another_run_is_refused_and_what_differs_is_named(
         folder.begin({**RUN, **OTHER_RUNS[difference]})
 
 
-@pytest.mark.parametrize("settings", [{}, {"save_on_every_step": False}], ids=["kept", "not kept"])
-@pytest.mark.parametrize("stopped", [True, False], ids=["unfinished", "finished"])
+@pytest.mark.parametrize(
+    ("settings", "stopped"),
+    [({}, False), ({"save_on_every_step": False}, True)],
+    ids=["kept and finished", "not kept and unfinished"],
+)
 def test_a_run_is_not_overwritten_by_one_with_other_settings(tmp_path, settings, stopped):
     on_step = None
     if stopped:
@@ -138,12 +141,14 @@ def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
 
 
 @pytest.mark.parametrize(("source", "place"), [(1, 2), (2, 1)])
-def test_the_folder_of_another_step_is_none(folder, source, place):
+def test_the_folder_of_another_step_is_passed_over(folder, source, place, caplog):
     folder.save_step(2, nn.Linear(2, 2), {**ABOUT, "step": 2, "tasks": ["a", "b"]}, {}, {})
     shutil.rmtree(folder.checkpoint(place))
     shutil.copytree(folder.checkpoint(source), folder.checkpoint(place))
     with pytest.raises(ValueError, match=rf"' is of step {source}$"):
         folder.read_step(place)
+    assert folder.newest_step(place, place) is None
+    assert f"is of step {source}; looking for the step before" in caplog.text
 
 
 def test_scores_of_a_run_before_that_are_damaged_are_none(tmp_path, caplog):
