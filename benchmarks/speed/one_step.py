@@ -35,7 +35,7 @@ from torch.utils.benchmark import Timer
 
 from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.compare.experiment import read_peak, reset_peak
-from fusion_bench_nufilt.merge.fuse import MatrixLayers, merge_matrices
+from fusion_bench_nufilt.merge.fuse import merge_matrices
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.spectral import Spectral
 from fusion_bench_nufilt.methods.task_vector import TaskVector
@@ -191,8 +191,7 @@ def merge_by_voting(
             "rounding": torch.zeros(2),
             "count": torch.tensor(3),
         }
-    source = MatrixLayers(spectral, theta_0, [theta_t], states=states, first_step=4)
-    return merge_matrices(source)
+    return merge_matrices(spectral, theta_0, [theta_t], states=states, first_step=4)
 
 
 def prepared(method: str, layers: list[Layer]) -> list[Layer]:
