@@ -21,7 +21,13 @@ from fusion_bench_nufilt.methods.task_vector import MAX_TASKS, TaskVector
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.nufilt.noise import ROUNDING_VARIANCE, rounding_of
+from fusion_bench_nufilt.nufilt.noise import (
+    ROUNDING_VARIANCE,
+    Noise,
+    above_noise,
+    rounding_of,
+    share_of_norm,
+)
 from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
@@ -105,13 +111,13 @@ def _spectrum_of(
     assert isinstance(new, Tensor)
     rounding = 0.0
     if layer.param in task.keys:
-        of_values = rounding_of(new)
+        rounding = rounding_of(new)
         stored = task.source.tensors[task.keys[layer.param]]
         if stored.is_quantised:
-            of_values = max(of_values, ROUNDING_VARIANCE * stored.eps**2)
-        rounding = of_values * to_compute_dtype(new).square().sum().item()
+            rounding = max(rounding, ROUNDING_VARIANCE * stored.eps**2)
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
-    return spectrum(layer.view.matrix(tau), rounding)
+    energy_of_rounding = rounding * to_compute_dtype(new).square().sum().item()
+    return spectrum(layer.view.matrix(tau), energy_of_rounding)
 
 
 class Spectrum(NamedTuple):
@@ -134,10 +140,24 @@ class Spectrum(NamedTuple):
     def outside(self, num_leading: int) -> float:
         """Return the energy outside the leading directions, without that of rounding."""
         d_o, d_i = self.shape
-        edge = self.rounding * share_of_strongest(d_o, d_i)
         leading = self.squares[:num_leading]
-        leading = leading[leading > edge]
-        return self.whole - without_noise(leading, self.rounding, d_o, d_i).sum().item()
+        if self.rounding:
+            leading = leading[self._counts()[:num_leading]]
+        # The leading directions also have their part of the errors.
+        share = (1 - len(leading) / d_o) * (1 - len(leading) / d_i)
+        return self.energy - leading.sum().item() - share * self.rounding
+
+    def _counts(self) -> Tensor:
+        """Tell which directions are stronger than rounding, taken for as large in all rows.
+
+        Where it is not, its strongest direction is stronger, but the rest is not: with the edge of
+        uneven rows, steep spectra would lose leading directions to the tail.
+        """
+        energy = torch.tensor(self.rounding, dtype=torch.float64)
+        d_o, d_i = self.shape
+        sides = torch.ones(d_o, dtype=torch.float64), torch.ones(d_i, dtype=torch.float64)
+        noise = Noise(energy, energy * share_of_norm(*sides))
+        return above_noise(self.squares, self.squares.sum(), noise, d_o, d_i)
 
 
 def task_strength(
@@ -159,12 +179,11 @@ def task_strength(
     has half of the strength, from 1.5 % on it has all of it, and in between the strength grows
     evenly.
 
-    A model that was stored after its adapter was merged has rounding errors on top. Those of a
-    weight have an expected energy, and no direction of theirs is stronger than the edge of the
-    spectrum of a random matrix of that energy. So a direction leads only above that edge, and the
-    tail and the whole are counted without the energy of rounding. Layers in which rounding has more
-    than an eighth of the energy count where there are no others alone, and if it has all of it, the
-    task has all of the strength.
+    A model that was stored after its adapter was merged has rounding errors on top. So a direction
+    leads only if it is stronger than these (:func:`.above_noise`), and the tail and the whole are
+    counted without their energy. Layers in which rounding has more than an eighth of the energy
+    count where there are no others alone, and if it has all of it, the task has all of the
+    strength.
 
     ``measure`` returns what the task changed in a layer, or None. The layers are taken from all
     over the model until enough of them were changed; ``shapes`` are those of all layers. ``apply``
@@ -205,23 +224,6 @@ def tail(spectra: Sequence[Spectrum], num_leading: int) -> float:
         outside += layer_spectrum.outside(num_leading)
         whole += layer_spectrum.whole
     return outside / whole
-
-
-def share_of_strongest(d_o: int, d_i: int) -> float:
-    """Return the largest squared singular value of a random matrix ``(d_o, d_i)``, over
-    its energy (Marchenko and Pastur, 1967).
-    """
-    return (d_o**-0.5 + d_i**-0.5) ** 2
-
-
-def without_noise(squares: Tensor, noise: float, d_o: int, d_i: int) -> Tensor:
-    """Return the squared singular values that directions had before random errors of an energy were
-    added, if theirs are now above the edge of these (Gavish and Donoho, 2017).
-    """
-    variance = noise / (d_o * d_i)
-    raised = squares - variance * (d_o + d_i)
-    discriminant = raised.square() - 4 * variance**2 * d_o * d_i
-    return (raised + discriminant.clamp_min(0).sqrt()) / 2
 
 
 def spectrum(tau: Tensor | LowRank, rounding: float) -> Spectrum:

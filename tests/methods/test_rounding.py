@@ -6,7 +6,6 @@ import torch
 from fusion_bench_nufilt import FusionConfig, fuse_layers
 from fusion_bench_nufilt.merge.engine import do_jobs
 from fusion_bench_nufilt.merge.fuse import machine_on, matrix_jobs, merge_matrices
-from fusion_bench_nufilt.merge.strength import share_of_strongest
 from fusion_bench_nufilt.methods import ORDER_FREE, find_method
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.task_vector import TaskVector
@@ -17,6 +16,7 @@ from fusion_bench_nufilt.nufilt.noise import (
     above_noise,
     expected_noise,
     rounding_of,
+    share_of_norm,
     summed_rounding,
 )
 from fusion_bench_nufilt.nufilt.subspace import top_right_singular_vectors
@@ -280,7 +280,7 @@ def test_a_full_model_in_bfloat16_fills_the_filter_as_in_float32():
 def test_directions_of_exactly_low_rank_stand_above_any_rounding():
     """Such as those of factors that were never rounded, however weak the last of them is."""
     squares = torch.tensor([[1.0, 1e-2, 1e-6]])
-    strongest = 0.5 * share_of_strongest(100, 100)
+    strongest = 0.5 * share_of_norm(torch.ones(100), torch.ones(100)).item()
     noise = Noise(torch.tensor([0.5]), torch.tensor([strongest]))
     assert above_noise(squares, squares.sum(dim=-1), noise, 100, 100).all()
     rest = squares.sum(dim=-1) + 0.02
