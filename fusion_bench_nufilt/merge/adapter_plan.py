@@ -220,7 +220,7 @@ def _refuse_what_no_adapter_holds(
     for adapter in models.adapters:
         of_heads = heads.of(adapter.keys)
         experts = [
-            *(param for param, update in adapter.updates.items() if update.expert is not None),
+            *(param for param, (update, *_) in adapter.updates.items() if update.expert),
             *adapter.saved_experts,
         ]
         reason = ""
@@ -304,8 +304,8 @@ def _reader_by_names(
     for param in names:
         shapes[param] = plan.pretrained.params[param]
         for adapter in adapters:
-            is_update = param in adapter.updates and adapter.updates[param].of_embedding
-            if is_update or param in adapter.trained_rows:
+            updates = adapter.updates.get(param, ())
+            if param in adapter.trained_rows or any(update.of_embedding for update in updates):
                 embeddings.add(param)
         parts = param.split(".")
         for start in range(1, len(parts)):

@@ -11,7 +11,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 from .adapters import base_name_key
 from .architecture import on_meta
 from .checkpoint import Checkpoint, folder_at_hand
-from .peft_layers import PREFIX
+from .peft_layers import EMBEDDING_A, place_of
 
 _CONFIG = "config.json"
 
@@ -97,19 +97,15 @@ def _adapted(adapters: Sequence[Checkpoint]) -> dict[str, TensorInfo]:
     """
     tensors: dict[str, TensorInfo] = {}
     for adapter in adapters:
-        for key, info in adapter.tensors.items():
-            name = key.removeprefix(PREFIX)
-            for suffix in (".lora_A.weight", ".lora_embedding_A"):
-                module = name.removesuffix(suffix)
-                partner = key.removesuffix(suffix) + suffix.replace("_A", "_B")
-                if module == name or partner not in adapter.tensors or len(info.shape) != 2:
-                    continue
-                d_i = info.shape[1]
-                d_o = adapter.tensors[partner].shape[0]
-                shape = (d_o, d_i)
-                if suffix != ".lora_A.weight":  # of an embedding, which is never read
-                    shape = (d_i, d_o)
-                tensors.setdefault(f"{module}.weight", _described(shape))
+        keys = {place_of(key): key for key in adapter.tensors}
+        for place, key in keys.items():
+            partner = keys.get(place._replace(part="B"))
+            if place.part != "A" or partner is None or len(adapter.tensors[key].shape) != 2:
+                continue
+            shape = (adapter.tensors[partner].shape[0], adapter.tensors[key].shape[1])
+            if key.endswith(EMBEDDING_A):
+                shape = shape[::-1]
+            tensors.setdefault(place.name, _described(shape))
     return tensors
 
 

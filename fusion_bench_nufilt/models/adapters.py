@@ -29,7 +29,6 @@ from .model import COPY_HEAD, ModelWeights
 from .peft_layers import (
     EMBEDDING_A,
     LENGTHS,
-    PREFIX,
     ROWS,
     WHOLE,
     PeftLayer,
@@ -37,6 +36,7 @@ from .peft_layers import (
     ask_peft,
     outer_module,
     place_of,
+    without_prefix,
 )
 from .source import Source, format_names
 
@@ -61,12 +61,15 @@ _SAVE_AGAIN = "save it again from the model that was trained"
 
 @dataclass(frozen=True)
 class _LoraUpdate:
-    """Where an adapter stores the factors of a layer's update: scaling times B A."""
+    """Where an adapter stores the factors of an update of a layer, or of some of its rows: scaling
+    times B A.
+    """
 
     key_a: str
     key_b: str
     scaling: float
     expert: Expert | None = None  # its place in factors of several experts
+    rows: slice | None = None  # of the layer that it changes, if it does not change all
 
     @property
     def of_embedding(self) -> bool:
@@ -86,7 +89,7 @@ class LoraAdapter(ModelWeights):
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.config: Mapping[str, Any] = checkpoint.adapter_config
-        self.updates: dict[str, _LoraUpdate] = {}  # by param, as all below
+        self.updates: dict[str, list[_LoraUpdate]] = {}  # by param, as all below
         self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths
         self.saved_experts: dict[str, ExpertRows] = {}  # places in whole stacks
         self.trained_rows: dict[str, dict[int, int]] = {}  # the stored place of each trained row
@@ -151,6 +154,9 @@ class LoraAdapter(ModelWeights):
             # does with an nn.MultiheadAttention. A convolution's A has four sides.
             outer = outer_module(module)
             is_inside = outer != module and not architecture.stacks_of(outer)
+            # The lengths of some rows are the others', too, in a layer of all.
+            if LENGTHS in keys and architecture.rows_of_divided(f"{module}.weight"):
+                is_inside = True
             if is_inside or any(len(self.source.tensors[key].shape) != 2 for key in pair):
                 unknown += pair[:1]
             elif len(pair) == 2:
@@ -190,17 +196,25 @@ class LoraAdapter(ModelWeights):
             self._check_rank(f"{module}.{layer.parameter}", key_a, key_b, layer.rank * count)
             for param, expert in experts[module].items():
                 self._check_new(param, module)
-                self.updates[param] = _LoraUpdate(key_a, key_b, layer.scaling, expert)
+                self.updates[param] = [_LoraUpdate(key_a, key_b, layer.scaling, expert)]
                 self.params[param] = architecture.views[param].stored_shape
 
     def _add_pair(
         self, architecture: Architecture, module: str, layer: PeftLayer, key_a: str, key_b: str
     ) -> None:
-        param = architecture.untied_name(f"{module}.weight")
-        self._check_new(param, module)
         self._check_rank(module, key_a, key_b, layer.rank)
+        name = f"{module}.weight"
+        divided = architecture.rows_of_divided(name)
+        if divided is not None:
+            param, rows = divided
+            update = _LoraUpdate(key_a, key_b, layer.scaling, rows=rows)
+            self.updates.setdefault(param, []).append(update)
+            self.params[param] = architecture.shape(param)
+            return
+        param = architecture.untied_name(name)
+        self._check_new(param, module)
         update = _LoraUpdate(key_a, key_b, layer.scaling)
-        self.updates[param] = update
+        self.updates[param] = [update]
         d_i = self.source.tensors[key_a].shape[1]
         d_o = self.source.tensors[key_b].shape[0]
         self.params[param] = (d_o, d_i)
@@ -331,7 +345,7 @@ class LoraAdapter(ModelWeights):
         for name in names:
             digests: list[object] = []
             if name in self.updates:
-                update = self.updates[name]
+                (update,) = self.updates[name]
                 right = self.source.read(update.key_a)
                 left = self.source.read(update.key_b)
                 # The factors of an embedding are the head's transposed: where peft ties the two,
@@ -356,10 +370,10 @@ class LoraAdapter(ModelWeights):
             return None
         if param not in self.updates:
             return 0
-        update = self.updates[param]
-        rank = self.source.tensors[update.key_a].shape[0]
-        if update.expert is not None:
-            return rank // update.expert.count
+        rank = 0
+        for update in self.updates[param]:
+            experts = 1 if update.expert is None else update.expert.count
+            rank += self.source.tensors[update.key_a].shape[0] // experts
         return rank
 
     def is_update(self, param: str) -> bool:
@@ -393,8 +407,24 @@ class LoraAdapter(ModelWeights):
 
     def _update(self, param: str, device: torch.device) -> LowRank:
         """Read the factors of a layer's update in float32 at least, with its scaling."""
-        update = self.updates[param]
+        factors = [self._read_factors(param, update, device) for update in self.updates[param]]
+        if len(factors) == 1 and self.updates[param][0].rows is None:
+            return factors[0]
+        # Each has its rows of the layer, and columns of the left factor for itself.
+        left = torch.zeros(
+            self.params[param][0],
+            sum(of_rows.left.shape[1] for of_rows in factors),
+            dtype=factors[0].left.dtype,
+            device=device,
+        )
+        first = 0
+        for update, of_rows in zip(self.updates[param], factors, strict=True):
+            rank = of_rows.left.shape[1]
+            left[update.rows, first : first + rank] = of_rows.left
+            first += rank
+        return LowRank(left, torch.cat([of_rows.right for of_rows in factors]))
 
+    def _read_factors(self, param: str, update: _LoraUpdate, device: torch.device) -> LowRank:
         def read() -> _Factors:
             return self.source.read(update.key_a, device), self.source.read(update.key_b, device)
 
@@ -452,7 +482,7 @@ class LoraAdapter(ModelWeights):
     def _dora_row(self, param: str, row: int, theta_0: Tensor) -> Tensor:
         """Return a row of a weight that DoRA changed, given the base's."""
         # Of an embedding, DoRA learns the lengths of columns, over all tokens.
-        if self.updates[param].of_embedding:
+        if self.updates[param][0].of_embedding:
             raise ValueError(
                 f"adapter '{self.source.name}' changes '{param}' by DoRA, so that the rows of its "
                 f"new tokens can't be told one by one: merge it into its base {WITH_PEFT}, or "
@@ -464,7 +494,7 @@ class LoraAdapter(ModelWeights):
         return _dora(theta_0[None], of_row, lengths[row : row + 1])[0]
 
     def name_of(self, key: str) -> str:
-        name = _without_prefix(key).replace(_SAVED, ".")
+        name = without_prefix(key).replace(_SAVED, ".")
         return name.replace(".base_layer.bias", ".bias")  # of trained biases
 
     def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -590,7 +620,7 @@ class LoraAdapter(ModelWeights):
             if update.left.any() and update.right.any():
                 return []
         reason = "its factors are zero, as before any training"
-        if all(self.updates[param].scaling == 0 for param in layers):
+        if all(update.scaling == 0 for param in layers for update in self.updates[param]):
             reason = "the lora_alpha in its adapter_config.json is 0"
         return [
             f"adapter '{self.source.name}' changes nothing in the {len(layers)} layers looked at: "
@@ -642,13 +672,6 @@ class _LastFactors:
 _PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 
 
-def _without_prefix(key: str) -> str:
-    """Return the name in the model of what an adapter has under a key."""
-    while key.startswith(PREFIX):  # more than once, where peft wrapped what it had wrapped
-        key = key.removeprefix(PREFIX)
-    return key
-
-
 def _is_of_base(key: str) -> bool:
     """Tell whether a tensor is the base's own, which peft saves with an adapted embedding or head,
     or with the wrapper of a module.
@@ -697,7 +720,7 @@ def _prefix_in(checkpoint: Checkpoint, architecture: Architecture) -> str:
     auto_mapping = checkpoint.adapter_config.get("auto_mapping") or {}
     prefix = architecture.prefix_of(str(auto_mapping.get("base_model_class")))
     for key in checkpoint.tensors:
-        module, is_a, _ = _without_prefix(key).partition(".lora_A.weight")
+        module, is_a, _ = without_prefix(key).partition(".lora_A.weight")
         if is_a and architecture.has(f"{module}.weight"):
             return ""
     return prefix

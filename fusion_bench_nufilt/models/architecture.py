@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -439,6 +440,38 @@ class Architecture:
             if name.rpartition(".")[0] in names:
                 stacks[name] = shape
         return stacks
+
+    def rows_of_divided(self, name: str) -> tuple[str, slice] | None:
+        """Return the param that has a matrix of the loaded model among its rows, and which these
+        are; None for a matrix that is stored by itself, or whose rows do not stand side by side.
+        """
+        for candidate in self._names(name):
+            if candidate in self._places_of_divided:
+                return self._places_of_divided[candidate]
+        return None
+
+    @cached_property
+    def _places_of_divided(self) -> dict[str, tuple[str, slice]]:
+        """What :meth:`rows_of_divided` returns, by the name in the loaded model."""
+        names = list(self.naming.divided)
+        numbers = {}  # of the rows of all these matrices
+        count = 0
+        ends = []
+        for name in names:
+            rows = self.naming.divided[name][0]
+            numbers[name] = torch.arange(count, count + rows, device="cpu")[:, None]
+            count += rows
+            ends.append(count)
+        places = {}
+        for key, stored in self.naming.stored(numbers).items():
+            owners = torch.bucketize(stored.flatten(), torch.tensor(ends, device="cpu"), right=True)
+            for owner in owners.unique().tolist():
+                name = names[owner]
+                first = int((owners == owner).nonzero()[0])
+                of_name = slice(first, first + len(numbers[name]))
+                if torch.equal(stored[of_name], numbers[name]):
+                    places[name] = (self.param(key), of_name)
+        return places
 
     def holds_layers(self, name: str) -> bool:
         """Return whether a parameter of the loaded model is stored as linear layers or holds

@@ -23,6 +23,8 @@ class Names:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model  # as the checkpoint stores it
+        #: Shapes of matrices of the loaded model that a checkpoint stores as parts of others.
+        self.divided: dict[str, tuple[int, ...]] = {}
 
     def name(self, key: str) -> str:
         """Return the model's name, up to the prefix of its backbone, for what is stored under a
@@ -102,6 +104,8 @@ class _NamesOfVersion5(Names):
         for name, tensor in self._parameters.items():
             if id(tensor) in key_of:
                 self._keys[name] = key_of[id(tensor)]
+            elif tensor.ndim == 2:
+                self.divided[name] = tuple(tensor.shape)
         self.model = _rebuilt(loaded, stored, {key: name for name, key in self._keys.items()})
         self._stored_names = set(stored)
 

@@ -5,6 +5,7 @@ meta device, which have the names and shapes that the adapter's keys tell, by th
 configuration.
 """
 
+import re
 import warnings
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, fields
@@ -62,11 +63,20 @@ class Place(NamedTuple):
 
 def place_of(key: str) -> Place:
     """Return what peft has under a key, whose prefix may be gone."""
-    name = key.removeprefix(PREFIX)
+    name = without_prefix(key)
     for suffix, part in _PARTS.items():
         if name.endswith(suffix):
             return Place(f"{name.removesuffix(suffix)}.weight", part)
     return Place(name.replace(".base_layer.", "."), WHOLE)
+
+
+def without_prefix(key: str) -> str:
+    """Return the name in the model of what an adapter has under a key.
+
+    The prefix is there more than once where peft wrapped what it had wrapped, and in the middle
+    where a part of a model was wrapped, and the whole was saved.
+    """
+    return re.sub(rf"(^|(?<=\.)){re.escape(PREFIX)}", "", key)
 
 
 def module_of(name: str) -> str:

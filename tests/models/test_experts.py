@@ -4,16 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
-from transformers import (
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    __version__,
-)
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, __version__
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.checks import kept_from_base
@@ -56,7 +51,7 @@ def without_gates():
         "moe_shared_expert_intermediate_size": 24,
     }
     size.pop("num_hidden_layers")
-    return NemotronHForCausalLM(NemotronHConfig(**size, **experts)).eval()
+    return transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**size, **experts)).eval()
 
 
 MAKE = {"gpt_oss": FAMILIES["gpt_oss"], "mixtral": FAMILIES["mixtral"], "qwen3_moe": qwen3_moe}

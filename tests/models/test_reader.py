@@ -25,6 +25,7 @@ from transformers import (
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.merge.helpers import change_json, merge, plan
+from tests.oracle.test_classes import tiny_model
 from tests.released import released
 from tests.tiny_models import SMALL, T5, build, clip, full_clip, llama, llava
 
@@ -140,6 +141,20 @@ def test_names_of_before_and_of_today_are_those_of_the_class(tmp_path, family):
     ]
     assert_read_as_merged(tmp_path, kind, inputs, names[:2])
     assert_read_as_merged(tmp_path, kind, inputs, names[::2])
+
+
+@modern
+@pytest.mark.parametrize("model_type", ["hrm_text", "nomic_bert"])
+def test_layers_that_transformers_divides_on_loading_are_changed_row_by_row(tmp_path, model_type):
+    kind = save_base(tmp_path, tiny_model(model_type))
+    modules = ["q_proj", "v_proj", "gate_proj"]
+    first = {"target_modules": modules, "use_rslora": True, "rank_pattern": {"v_proj": 3}}
+    names = [
+        save_adapter(tmp_path, kind, 1, **first),
+        save_adapter(tmp_path, kind, 2, target_modules=[*modules, "up_proj", "down_proj"]),
+    ]
+    assert_read_as_merged(tmp_path, kind, TEXT, names[:1])
+    assert_read_as_merged(tmp_path, kind, TEXT, names)
 
 
 @modern
@@ -279,9 +294,15 @@ def test_transposed_layers_are_told_by_the_config_of_the_base_or_need_not_be(tmp
     assert_answers(tmp_path, kind, TEXT, out, answers(whole, TEXT))
 
 
-def test_an_adapter_that_was_wrapped_twice_is_read_as_one(tmp_path):
+def saved_with_the_whole(key):
+    """The key after ``model.model = get_peft_model(model.model)``, saved as ``model``."""
+    return "model." + key.replace(f"{PREFIX}model.", PREFIX)
+
+
+@pytest.mark.parametrize("rename", [PREFIX.__add__, saved_with_the_whole])
+def test_an_adapter_is_read_wherever_peft_has_its_prefix(tmp_path, rename):
     kind = save_base(tmp_path, llama())
-    names = [save_adapter(tmp_path, kind, 1), save_adapter(tmp_path, kind, 2, PREFIX.__add__)]
+    names = [save_adapter(tmp_path, kind, 1), save_adapter(tmp_path, kind, 2, rename)]
     assert_read_as_merged(tmp_path, kind, TEXT, names)
 
 
