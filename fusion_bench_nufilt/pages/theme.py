@@ -191,7 +191,7 @@ def faceted(
     The panels are in the order of their rows, at most ``across`` of them side by side.
     ``layers_of`` makes the charts for the scales of some rows: of all rows, or of one panel, where
     ``own_scales`` names channels whose scales the panels do not share. ``spacing`` are the pixels
-    between neighbours.
+    between neighbours in a row.
     """
     panels = list(dict.fromkeys(row["panel"] for row in rows if row.get("panel")))
     layers = list(layers_of(rows))
@@ -213,7 +213,8 @@ def faceted(
     if len(charts) == 1:
         return charts[0]
     shared: Options = {channel: "shared" for channel in "xy" if channel not in own_scales}
-    chart = alt.concat(*charts, columns=min(across, len(panels)), spacing=spacing)
+    between = alt.RowColnumber(row=24, column=spacing)
+    chart = alt.concat(*charts, columns=min(across, len(panels)), spacing=between)
     return chart.resolve_scale(**shared)
 
 
