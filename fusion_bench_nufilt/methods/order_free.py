@@ -222,15 +222,21 @@ class Sum(OrderFree):
         return itemsize * math.prod(shape) + block_bytes(shape, itemsize)
 
 
-def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTOL) -> Tensor:
+def map_spectrum(
+    X: Tensor,
+    f: Callable[[Tensor], Tensor],
+    faintest: float = RTOL,
+    directions: Tensor | None = None,
+) -> Tensor:
     r"""Return :math:`U f(s) V^\top` for :math:`X = U s V^\top`, ``(d_o, d_i)``, from a Gram matrix
     in float64.
 
     Directions up to this share of the strongest are left out; by default, those that are rounding
-    error. ``f`` takes all ``min(d_o, d_i)`` singular values.
+    error. ``f`` takes all ``min(d_o, d_i)`` singular values. ``directions`` ``(min(d_o, d_i), n)``,
+    where they are known, are about those of the shorter side that X has beside what is left out.
     """
     if X.shape[0] < X.shape[1]:
-        return map_spectrum(X.mT, f, faintest).mT
+        return map_spectrum(X.mT, f, faintest, directions).mT
     products = X
     if faintest < RTOL_OF_FLOAT32:
         products = X.double()
@@ -239,7 +245,12 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTO
     ranks = [d // 16, d // 4, d // 2, d]
     while True:
         rank = ranks.pop(0)
-        if 0 < rank < d:
+        if directions is not None:
+            # Exact, however they were rounded, where X has no others.
+            outputs = torch.linalg.qr(products @ directions).Q
+            Q = torch.linalg.qr(products.mT @ outputs).Q
+            B = products @ Q
+        elif 0 < rank < d:
             Q = leading_basis(products, rank, rounds=2)
             B = products @ Q
         else:
@@ -249,7 +260,7 @@ def map_spectrum(X: Tensor, f: Callable[[Tensor], Tensor], faintest: float = RTO
         weakest = (squares[0].clamp_min(0) / squares[-1]).sqrt()
         # A quarter, since subspace iteration finds the weakest directions of a basis too weak.
         has_all_that_count = weakest <= faintest / 4
-        if Q is None or has_all_that_count:
+        if Q is None or has_all_that_count or directions is not None:
             break
         is_flat = weakest > faintest**0.5
         if len(ranks) == 2 and is_flat:  # half of the directions is not enough either

@@ -28,7 +28,7 @@ from .order_free import (
     OrderFree,
     map_spectrum,
 )
-from .task_vector import Directions, TaskVector
+from .task_vector import Directions, TaskVector, least_vote
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -133,13 +133,18 @@ class Spectral(FirstWhole):
         return min(1.0, 2 * length / state["vote_energy"].sqrt().item())
 
     def merged_update_of_several(
-        self, state: State, scale: float, shape: tuple[int, int]
+        self,
+        state: State,
+        scale: float,
+        shape: tuple[int, int],
+        directions: Tensor | None = None,
     ) -> Tensor:
         strength = scale * state["mean"].item() * self.left_over(state)
         return map_spectrum(
             state["votes"],
             lambda sigma: strength * flatten(sigma, self.options.damp),
             self.options.faintest,
+            directions,
         )
 
 
@@ -372,10 +377,29 @@ class Best(FirstWhole):
         # The update by votes fades with them by itself; TSV-M does not know that tasks cancel.
         X = self.tsv.merged_update(state, self.tsv.scale, shape).mul_(left_over)
         rescale_to_min_norm(X, least)
-        X_votes = self.votes.merged_update_of_several(state, self.votes.scale, shape)
+        X_votes = self.votes.merged_update_of_several(
+            state, self.votes.scale, shape, self.directions_of_votes(state)
+        )
         rescale_to_min_norm(X_votes, least)
         strength = state["strength"].item() / state["count"].item()
         return X.add_(X_votes).mul_(scale * strength).div_(2)
+
+    def directions_of_votes(self, state: State) -> Tensor | None:
+        """Return the directions ``(min(d_o, d_i), n)`` of all votes that count, which TSV-M keeps;
+        None where even the last that it keeps of a task counts, and others may.
+        """
+        tasks = int(state["count"])
+        columns = int(state["columns"])
+        values = state["values"][: tasks * columns]
+        if len(values) < tasks * columns:  # of more tasks than directions, some have none
+            return None
+        strongest = values[::columns].repeat_interleave(columns)
+        votes = values > least_vote(self.votes.options.faintest) * strongest
+        if votes[columns - 1 :: columns].any():
+            return None
+        left, right = state["left"], state["right"]
+        shorter = left if len(left) < len(right) else right
+        return shorter[:, : tasks * columns][:, votes].to(state["votes"].dtype)
 
 
 def rescale_to_min_norm(X: Tensor, least: float) -> None:

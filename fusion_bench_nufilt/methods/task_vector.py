@@ -273,9 +273,7 @@ class TaskVector:
         """
         directions = self.leading(max(1, min(self.shape) // MAX_TASKS))
         s = directions.values
-        # A vote is the cube of a singular value, and the last one may be found half as large as
-        # it is.
-        if s[-1] <= (faintest / 8) ** (1 / 3) * s[0]:
+        if s[-1] <= least_vote(faintest) * s[0]:
             return _vote_of(directions)
         if self.factors is not None:
             return self.vote()
@@ -347,6 +345,12 @@ class _Parts(NamedTuple):
     V: Tensor
     gram: Tensor
     s_1: Tensor
+
+
+def least_vote(faintest: float) -> float:
+    """Return the singular value, relative to the strongest, below which votes do not matter."""
+    # A vote is the cube of a singular value, and the last one may be found half as large as it is.
+    return (faintest / 8) ** (1 / 3)
 
 
 def _vote_of(directions: Directions) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.order_free import RTOL, layer_scales
-from fusion_bench_nufilt.methods.spectral import Spectral, flatten
+from fusion_bench_nufilt.methods.spectral import Best, Spectral, flatten
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.nufilt import LowRank
@@ -258,3 +258,19 @@ def test_the_strength_of_a_direction_falls_a_little_up_to_a_vote_and_then_with_d
     sigma = torch.tensor([4.0, 1.0, 0.5, 0.0], dtype=torch.float64)
     expected = torch.tensor([0.5, 1.0, 1.015, 1.03], dtype=torch.float64)
     torch.testing.assert_close(flatten(sigma, 0.5), expected)
+
+
+@pytest.mark.parametrize("shape", [(160, 128), (128, 160)])
+def test_best_finds_the_votes_that_count_in_the_directions_that_it_keeps(shape, monkeypatch):
+    """A search among all was nearly half of the time of large layers, with the same result."""
+    values = torch.arange(1, 129, dtype=torch.float64) ** -1.5
+    taus = [matrix_with_spectrum(*shape, values, seed).float() for seed in (1, 2)]
+    method = Best(Best.Options(), ["layer"])
+    theta_0 = torch.zeros(shape)
+    state = start(method, theta_0)
+    for tau in taus:
+        state = add(method, state, theta_0, tau)
+    assert method.directions_of_votes(state).shape[1] < 32
+    update = method.merged_update(state, 1.0, shape)
+    monkeypatch.setattr(method, "directions_of_votes", lambda state: None)
+    assert distance(update, method.merged_update(state, 1.0, shape)) < 1e-3
