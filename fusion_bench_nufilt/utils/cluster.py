@@ -194,7 +194,8 @@ def run_on_cluster(ray: Any, slots: Slots, work: Work, make: Make, *arguments: A
                 result = ray.get(finished[0])
             except ray.exceptions.RayTaskError as error:
                 if isinstance(error.cause, ray.exceptions.RayError):  # such as of a full disk
-                    raise ValueError(f"{name}: {error.cause}; {_GOING_ON}") from error
+                    reason = str(error.cause).partition("\n")[0]  # Ray's own advice follows
+                    raise ValueError(f"{name}: {reason}; {_GOING_ON}") from error
                 raise error.cause from error
             except ray.exceptions.RayError as error:
                 raise ValueError(
