@@ -153,10 +153,12 @@ class Spectrum(NamedTuple):
         Where it is not, its strongest direction is stronger, but the rest is not: with the edge of
         uneven rows, steep spectra would lose leading directions to the tail.
         """
-        energy = torch.tensor(self.rounding, dtype=torch.float64)
+        device = self.squares.device
+        energy = torch.tensor(self.rounding, dtype=torch.float64, device=device)
         d_o, d_i = self.shape
-        sides = torch.ones(d_o, dtype=torch.float64), torch.ones(d_i, dtype=torch.float64)
-        noise = Noise(energy, energy * share_of_norm(*sides))
+        rows = torch.ones(d_o, dtype=torch.float64, device=device)
+        columns = torch.ones(d_i, dtype=torch.float64, device=device)
+        noise = Noise(energy, energy * share_of_norm(rows, columns))
         return above_noise(self.squares, self.squares.sum(), noise, d_o, d_i)
 
 

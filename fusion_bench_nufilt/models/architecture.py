@@ -459,12 +459,14 @@ class Architecture:
         ends = []
         for name in names:
             rows = self.naming.divided[name][0]
-            numbers[name] = torch.arange(count, count + rows, device="cpu")[:, None]
+            whole = torch.arange(count, count + rows, dtype=torch.int64, device="cpu")
+            numbers[name] = whole[:, None]
             count += rows
             ends.append(count)
+        bounds = torch.tensor(ends, dtype=torch.int64, device="cpu")
         places = {}
         for key, stored in self.naming.stored(numbers).items():
-            owners = torch.bucketize(stored.flatten(), torch.tensor(ends, device="cpu"), right=True)
+            owners = torch.bucketize(stored.flatten(), bounds, right=True)
             for owner in owners.unique().tolist():
                 name = names[owner]
                 first = int((owners == owner).nonzero()[0])

@@ -284,11 +284,11 @@ def test_a_node_may_have_copies_at_other_times_and_no_other_content(stream):
         copy(stream, name, "copy")
         shutil.rmtree(stream / name)
         (stream / "copy").rename(stream / name)
-    layer = of_driver.layers[0].param
+    layer = of_driver.layers[0]
     threads = torch.get_num_threads()
-    ((record, _),) = _make_merger(of_driver, [1.0, 1.0])([layer])
+    ((record, _),) = _make_merger(of_driver, [1.0, 1.0])([layer.name])
     torch.set_num_threads(threads)  # a worker has one
-    assert record["param"] == layer
+    assert record["param"] == layer.param
     replace_content(stream / "task2", seed=7)
     with pytest.raises(ValueError, match=r"it has other files of '.*task2' than the driver: put"):
         _make_merger(of_driver, [1.0, 1.0])

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.compare import experiment
-from fusion_bench_nufilt.compare.experiment import (
-    WatchingEvaluator,
-    read_peak,
-    reset_peak,
-    solver_seconds,
-)
+from fusion_bench_nufilt.compare.experiment import WatchingEvaluator, solver_seconds
 from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.compare.summary import save_comparison
@@ -98,13 +93,3 @@ def test_the_memory_of_scoring_is_not_that_of_merging(monkeypatch):
     for _ in range(2):
         evaluator.report(model, ["a"])
     assert evaluator.peak == 30
-
-
-def test_the_peak_of_a_process_is_told_and_reset():
-    device = torch.device("cpu")
-    if not reset_peak(device):
-        pytest.skip("this system does not tell a process's peak")
-    torch.ones(2**26).sum()
-    before = read_peak(device)
-    reset_peak(device)
-    assert 0 < read_peak(device) < before

@@ -147,7 +147,7 @@ def test_products_are_not_rounded_on_a_node_of_a_cluster_either(
         return update(*args, **options)
 
     monkeypatch.setattr(Nufilt, "update", noting_precisions)
-    _make_merger(planned, [1.0])([layer.param for layer in planned.layers[:1]])
+    _make_merger(planned, [1.0])([layer.name for layer in planned.layers[:1]])
     assert seen == [EXACT]
 
 
