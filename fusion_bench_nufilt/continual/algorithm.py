@@ -127,7 +127,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def training_data(self) -> Mapping[str, Any]:
         """Load and return the data sets, by task, that the weights depend on; called once, before
-        any model is loaded. A ValueError names a task whose data can't be loaded.
+        any model is loaded. Loading is the part ``DATA`` of the stopwatch. A ValueError names a
+        task whose data can't be loaded.
         """
         return {}
 
@@ -285,8 +286,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 scoring = json.loads(json.dumps(self.scores.evaluator.description))
             if self.folder is not None:
                 self.folder.refuse_other_scores(scoring)
-        with self.stopwatch.part(DATA):
-            training_data = self.training_data()
+        training_data = self.training_data()
         if self.folder is not None:
             for name, data in training_data.items():
                 self._training_data[name] = describe_items(data)

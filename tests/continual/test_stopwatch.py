@@ -134,3 +134,11 @@ def test_the_seconds_of_a_run_that_goes_on_are_those_of_all_its_processes(
     assert algorithm.data_seconds == pytest.approx(21, abs=1e-3)
     manifest = read_whole_checkpoint(tmp_path / "checkpoints" / "merged_model_2")
     assert manifest["data_seconds"] == pytest.approx(21, abs=1e-3)
+
+
+def test_a_method_that_needs_no_data_took_no_seconds_for_them(tmp_path):
+    algorithm = algorithm_in(tmp_path)
+    algorithm.run(pool(2))
+    assert algorithm.data_seconds is None
+    manifest = read_whole_checkpoint(tmp_path / "checkpoints" / "merged_model_1")
+    assert "data_seconds" not in manifest

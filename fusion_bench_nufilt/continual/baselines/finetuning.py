@@ -66,7 +66,8 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
                 f"{', '.join(missing)}"
             )
         self._taskpool = clip_pool(self.name, self.taskpool, self.names)
-        self._images = {name: load_train_set(self.modelpool, name) for name in self.names}
+        with self.stopwatch.part(DATA):
+            self._images = {name: load_train_set(self.modelpool, name) for name in self.names}
         return self._images
 
     def start(self, pretrained: nn.Module, names: list[str]) -> None:

@@ -152,7 +152,8 @@ class Texts(TaskData):
 
 def data_of_run(run: ContinualMergingAlgorithm) -> dict[str, TaskData]:
     """Return the data of all tasks of a run, by name."""
-    return {name: task_data(run.name, run.taskpool, name, run.modelpool) for name in run.names}
+    with run.stopwatch.part(DATA):
+        return {name: task_data(run.name, run.taskpool, name, run.modelpool) for name in run.names}
 
 
 def task_data(method: str, pool: Any, task: str, modelpool: BaseModelPool) -> TaskData:
