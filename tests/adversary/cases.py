@@ -208,7 +208,7 @@ def store_cases(good: Path) -> Iterator[Case]:
 STEP = {"step": 1, "tasks": ["a"], "order": ["a", "b"], "merge_seconds": [0.5], "method": "NUFILT"}
 RUN = {
     "settings": {"seed": 42, "null_rank": 8},
-    "inputs": {"_pretrained_": {"name": "_pretrained_", "fingerprint": "0"}},
+    "inputs": {"_pretrained_": {"name": "_pretrained_", "fingerprint": "0", "loaded": "0"}},
 }
 
 
