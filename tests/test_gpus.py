@@ -20,6 +20,7 @@ from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_o
 from fusion_bench_nufilt.continual.stopwatch import Stopwatch
 from fusion_bench_nufilt.merge import merge_folders, strength
 from fusion_bench_nufilt.merge.engine import Worker, do_jobs
+from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, task_strengths
 from fusion_bench_nufilt.methods import ORDER_FREE
@@ -398,7 +399,7 @@ def test_strengths_of_tasks_are_measured_on_the_gpus(gpus, monkeypatch, stream):
 )
 def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, stream, error):
     planned = plan(stream, TASKS, method="best", settings={"device": "cuda:0"})
-    expected = task_strengths(plan(stream, TASKS, method="best"))
+    expected = task_strengths(kept_state(plan(stream, TASKS, method="best")))
     failed = []
 
     def fail(name, tensors):
@@ -407,7 +408,7 @@ def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, strea
             raise type(error)(*error.args)
 
     gpus.before = fail
-    assert task_strengths(planned) == expected
+    assert task_strengths(kept_state(planned)) == expected
     assert failed
 
 
@@ -493,7 +494,7 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
     gpus, monkeypatch, single, room
 ):
     planned = plan(single, TASKS, settings={"device": "cuda:0"})
-    needed = sorted(job.solving_memory for job in layer_jobs(planned))
+    needed = sorted(job.solving_memory for job in layer_jobs(kept_state(planned)))
     gpus.capacity = gpus.live[0] + sum(needed[-room:])
     active = []
     forecasts = []  # of the active batches, whenever one begins
@@ -618,7 +619,13 @@ def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, 
     monkeypatch.setattr(threading.Thread, "start", counted_start)
     torch.set_num_threads(workers)
     try:
-        list(do_jobs(layer_jobs(planned), machine_of(planned), lambda record, pieces: list(pieces)))
+        list(
+            do_jobs(
+                layer_jobs(kept_state(planned)),
+                machine_of(planned),
+                lambda record, pieces: list(pieces),
+            )
+        )
     finally:
         torch.set_num_threads(threads)
     assert len(starts) == started

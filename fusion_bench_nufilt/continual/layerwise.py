@@ -382,9 +382,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 self._rounding[name] = record["rounding"]
                 (reports[name],) = record["reports"]
 
-        jobs = layer_jobs(plan, plan.layers, task_strengths(plan), pieces)
+        jobs = layer_jobs(kept, plan.layers, task_strengths(kept), pieces)
         means = kept.means()
-        tensors = tensors_in_memory(plan, merged_source.write, self._states.__setitem__)
+        tensors = tensors_in_memory(kept, merged_source.write, self._states.__setitem__)
         with (
             closing(do_jobs(jobs, machine_of(plan), add, tensors)) as merged_layers,
             tqdm(

@@ -19,6 +19,7 @@ from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
 
 from .engine import Worker, batches, memory_limit
+from .kept_state import KeptState, kept_state
 from .output import Record
 from .plan import Plan
 from .planned import jobs_in_files, layer_jobs, machine_of
@@ -33,7 +34,7 @@ def slots_of(plan: Plan) -> Slots:
 
 
 def merge_on_cluster(
-    plan: Plan,
+    kept: KeptState,
     layers: Sequence[Layer],
     strengths: Sequence[float],
     write: Callable[[Record, Sequence[tuple[TensorInfo, memoryview]]], object],
@@ -46,8 +47,9 @@ def merge_on_cluster(
     # A run that goes on may have none left, for which no worker is started.
     if not layers:
         return
+    plan = kept.plan
     work = {}
-    for batch in batches(layer_jobs(plan, layers), machine_of(plan)):
+    for batch in batches(layer_jobs(kept, layers), machine_of(plan)):
         work[f"layer '{batch[0].name}'"] = ([job.name for job in batch],)
     ray = connect(plan.settings.address)
     slots = slots_of(plan)
@@ -76,7 +78,7 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    all_jobs = jobs_in_files(local_plan, plan.layers, strengths)
+    all_jobs = jobs_in_files(kept_state(local_plan), plan.layers, strengths)
     jobs = {job.name: job for job in all_jobs}
     machine = machine_of(local_plan)
     worker = Worker(machine, memory_limit(all_jobs, machine))

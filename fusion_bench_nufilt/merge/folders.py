@@ -32,7 +32,7 @@ from fusion_bench_nufilt.utils.tensors import end_of_file
 from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import CPU, do_jobs
-from .kept_state import kept_state
+from .kept_state import KeptState, kept_state
 from .other_params import NOT_FINITE, head_files, tensors_in_files
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
@@ -67,21 +67,23 @@ def merge_folders(
     check_disk(plan, out)
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
+    kept = kept_state(plan)
     with (
         disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
-        closing(_open_output(plan, out)) as output,
+        closing(_open_output(kept, out)) as output,
     ):
-        _merge(plan, output, progress or (lambda done, total: None))
+        _merge(kept, output, progress or (lambda done, total: None))
         refuse_changed(plan)
         manifest = _manifest(plan, output.done, warnings)
         _finish(plan, output, files, manifest)
     return out
 
 
-def _open_output(plan: Plan, out: Path) -> Output:
+def _open_output(kept: KeptState, out: Path) -> Output:
     """Open the folder in which the result grows, with what an interrupted run finished of it."""
+    plan = kept.plan
     layout = dict(plan.headers)
-    state_header, _ = kept_state(plan).layout()
+    state_header, _ = kept.layout()
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
@@ -207,28 +209,29 @@ def _fetch(plan: Plan) -> list[str]:
     return warnings
 
 
-def _merge(plan: Plan, output: Output, progress: Callable[[int, int], object]) -> None:
+def _merge(kept: KeptState, output: Output, progress: Callable[[int, int], object]) -> None:
+    plan = kept.plan
     done = output.done
     total = len(plan.layers) + len(plan.other_keys)
     if done:
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
     other_params = [param for param in plan.other_keys if param not in done]
-    tensors = tensors_in_files(plan, other_params)
+    tensors = tensors_in_files(kept, other_params)
     machine = machine_of(plan)
     # A run that goes on may have no layer left, for which nothing is measured.
-    strengths = task_strengths(plan) if layers else ()
+    strengths = task_strengths(kept) if layers else ()
     if plan.settings.engine == "ray":
         from .distributed import merge_on_cluster
 
         stages = [
-            merge_on_cluster(plan, layers, strengths, output.add),
+            merge_on_cluster(kept, layers, strengths, output.add),
             do_jobs((), machine._replace(devices=[CPU]), output.add, tensors),
         ]
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        jobs = jobs_in_files(plan, layers, strengths)
+        jobs = jobs_in_files(kept, layers, strengths)
         stages = [do_jobs(jobs, machine, output.add, tensors)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .engine import Blocks, Job, MergedLayer, Pieces, TaskInput
-from .kept_state import KeptTensor, kept_state
+from .kept_state import KeptState, KeptTensor
 from .output import Record
 from .plan import Plan
 from .planned import factors_by_key
@@ -143,11 +143,12 @@ class _Tensor:
         return theta_t
 
 
-def tensors_in_files(plan: Plan, params: Sequence[str]) -> list[Blocks]:
+def tensors_in_files(kept: KeptState, params: Sequence[str]) -> list[Blocks]:
     """Return the tensors outside the merged layers as they are written to files, under every key
     that the result has for each, with what the state has of it.
     """
-    _, state_places = kept_state(plan).layout()
+    plan = kept.plan
+    _, state_places = kept.layout()
     tensors = []
     for param in params:
         numel = sum(math.prod(plan.base.tensors[key].shape) for key in plan.other_keys[param])
@@ -269,7 +270,7 @@ def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
 
 
 def tensors_in_memory(
-    plan: Plan,
+    kept: KeptState,
     write: Callable[[str, Tensor], object],
     write_state: Callable[[str, Tensor], object],
 ) -> list[Blocks]:
@@ -279,7 +280,8 @@ def tensors_in_memory(
     The place of a piece is the function to call with its key and the piece: ``write`` for a tensor,
     and ``write_state`` for a mean that the model rounds, by its key in the state.
     """
-    to_keep = kept_state(plan).means()
+    plan = kept.plan
+    to_keep = kept.means()
     tensors = []
     for param, keys in plan.other_keys.items():
         tensor = _Tensor(plan, param, keys[0])

@@ -63,24 +63,29 @@ def machine_of(plan: Plan, workers: int | None = None) -> Machine:
 PiecesOfLayer = Callable[[Layer, MergedLayer, Callable[[], Tensor]], Pieces]
 
 
-def jobs_in_files(plan: Plan, layers: Sequence[Layer], strengths: Sequence[float]) -> list[Job]:
+def jobs_in_files(
+    kept: KeptState, layers: Sequence[Layer], strengths: Sequence[float]
+) -> list[Job]:
     """Return the jobs that merge some layers of a plan into its files; nothing is read for this.
 
     ``strengths`` are those of the tasks.
     """
-    kept = kept_state(plan)
     _, state_places = kept.layout()
-    return layer_jobs(plan, layers, strengths, partial(_pieces_in_files, plan, kept, state_places))
+    pieces = partial(_pieces_in_files, kept.plan, kept, state_places)
+    return layer_jobs(kept, layers, strengths, pieces)
 
 
 def layer_jobs(
-    plan: Plan,
+    kept: KeptState,
     layers: Sequence[Layer] | None = None,
     strengths: Sequence[float] | None = None,
     pieces: PiecesOfLayer = lambda layer, merged, weigh: (),
 ) -> list[Job]:
-    """Return the jobs that merge layers of a plan, by default all, in their order."""
-    kept = kept_state(plan)
+    """Return the jobs that merge layers of a plan, by default all, in their order.
+
+    What is kept of a layer is described once for each ``kept``, of which a merge has one.
+    """
+    plan = kept.plan
     strengths = strengths or [1.0] * len(plan.tasks)
     # What is quantised is decoded by scales in float32.
     widens_tasks = any(task.coefficient != 1 for task in plan.tasks)
@@ -99,7 +104,7 @@ def layer_jobs(
                 tasks.append(TaskInput(name, partial(_factors_of, number), strengths[number]))
         shape = in_basis or layer.view.shape
         dtype = plan.dtype(layer.keys[0])
-        stored = _stored_memory(plan, kept, layer)
+        stored = _stored_memory(kept, layer, in_basis)
         solving = stored + working_memory(
             plan.method,
             shape,
@@ -126,15 +131,16 @@ def layer_jobs(
     return jobs
 
 
-def task_strengths(plan: Plan) -> Sequence[float]:
+def task_strengths(kept: KeptState) -> Sequence[float]:
     """Return the strengths of a plan's tasks, which are measured if its method asks for them."""
+    plan = kept.plan
     if not plan.method.weighs_tasks:
         return [1.0] * len(plan.tasks)
     machine = machine_of(plan)
     if not plan.settings.on_cpu:
         return measure_strengths(plan, machine.devices, len(machine.devices))
     # No layer is merged meanwhile, whose memory this may take.
-    jobs = layer_jobs(plan)
+    jobs = layer_jobs(kept)
     budget = Budget(memory_limit(jobs, machine))
     memory = {job.name: job.memory for job in jobs}
 
@@ -144,11 +150,13 @@ def task_strengths(plan: Plan) -> Sequence[float]:
     return measure_strengths(plan, machine.devices, machine.workers, reserve)
 
 
-def _stored_memory(plan: Plan, kept: KeptState, layer: Layer) -> int:
-    """Return the bytes of a layer's weights and state as they are read."""
+def _stored_memory(kept: KeptState, layer: Layer, in_basis: tuple[int, int] | None) -> int:
+    """Return the bytes of a layer's weights and state as they are read, given the shape in which it
+    is merged in a basis, if it is.
+    """
+    plan = kept.plan
     numel = math.prod(layer.view.shape)
     base_itemsize = plan.dtype(layer.keys[0]).itemsize
-    in_basis = kept.shape_in_basis(layer)
     state_bytes = sum(tensor.like.nbytes for tensor in kept.of_layer(layer).values())
     if in_basis is not None:
         # The factors with their basis; at the end the base, widened, and its sum with the update.
@@ -347,7 +355,7 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
     workers.
     """
     machine = machine_of(plan, workers)
-    return process_memory(machine.workers) + memory_limit(layer_jobs(plan), machine)
+    return process_memory(machine.workers) + memory_limit(layer_jobs(kept_state(plan)), machine)
 
 
 def affords_state(plan: Plan, device: torch.device) -> bool:

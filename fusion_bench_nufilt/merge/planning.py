@@ -39,7 +39,7 @@ from .checks import (
     verify_merged,
 )
 from .draft import Draft
-from .kept_state import open_kept
+from .kept_state import kept_state, open_kept
 from .plan import Plan, arrange_files, models_by_role, small_files_of
 from .planned import layer_jobs
 
@@ -300,7 +300,7 @@ def _check_memory(plan: Plan) -> None:
     bound = plan.settings.max_memory
     if bound is None:
         return
-    largest = max(job.memory for job in layer_jobs(plan))
+    largest = max(job.memory for job in layer_jobs(kept_state(plan)))
     needed = process_memory(plan.settings.workers) + largest
     if needed > bound:
         raise ValueError(

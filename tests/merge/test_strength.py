@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import strength
+from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.planned import task_strengths
 from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import layer_scales
@@ -75,7 +76,7 @@ def test_one_by_one_interrupted_or_sent_elsewhere_it_is_the_same(folder):
     interrupt(folder, out="resumed", tasks=TASKS, method="best")
     assert hashes(merge(folder, TASKS, "resumed", method="best")) == hashes(whole)
     planned = plan(folder, TASKS, method="best")
-    assert task_strengths(pickle.loads(pickle.dumps(planned))) == [1.0, 0.5]
+    assert task_strengths(kept_state(pickle.loads(pickle.dumps(planned)))) == [1.0, 0.5]
 
 
 def test_a_strength_has_the_same_bits_on_any_number_of_threads(tmp_path):
