@@ -27,12 +27,12 @@ from fusion_bench_nufilt.models.checkpoint import (
     is_adapter,
 )
 from fusion_bench_nufilt.models.model import ModelWeights, complete_base
+from fusion_bench_nufilt.models.names import module_of
 from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
     ROWS,
     WHOLE,
     Place,
-    module_of,
     skeleton,
 )
 from fusion_bench_nufilt.models.reader import Reader, reader_of

@@ -26,6 +26,7 @@ from .experts import Expert, ExpertRows, find_experts, find_saved_experts
 from .heads import labels
 from .layers import Layer, with_same_ending
 from .model import COPY_HEAD, ModelWeights
+from .names import module_of
 from .peft_layers import (
     EMBEDDING_A,
     LENGTHS,
@@ -381,7 +382,7 @@ class LoraAdapter(ModelWeights):
 
     @property
     def trained_modules(self) -> Collection[str]:
-        return {param.rpartition(".")[0] for param in self.trained_params}
+        return {module_of(param) for param in self.trained_params}
 
     def _forget(self, param: str) -> None:
         super()._forget(param)
@@ -689,9 +690,9 @@ def _is_found(module: str, ends: Sequence[str]) -> bool:
 
 def _is_in_module(name: str, ends: Sequence[str]) -> bool:
     """Tell whether a tensor belongs to a module that peft finds by one of some ends."""
-    path = name.rpartition(".")[0]
+    path = module_of(name)
     while path and not _is_found(path, ends):
-        path = path.rpartition(".")[0]
+        path = module_of(path)
     return bool(path)
 
 
@@ -746,7 +747,7 @@ def _with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
     """
     for names in architecture.shared:
         for name in names:
-            module = name.rpartition(".")[0]
+            module = module_of(name)
             # With dots at both ends, since 'head' must not be found in 'lm_head'.
             if any(f".{module}." in f".{key}" for key in adapter.tensors):
                 return f"{COPY_HEAD}, merge it into that {WITH_PEFT}"

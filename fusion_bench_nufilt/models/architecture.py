@@ -39,7 +39,7 @@ from .layers import (
     views,
     without_numbers,
 )
-from .names import Names, modern_name, names_of, submodule
+from .names import Names, modern_name, module_of, names_of, submodule
 from .source import RowRanges, Source, rows_key
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Architecture:
         for name, parameter in loaded.named_parameters():
             if parameter.ndim == 3:
                 self._stacks[name] = tuple(parameter.shape)
-                module = loaded.get_submodule(name.rpartition(".")[0])
+                module = loaded.get_submodule(module_of(name))
                 if getattr(module, "is_transposed", False):
                     self.transposed_stacks.add(name)
         # Where the model has parts that are models by themselves, by the names of their classes.
@@ -437,7 +437,7 @@ class Architecture:
         names = {module, *self._names(module)}
         stacks = {}
         for name, shape in self._stacks.items():
-            if name.rpartition(".")[0] in names:
+            if module_of(name) in names:
                 stacks[name] = shape
         return stacks
 
@@ -547,18 +547,14 @@ def untie_parameter(model: nn.Module, names: Collection[str]) -> None:
         module = model.get_submodule(path)
         # Names of one weight may also be names of one module, as of T5's embedding in
         # transformers 4.
-        if any(model.get_submodule(_path(other)) is module for other in shared.difference(names)):
-            parent = model.get_submodule(_path(path))
+        others = map(module_of, shared.difference(names))
+        if any(model.get_submodule(other) is module for other in others):
+            parent = model.get_submodule(module_of(path))
             # copy() shares the dict of parameters, where the new one would show under all names.
             module = copy(module)
             module._parameters = dict(module._parameters)
             parent.add_module(path.rpartition(".")[2], module)
         module.register_parameter(attribute, own)
-
-
-def _path(name: str) -> str:
-    """Return the path of the module whose parameter or submodule has a name."""
-    return name.rpartition(".")[0]
 
 
 def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:

@@ -260,6 +260,11 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
     return root
 
 
+def module_of(name: str) -> str:
+    """Return the path of the module that has a parameter, or another module, of a name."""
+    return name.rpartition(".")[0]
+
+
 def submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
     """Return the module at a path, making missing ones; a KeyError names a part that can't be a
     module's name.

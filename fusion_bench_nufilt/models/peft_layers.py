@@ -18,7 +18,7 @@ from fusion_bench_nufilt.utils.files import message_in_one_line
 
 from .checkpoint import Checkpoint
 from .layers import without_numbers
-from .names import submodule
+from .names import module_of, submodule
 
 PREFIX = "base_model.model."
 
@@ -77,11 +77,6 @@ def without_prefix(key: str) -> str:
     where a part of a model was wrapped, and the whole was saved.
     """
     return re.sub(rf"(^|(?<=\.)){re.escape(PREFIX)}", "", key)
-
-
-def module_of(name: str) -> str:
-    """Return the path of the module that has a parameter."""
-    return name.rpartition(".")[0]
 
 
 def outer_module(path: str) -> str:
