@@ -34,6 +34,7 @@ from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.merge.engine import memory_limit
+from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, peak_memory
 from fusion_bench_nufilt.utils.devices import process_memory
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from fusion_bench_nufilt.merge.distributed import merge_on_cluster
+from fusion_bench_nufilt.merge.kept_state import kept_state
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.methods.options import Settings
 from tests.clusters import cluster_of
@@ -56,7 +58,7 @@ def test_a_run_that_goes_on_with_no_layer_left_starts_no_worker(tmp_path, monkey
     save_matrices(tmp_path, (8, 8), 1)
     planned = plan(tmp_path, TASKS, settings={"engine": "ray"})
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert list(merge_on_cluster(planned, [], [], print)) == []
+    assert list(merge_on_cluster(kept_state(planned), [], [], print)) == []
 
 
 def test_an_address_is_for_a_cluster():
@@ -179,6 +181,29 @@ def test_an_output_that_can_no_longer_be_written_ends_the_run_and_the_next_one_g
     assert on_cluster(folder, "read_only") == expected
 
 
+@contextmanager
+def only_on(node):
+    """Have the other nodes busy, whose processes would do all of the work before a new one runs."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def wait():
+        time.sleep(3600)
+
+    waiting = []
+    for other in ray.nodes():
+        if other["Alive"] and other["NodeID"] != node.node_id:
+            place = NodeAffinitySchedulingStrategy(other["NodeID"], soft=False)
+            waiting.append(ray.remote(num_cpus=1, scheduling_strategy=place)(wait).remote())
+    while ray.available_resources().get("CPU", 0) > 1:
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        for work in waiting:
+            ray.cancel(work, force=True)
+
+
 @pytest.mark.slow
 def test_a_node_with_another_version_is_refused_by_name(cluster, stream, tmp_path):
     folder, _ = stream
@@ -189,7 +214,7 @@ def test_a_node_with_another_version_is_refused_by_name(cluster, stream, tmp_pat
     third = cluster.add_node(**node(env_vars={"PYTHONPATH": str(tmp_path)}))
     message = rf"node .* \({third.node_id[:8]}\): it has fusion-bench-nufilt 9.9 where"
     try:
-        with pytest.raises(ValueError, match=message):
+        with only_on(third), pytest.raises(ValueError, match=message):
             on_cluster(folder, "version")
     finally:
         cluster.remove_node(third)
