@@ -211,9 +211,7 @@ class Experiment:
         return evaluator
 
     def make_method(self, config: dict[str, Any]) -> Any:
-        method = make("method", DictConfig(config), self.fabric, load_algorithm_from_config)
-        method.entry_point = "nufilt compare"
-        return method
+        return make("method", DictConfig(config), self.fabric, load_algorithm_from_config)
 
     @property
     def tasks(self) -> list[str]:

@@ -35,7 +35,6 @@ from fusion_bench_nufilt.utils.manifest import (
     tasks_of,
 )
 from fusion_bench_nufilt.utils.options import (
-    EntryPoint,
     split_options,
     takes_options,
     unknown,
@@ -83,8 +82,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     Raises:
         ValueError: a value is out of its range, or there is no such option; the message names it.
     """
-
-    entry_point: EntryPoint = "Python"  # where the user gave the options, for warnings
 
     option_kinds: tuple[type, ...]  # the dataclasses of its options, set by takes_options
 
@@ -216,7 +213,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def on_run_start(self) -> None:
         """Use the task pool that the model pool brings along, unless the user named one."""
-        self.entry_point = "fusion_bench"
         use_bundled_taskpool(self._program)
 
     def on_run_end(self) -> None:

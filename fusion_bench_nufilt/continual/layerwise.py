@@ -172,7 +172,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         all_merged = not coverage.left_out
         for warning in (
             coverage.warning,
-            self.method.warning(shapes, self.entry_point, all_merged=all_merged),
+            self.method.warning(shapes, all_merged=all_merged),
         ):
             if warning:
                 _warn_once("%s", warning)

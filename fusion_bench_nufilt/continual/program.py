@@ -35,7 +35,6 @@ from fusion_bench_nufilt.methods.options import (
 )
 from fusion_bench_nufilt.utils.files import FullDiskError, write_text
 from fusion_bench_nufilt.utils.logs import TerminalLog
-from fusion_bench_nufilt.utils.options import as_typed
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +148,7 @@ def refuse_misplaced(config: DictConfig, words: Sequence[str]) -> None:
             config.seed is None or any(word.startswith("method.seed=") for word in words)
         ):
             continue
-        spelling = as_typed("fusion_bench", {name: config[name]})
+        spelling = f"method.{name}={config[name]}"
         if name == "seed":
             spelling += f", or in a comparison --seeds {config.seed}"
         raise ValueError(f"{name} is an option of the method, not of the program: say {spelling}")

@@ -270,7 +270,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
         warnings.append(plan.coverage.warning)
     shapes = [layer.view.shape for layer in _filtered_layers(plan)]
     all_merged = not plan.coverage.left_out
-    warning = plan.method.warning(shapes, "nufilt merge", all_merged=all_merged)
+    warning = plan.method.warning(shapes, all_merged=all_merged)
     if warning is not None:
         warnings.append(warning)
     check_contents(plan)

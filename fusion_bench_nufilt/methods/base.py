@@ -11,8 +11,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from fusion_bench_nufilt.utils.options import EntryPoint
-
 from .task_vector import TaskVector
 
 # Lazy, so that the outermost number is the block's: experts inside it have numbers, too.
@@ -140,15 +138,9 @@ class LayerMethod(ABC):
         ones.
         """
 
-    def warning(
-        self,
-        shapes: Sequence[tuple[int, int]],
-        entry_point: EntryPoint,
-        *,
-        all_merged: bool = False,
-    ) -> str | None:
+    def warning(self, shapes: Sequence[tuple[int, int]], *, all_merged: bool = False) -> str | None:
         """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``,
-        with others as they are typed at the entry point.
+        with other ones.
 
         ``all_merged`` says that these are all linear layers in the model's blocks.
         """

@@ -17,7 +17,6 @@ from fusion_bench_nufilt.nufilt.step import (
     measures_of_first,
 )
 from fusion_bench_nufilt.utils.devices import fast_in_float64
-from fusion_bench_nufilt.utils.options import EntryPoint, as_typed
 from fusion_bench_nufilt.utils.tensors import (
     replace_rows,
     select_rows,
@@ -139,24 +138,18 @@ class Nufilt(LayerMethod):
             initial.append(A.to(theta.device).contiguous())
         return stack(initial)
 
-    def warning(
-        self,
-        shapes: Sequence[tuple[int, int]],
-        entry_point: EntryPoint,
-        *,
-        all_merged: bool = False,
-    ) -> str | None:
+    def warning(self, shapes: Sequence[tuple[int, int]], *, all_merged: bool = False) -> str | None:
         rank = self.options.null_rank
         covered = sum(2 * min(self.options.ranks(d_i).null, d_i) > d_i for _, d_i in shapes)
         if self.options.null_space is not True or 2 * covered <= len(shapes):
             return None
-        ranks = as_typed(entry_point, {"null_rank": 0.1667, "lora_rank": 0.0833}, method="nufilt")
         consequence = "Unless all linear layers are merged, little of a later task gets in; the"
         if all_merged:
             consequence = "The"
         return (
             f"null_rank={rank} covers more than half of the inputs of {covered} of {len(shapes)} "
-            f"layers. {consequence} paper's ranks as shares of the width are {ranks}"
+            f"layers. {consequence} paper's ranks as shares of the width are null_rank=0.1667 "
+            "lora_rank=0.0833"
         )
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:

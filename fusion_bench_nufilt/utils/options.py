@@ -45,21 +45,6 @@ def option(
     return documented
 
 
-EntryPoint = Literal["fusion_bench", "nufilt compare", "nufilt merge", "Python"]
-"""Where a user gives options."""
-
-
-def as_typed(entry_point: EntryPoint, options: Mapping[str, object], method: str = "NAME") -> str:
-    """Return options as they are typed at an entry point, of the method of that name."""
-    if entry_point == "fusion_bench":
-        return " ".join(f"method.{name}={value}" for name, value in options.items())
-    if entry_point == "nufilt compare":
-        return method + "".join(f":{name}={value}" for name, value in options.items())
-    if entry_point == "nufilt merge":
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-
 def with_scope(kinds: Iterable[type], *scopes: Scope) -> list[str]:
     """Return the names of those options of dataclasses that have one of the scopes."""
     fields = chain.from_iterable(map(dataclasses.fields, kinds))
