@@ -281,7 +281,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 # As JSON has it, to be compared with what is read from a file.
                 scoring = json.loads(json.dumps(self.scores.evaluator.description))
             if self.folder is not None:
-                self.folder.refuse_other_scores(scoring)
+                self.folder.refuse_other_run({**self._description(), "scoring": scoring})
         training_data = self.training_data()
         if self.folder is not None:
             for name, data in training_data.items():
@@ -302,7 +302,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                     del model  # before the next one is loaded
         if self.folder is not None:
             self._has_begun = True
-            self.folder.begin(self._description(), scoring)
+            self.folder.begin({**self._description(), "scoring": scoring})
             write_text(self.folder.path / "model_names.json", json.dumps(names))
         merged = self.merge_stream(modelpool, pretrained, names)
         if self.scores is not None:

@@ -25,7 +25,6 @@ from fusion_bench_nufilt.utils.finished import FinishedFile, FinishedFolder, Oth
 from fusion_bench_nufilt.utils.manifest import (
     Difference,
     differences,
-    read_whole_checkpoint,
     save_checkpoint,
 )
 
@@ -45,7 +44,7 @@ class _SavedScoring(TypedDict):
     test_data: dict[str, Any]
 
 
-class _SavedRun(TypedDict, total=False):
+class _SavedRun(Manifest, total=False):
     scoring: _SavedScoring | None
 
 
@@ -63,54 +62,39 @@ class RunFolder:
     path: Path  # the log directory
 
     def refuse_other_run(self, run: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the folder has results of another run than ``run`` describes; it
-        names what differs.
+        """Raise a ValueError if the folder has results of another run than ``run`` describes, or
+        scores that another task pool or other test data gave; it names what differs.
         """
         steps = sorted(self.path.glob("checkpoints/merged_model_*"))
-        for work in [self._run, *(_step_in(folder) for folder in steps)]:
+        for work in [self._run, *(finished_step(folder) for folder in steps)]:
             try:
                 work.refuse_other(run)
             except OtherWorkError as error:
-                raise self._refusal("another run", error) from None
+                raise ValueError(
+                    f"'{self.path}' holds another run: {error}. Take another log directory "
+                    "(path.log_dir), or remove this one"
+                ) from None
             except ValueError as error:  # a step that is damaged is made again
                 log.warning("%s", error)
 
-    def refuse_other_scores(self, scoring: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the folder has scores that another task pool or other test data
-        gave; it names what differs.
-        """
-        try:
-            self._scored_run.refuse_other(scoring)
-        except OtherWorkError as error:
-            raise self._refusal("other scores", error) from None
-        except ValueError as error:
-            log.warning("%s", error)
-
-    def _refusal(self, work: str, error: OtherWorkError) -> ValueError:
-        return ValueError(
-            f"'{self.path}' holds {work}: {error}. Take another log directory "
-            "(path.log_dir), or remove this one"
-        )
-
-    def begin(self, run: Mapping[str, Any], scoring: Mapping[str, Any] | None = None) -> None:
+    def begin(self, run: Mapping[str, Any]) -> None:
         """Note what the run in this folder, and its scores, depend on, unless the folder has
         results of another.
         """
         self.refuse_other_run(run)
         saved_scoring = self._saved_scoring()
+        scoring = run.get("scoring")
         if scoring is None:
             # A run without a task pool leaves the scores that are there as they are.
             scoring = saved_scoring
-        else:
-            self.refuse_other_scores(scoring)
-            if saved_scoring is None:
-                self._delete_reports()
+        elif saved_scoring is None:
+            self._delete_reports()
         self._run.keep({**run, "scoring": scoring})
 
     def _saved_scoring(self) -> _SavedScoring | None:
         """Return what the scores in this folder depend on; None if nothing says so."""
         try:
-            saved = self._scored_run.whole()
+            saved = self._run.content()
         except ValueError as error:
             log.warning("%s", error)
             return None
@@ -182,7 +166,7 @@ class RunFolder:
         passed over.
         """
         for step in range(last, first - 1, -1):
-            work = _step_in(self.checkpoint(step))
+            work = finished_step(self.checkpoint(step))
             if not work.is_there():
                 continue
             try:
@@ -193,10 +177,10 @@ class RunFolder:
 
     def read_step(self, step: int) -> Manifest:
         """Return the manifest of a step; a ValueError says what of it is missing or damaged."""
-        work = _step_in(self.checkpoint(step))
-        if not work.is_there():
-            raise ValueError(f"'{work.folder}' is not there")
-        manifest = read_whole_checkpoint(work.folder)
+        work = finished_step(self.checkpoint(step))
+        manifest = work.whole()
+        if manifest is None:
+            raise ValueError(f"'{work.folder}' is not there, or has no {MANIFEST}")
         missing = [field for field in _NEEDED if field not in manifest]
         if missing:
             raise ValueError(f"the manifest of '{work.folder}' has no {missing[0]}")
@@ -211,16 +195,13 @@ class RunFolder:
         return self.path / f"report_{step - 1}.json"
 
     @property
-    def _run(self) -> FinishedFile[Manifest]:
-        return FinishedFile(self.path / RUN, Manifest, _ADVICE, run_differences)
-
-    @property
-    def _scored_run(self) -> FinishedFile[_SavedRun]:
-        return FinishedFile(self.path / RUN, _SavedRun, _ADVICE, _scoring_differences)
+    def _run(self) -> FinishedFile[_SavedRun]:
+        return FinishedFile(self.path / RUN, _SavedRun, _ADVICE, run_differences)
 
 
-def _step_in(checkpoint: Path) -> FinishedFolder[Manifest]:
-    return FinishedFolder(checkpoint / MANIFEST, Manifest, _ADVICE, run_differences)
+def finished_step(checkpoint: Path) -> FinishedFolder[_SavedRun]:
+    """Return a step in its folder, which is whole or not there."""
+    return FinishedFolder(checkpoint / MANIFEST, _SavedRun, _ADVICE, run_differences)
 
 
 @contextmanager
@@ -242,16 +223,9 @@ def open_run_folder(path: str | None) -> Iterator[RunFolder | None]:
         lock.release()
 
 
-def _scoring_differences(saved: _SavedRun, scoring: Mapping[str, Any]) -> list[Difference]:
-    saved_scoring = saved.get("scoring")
-    if saved_scoring is None:  # nothing was scored
-        return []
-    return differences(saved_scoring, scoring)
-
-
-def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs between the run that is described in a file and ``run``, as far as the
-    weights depend on it.
+def run_differences(saved: _SavedRun, run: Mapping[str, Any]) -> list[Difference]:
+    """Return what differs between the run that is described in a file and ``run``, as far as its
+    weights and, where both were scored, its scores depend on it.
 
     Models and training data are compared by their content, which may have come from another place.
     """
@@ -274,4 +248,9 @@ def run_differences(saved: Manifest, run: Mapping[str, Any]) -> list[Difference]
         if "fingerprint" in inputs[name] and "fingerprint" in run["inputs"][name]:
             saved_values[key] = inputs[name].get("loaded")
             run_values[key] = run["inputs"][name]["loaded"]
-    return differences(saved_values, run_values)
+    differing = differences(saved_values, run_values)
+    saved_scoring = saved.get("scoring")
+    scoring = run.get("scoring")
+    if saved_scoring is not None and scoring is not None:
+        differing += differences(saved_scoring, scoring)
+    return differing

@@ -159,18 +159,6 @@ def read_merged_manifest(folder: Path) -> Manifest:
     return read_manifest(folder, "merge or fetch it again") or Manifest()
 
 
-def read_whole_checkpoint(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint; a ValueError names a file that is missing, cut short or
-    changed.
-    """
-    advice = "the step can be made again"
-    manifest = read_manifest(folder, advice)
-    if manifest is None:
-        raise ValueError(f"checkpoint '{folder}' has no {MANIFEST}")
-    verify_files(folder, manifest, advice)
-    return manifest
-
-
 def verify_files(
     folder: Path,
     manifest: Mapping[str, Any],

@@ -17,8 +17,8 @@ from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
+from fusion_bench_nufilt.continual.run_folder import finished_step
 from fusion_bench_nufilt.merge.output import work_folder
-from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from tests.adversary.conftest import COUNTS, expect
 from tests.conftest import REPO
 from tests.continual.test_resume import without_times
@@ -108,7 +108,7 @@ def run_demo(folder):
 def whole_steps(folder):
     """How many checkpoints are there; none of them may be damaged."""
     return sum(
-        bool(read_whole_checkpoint(path))
+        bool(finished_step(path).whole())
         for path in (folder / "checkpoints").glob("merged_model_*")
     )
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.evaluation import TasksByName
+from fusion_bench_nufilt.continual.run_folder import finished_step
 from fusion_bench_nufilt.utils.files import MANIFEST
-from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from fusion_bench_nufilt.utils.tensors import raw_bytes
 from tests.continual.baselines.helpers import baseline
 from tests.continual.helpers import (
@@ -49,7 +49,7 @@ def without_times(folder):
     rows = pd.read_csv(folder / "layers.csv", dtype=str)
     assert (rows["seconds"].astype(float) >= rows["solving_seconds"].astype(float)).all()
     weights = [
-        read_whole_checkpoint(path)["files"]
+        finished_step(path).whole()["files"]
         for path in sorted((folder / "checkpoints").glob("merged_model_*"))
     ]
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report_*.json"))]
@@ -99,7 +99,7 @@ def outcome(folder, first=1):
     """The bits and numbers that a run leaves, by step."""
     steps = {}
     for step in range(first, 5):
-        manifest = read_whole_checkpoint(folder / "checkpoints" / f"merged_model_{step - 1}")
+        manifest = finished_step(folder / "checkpoints" / f"merged_model_{step - 1}").whole()
         report = json.loads((folder / f"report_{step - 1}.json").read_text())
         weights = {name: file for name, file in manifest["files"].items() if "safetensors" in name}
         steps[step] = (weights, report["task1"])
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_has_the_bits_and_the_numbers_of_a_clean_one(
         resumed.run(models, Weights())
         assert outcome(parts, first=3) == outcome(tmp_path / "clean", first=3)
         assert resumed.matrix.rows() == clean.matrix.rows()
-        manifest = read_whole_checkpoint(parts / "checkpoints" / "merged_model_3")
+        manifest = finished_step(parts / "checkpoints" / "merged_model_3").whole()
         assert manifest["tasks"] == ["task1", "task2", "task3", "task4"]
         return
     kind, step = stop.split()
@@ -210,7 +210,7 @@ def test_a_model_in_memory_is_merged_onto_where_its_number_of_models_is_told(tmp
     merged = algorithm.run(rest, on_step=noting(steps)).state_dict()
     assert steps == [3, 4]
     assert all(torch.equal(value, whole[key]) for key, value in merged.items())
-    manifest = read_whole_checkpoint(tmp_path / "rest" / "checkpoints" / "merged_model_3")
+    manifest = finished_step(tmp_path / "rest" / "checkpoints" / "merged_model_3").whole()
     assert manifest["step"] == 4
     assert manifest["tasks"] == ["task3", "task4"]
 

@@ -54,7 +54,7 @@ OTHERS = {
 @pytest.mark.parametrize("difference", OTHERS)
 def test_scores_of_another_task_pool_or_other_data_are_refused(tmp_path, difference):
     run(tmp_path, Pool())
-    with pytest.raises(ValueError, match=rf"holds other scores: {difference}.*path\.log_dir"):
+    with pytest.raises(ValueError, match=rf"holds another run: {difference}.*path\.log_dir"):
         run(tmp_path, Pool(**OTHERS[difference]))
 
 
@@ -75,7 +75,7 @@ def test_a_run_without_scores_is_scored_later_and_keeps_what_was_scored(tmp_path
     rows = run(tmp_path, Pool())
     assert all(value is not None for value in rows[-1])
     run(tmp_path, None)
-    with pytest.raises(ValueError, match="holds other scores"):
+    with pytest.raises(ValueError, match="holds another run"):
         run(tmp_path, Pool(range(5)))
     again = Pool()
     assert run(tmp_path, again) == rows

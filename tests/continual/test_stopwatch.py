@@ -10,10 +10,9 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import algorithm as algorithm_module
 from fusion_bench_nufilt.continual.evaluation import Evaluator
-from fusion_bench_nufilt.continual.run_folder import RunFolder
+from fusion_bench_nufilt.continual.run_folder import RunFolder, finished_step
 from fusion_bench_nufilt.continual.stopwatch import DATA, LOADING, MERGING, Stopwatch
 from fusion_bench_nufilt.demo import load_vision_model
-from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from tests.continual.baselines.helpers import configured, demo_images, on_cpu
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.continual.test_resume import algorithm_in
@@ -132,7 +131,7 @@ def test_the_seconds_of_a_run_that_goes_on_are_those_of_all_its_processes(
     algorithm = algorithm_in(tmp_path)
     algorithm.run(pool(3))
     assert algorithm.data_seconds == pytest.approx(21, abs=1e-3)
-    manifest = read_whole_checkpoint(tmp_path / "checkpoints" / "merged_model_2")
+    manifest = finished_step(tmp_path / "checkpoints" / "merged_model_2").whole()
     assert manifest["data_seconds"] == pytest.approx(21, abs=1e-3)
 
 
@@ -140,5 +139,5 @@ def test_a_method_that_needs_no_data_took_no_seconds_for_them(tmp_path):
     algorithm = algorithm_in(tmp_path)
     algorithm.run(pool(2))
     assert algorithm.data_seconds is None
-    manifest = read_whole_checkpoint(tmp_path / "checkpoints" / "merged_model_1")
+    manifest = finished_step(tmp_path / "checkpoints" / "merged_model_1").whole()
     assert "data_seconds" not in manifest

@@ -10,6 +10,7 @@ from fusion_bench.utils import instantiate
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
+from fusion_bench_nufilt.continual.run_folder import finished_step
 from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import SpectralConfig
 from fusion_bench_nufilt.methods.order_free import RTOL, layer_scales
@@ -17,7 +18,6 @@ from fusion_bench_nufilt.methods.spectral import Best, Spectral, flatten
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.nufilt import LowRank
-from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.methods.helpers import add, start, weight
 from tests.nufilt.matrices import matrix_with_spectrum
@@ -196,7 +196,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
         algorithm_in(tmp_path / "parts").run(pool(), on_step=interrupt_after(step))
     algorithm_in(tmp_path / "parts").run(pool())
     last = [
-        read_whole_checkpoint(tmp_path / run / "checkpoints" / "merged_model_3")
+        finished_step(tmp_path / run / "checkpoints" / "merged_model_3").whole()
         for run in ("whole", "parts")
     ]
     assert last[0]["files"] == last[1]["files"]

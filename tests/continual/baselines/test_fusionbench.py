@@ -21,7 +21,7 @@ from torch import nn
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual.baselines import BatchMethodBaseline, ContinualMethodBaseline
 from fusion_bench_nufilt.continual.baselines.fusionbench import RuleConfig, shifted
-from fusion_bench_nufilt.utils.manifest import read_whole_checkpoint
+from fusion_bench_nufilt.continual.run_folder import finished_step
 from tests.continual.baselines.helpers import baseline, configured, on_cpu, same
 from tests.continual.baselines.test_knots import oracle_knots, oracle_ties
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
@@ -310,7 +310,7 @@ def test_a_continual_method_of_fusionbench_begins_again_and_says_so(tmp_path, na
 
     def run(folder, on_step=None):
         done = logging_to(folder, baseline(name)).run(models, on_step=on_step)
-        manifest = read_whole_checkpoint(folder / "checkpoints" / "merged_model_2")
+        manifest = finished_step(folder / "checkpoints" / "merged_model_2").whole()
         return done, manifest["files"]["model.safetensors"]
 
     whole, files = run(tmp_path / "whole")
