@@ -2,7 +2,8 @@
 # make test       lint, types, the documentation and the tests
 # make test-oldest  some of the tests, with the lowest versions that pyproject.toml allows
 # make test-slow  the tests that take minutes: kills, clusters, notebooks, a browser
-# make adversary  bad inputs, random corruptions and kills, and a table of what became of them; for every night
+# make nightly    bad inputs, random corruptions and kills, and a table of what became of them; FusionBench's own
+#                 distribution with the contribution, and the newest Python
 # make oracle     merges drawn at random, compared with formulas and laws: CASES=1000 SEED=0 MINUTES=60
 # make docs       the documentation in outputs/site; a broken link or reference fails
 # make figures    the demo's numbers and pictures in README and pages, from this machine
@@ -44,7 +45,7 @@ FIGURES := outputs/figures
 RANKS := null_rank=21:lora_rank=10
 COMPARE := $(BIN)/nufilt compare --seeds 42 fabric.accelerator=cpu --overwrite
 
-.PHONY: figures demo test test-oldest test-slow adversary oracle lint docs release constraints clean
+.PHONY: figures demo test test-oldest test-slow nightly oracle lint docs release constraints clean
 
 demo: $(INSTALLED)
 	$(BIN)/nufilt compare fabric.accelerator=cpu --methods "$(DEMO_METHODS)" --out outputs/demo --overwrite
@@ -55,14 +56,16 @@ demo: $(INSTALLED)
 test: lint docs
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-test-oldest: $(OLDEST)/.ready
+test-oldest: $(READY) $(OLDEST)/.ready
 	NUFILT_OTHER_PYTHON=$(abspath $(BIN)/python) \
-		$(OLDEST)/bin/python -m pytest -m oldest --numprocesses $(JOBS) --dist worksteal
+		$(OLDEST)/bin/python -m pytest -m "oldest and not nightly" --numprocesses $(JOBS) --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist worksteal
 
-adversary: $(READY)
+nightly: $(READY) $(OLDEST)/.ready
+	$(BIN)/python -m pytest -m nightly --ignore tests/adversary
+	$(OLDEST)/bin/python -m pytest -m "nightly and oldest"
 	$(BIN)/python -m pytest tests/adversary -m "nightly or not nightly" --tally
 
 oracle: $(READY)
@@ -106,9 +109,9 @@ $(READY): pyproject.toml
 	touch $(INSTALLED) $@
 
 # By default not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
-$(OLDEST)/.ready: $(READY) tools/oldest.py
-	$(BIN)/python -m venv $(OLDEST)
-	$(BIN)/python tools/oldest.py > $(OLDEST)/constraints.txt
+$(OLDEST)/.ready: pyproject.toml tools/oldest.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) tools/oldest.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python $(INSTALL) --constraint $(OLDEST)/constraints.txt $(OLDEST_TORCH) --editable '.[dev]'
 	$(call compile,$(OLDEST))
 	touch $@

@@ -35,6 +35,7 @@ from tests.continual.baselines.helpers import baseline
 from tests.continual.helpers import pool
 from tests.merge.helpers import RANKS, merge, plan, save_stream, tensors
 from tests.nufilt.matrices import random_layer
+from tests.pairs import pairs
 from tests.simulated_gpus import SOLVERS, LateLibrary, simulated
 from tests.tiny_models import build, clip
 
@@ -157,9 +158,14 @@ def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
     assert new_events == [0] * len(set(SHAPES))
 
 
-@pytest.mark.parametrize("solver", ["adam", "closed_form"])
-@pytest.mark.parametrize("ranks", [(128, 64, 8), (16, 8, 4)])
-@pytest.mark.parametrize("shape", [(192, 192), (768, 192), (192, 768)])
+@pytest.mark.parametrize(
+    ("shape", "ranks", "solver"),
+    pairs(
+        [(192, 192), (768, 192), (192, 768)],
+        [(128, 64, 8), (16, 8, 4)],
+        ["adam", "closed_form"],
+    ),
+)
 def test_the_peak_is_at_most_the_forecast_and_at_least_half_of_it(gpus, shape, ranks, solver):
     null_rank, lora_rank, task_rank = ranks
     config = replace(
@@ -671,19 +677,9 @@ def test_fine_tuning_leaves_the_model_where_it_was(gpus, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tests",
-    [
-        ["-m", "cuda", "tests/nufilt", "tests/methods", "tests/merge"],
-        ["-m", "not slow", "tests/merge/test_merge.py", "tests/continual/test_layerwise.py"],
-    ],
-    ids=["marked", "unmarked"],
-)
-def test_tests_pass_on_a_machine_with_gpus(tests):
-    """Those that are marked run on a GPU; the others compare bits of the CPU, whatever there is
-    beside it.
-    """
+def test_tests_that_are_marked_pass_on_a_gpu():
     plugins = ["-p", "tests.simulated_gpus", "-p", "no:cacheprovider"]
+    tests = ["-m", "cuda", "tests/nufilt", "tests/methods", "tests/merge"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, *tests]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

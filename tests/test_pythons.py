@@ -22,7 +22,7 @@ def run(*command, check=True, **more):
     return done.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_package_installs_and_its_demo_runs(tmp_path):
     """Where torch comes with gigabytes of CUDA, all but torch is installed, and the demo is left
     out.

@@ -23,7 +23,7 @@ from tests.conftest import REPO
 from tests.tiny_models import finetuned, llama, t5
 from tests.tools.test_upstream import upstream
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 with_transformers_4 = pytest.mark.skipif(
     transformers.__version__ >= "5",

@@ -14,7 +14,7 @@ from tests.conftest import REPO
 (PATCH,) = (REPO / "tools" / "patches" / "mergekit").glob("*.patch")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_patch_lets_an_installed_package_register_methods_as_its_test_shows(tmp_path):
     mergekit = importlib.util.find_spec("mergekit")
     if mergekit is None:
