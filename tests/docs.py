@@ -95,14 +95,14 @@ def write_files(folder, page):
 
 
 def save_clips_and_images(folder, demo):
-    """A CLIP and vision towers of it in `models`, and images of two classes in `images`."""
+    """A CLIP and vision towers of it in `models`, and images of each in `images`."""
     models = folder / "models"
     models.mkdir()
     rng = np.random.default_rng(0)
     of_demo = {"clip": "clip", "birds": "digits", "cars": "shapes", "planes": "letters"}
     for name, demo_name in of_demo.items():
         (models / name).symlink_to(demo / demo_name)
-    for task in ("birds", "cars"):
+    for task in ("birds", "cars", "planes"):
         for label in ("red", "blue"):
             images = folder / "images" / task / label
             images.mkdir(parents=True)
