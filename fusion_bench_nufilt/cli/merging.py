@@ -94,7 +94,7 @@ def _result(plan: Plan, folder: Path) -> str:
     merged = f"{counted(len(plan.layers), 'layer')} merged"
     if not plan.is_adapter:
         return merged
-    share = (read_manifest(folder) or Manifest())["energy_kept"]["all"]
+    share = read_manifest(folder)["energy_kept"]["all"]
     rank = parse_json(plan.small_files[ADAPTER_CONFIG], AdapterConfig)["r"]
     return f"{merged} into an adapter of rank {rank}, {share:.2%} of the update's energy"
 
@@ -303,7 +303,7 @@ def settings_to_continue(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if not merged:
         return {}
     folder = Checkpoint.open(merged).folder
-    manifest = read_manifest(folder) or Manifest()
+    manifest = read_manifest(folder)
     before = manifest.get("settings", {})
     settings: dict[str, Any] = {}
     # In a run of fusion_bench, the key is layer_method.

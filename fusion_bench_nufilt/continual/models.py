@@ -17,7 +17,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint
 from fusion_bench_nufilt.utils.files import Input, Manifest, message_in_one_line
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
-from fusion_bench_nufilt.utils.manifest import read_merged_manifest, verify_files
+from fusion_bench_nufilt.utils.manifest import read_manifest, verify_files
 
 PRETRAINED = "_pretrained_"
 MERGED = "_merged_"
@@ -201,7 +201,7 @@ def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
     if path is None:
         return None, {}
     folder = Path(path).expanduser()
-    return folder, read_merged_manifest(folder)
+    return folder, read_manifest(folder)
 
 
 def _path_of(modelpool: BaseModelPool, name: str) -> str | None:

@@ -39,7 +39,7 @@ from fusion_bench_nufilt.models.reader import Reader, reader_of
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.manifest import read_merged_manifest
+from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .checks import check_shapes
@@ -77,7 +77,7 @@ def plan_adapter(
     if merged is not None:
         merged_checkpoint = _open_adapter(merged)
         all_checkpoints.insert(0, merged_checkpoint)
-        merged_manifest = read_merged_manifest(merged_checkpoint.folder)
+        merged_manifest = read_manifest(merged_checkpoint.folder)
     first_step = settings.first_step(merged_manifest)
     absent_base = AbsentBase(all_checkpoints, base)
     models = _open_models(absent_base, checkpoints, coefficients, merged_checkpoint)

@@ -22,7 +22,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer, exclude_hint
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
-from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input, Manifest
+from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
     Difference,
@@ -479,7 +479,7 @@ def _is_made_from_base(plan: Plan, model: ModelWeights) -> bool:
     """Tell whether a model is a result, however far from the base, whose manifest has the base."""
     if not isinstance(model.source, Checkpoint):
         return False
-    saved = base_of(read_manifest(model.source.folder) or Manifest())
+    saved = base_of(read_manifest(model.source.folder))
     if saved is None:
         return False
     return is_same_model(saved, plan.pretrained.checkpoint.identity()) is True

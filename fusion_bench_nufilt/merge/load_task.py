@@ -11,7 +11,6 @@ from fusion_bench_nufilt.models.architecture import shared_names, without_implem
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.names import modern_name
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import read_heads, read_manifest
 
 
@@ -27,7 +26,7 @@ def load_task(folder: str | Path, task: str) -> nn.Module:
             model.
     """
     checkpoint = Checkpoint.open(str(folder))
-    manifest = read_manifest(checkpoint.folder) or Manifest()
+    manifest = read_manifest(checkpoint.folder)
     heads = manifest.get("heads", {})
     if task not in heads:
         tasks_with_heads = "its tasks have no heads of their own"

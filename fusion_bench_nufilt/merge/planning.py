@@ -25,7 +25,7 @@ from fusion_bench_nufilt.models.vocabulary import (
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
-from fusion_bench_nufilt.utils.manifest import mean_key, read_merged_manifest
+from fusion_bench_nufilt.utils.manifest import mean_key, read_manifest
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
@@ -177,7 +177,7 @@ def _open_models(
     if merged is not None:
         advice = "give it as a --task, or add --adapter for one more adapter"
         checkpoint = _open("merged model", merged, advice)
-        merged_manifest = read_merged_manifest(checkpoint.folder)
+        merged_manifest = read_manifest(checkpoint.folder)
         merged_model = ModelWeights(checkpoint, architecture)
         state = open_kept(checkpoint, merged_manifest, architecture, method_class)
     opened = []

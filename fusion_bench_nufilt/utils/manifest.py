@@ -145,18 +145,11 @@ def write_manifest(
     write_json(folder / name, {**about, "files": dict(sorted(files.items()))})
 
 
-def read_manifest(folder: Path, advice: str = "fetch it again") -> Manifest | None:
-    """Return the manifest of a folder, if it has one; a ValueError names a damaged field and gives
-    the advice.
+def read_manifest(folder: Path, advice: str = "merge or fetch it again") -> Manifest:
+    """Return the manifest of a merged model, empty if it has none; a ValueError names a damaged
+    field and gives the advice.
     """
-    return read_json(folder / MANIFEST, Manifest, advice)
-
-
-def read_merged_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a model to merge into, see :func:`read_manifest`; empty if it has
-    none.
-    """
-    return read_manifest(folder, "merge or fetch it again") or Manifest()
+    return read_json(folder / MANIFEST, Manifest, advice) or Manifest()
 
 
 def verify_files(
@@ -448,12 +441,8 @@ def _content_difference(role: str, stored: Input, wanted: Input) -> Difference:
         if old and new and old != new:
             return Difference(f"inputs.{role}.{key}", old, new)
     reason = "is not the same"
-    if is_same_model(stored, wanted) is None:
-        reason = "is not recorded there, as in results of earlier versions"
-        if "fingerprint" in stored:
-            reason = "is not known before its download"
-    elif "stamps" not in stored:  # recorded since fingerprints are what they are now
-        reason = "can't be compared: results of earlier versions have other fingerprints"
+    if "fingerprint" not in wanted:
+        reason = "is not known before its download"
     label = f"the content of {role} '{wanted.get('name')}'"
     old = stored.get("fingerprint")
     new = wanted.get("fingerprint")

@@ -21,7 +21,6 @@ from fusion_bench_nufilt.utils.files import (
 )
 from fusion_bench_nufilt.utils.manifest import (
     add_head,
-    input_differences,
     load_checkpoint,
     read_heads,
     read_manifest,
@@ -301,16 +300,3 @@ def test_the_temporary_file_of_a_process_of_another_host_stays(tmp_path, monkeyp
     other.__exit__(None, None, None)
     assert target.read_text() == "of the other host"
     assert everything_in(tmp_path) == ["run.json"]
-
-
-def test_a_result_of_before_fingerprints_were_what_they_are_says_why_it_is_refused():
-    now = {"name": "base", "fingerprint": "1" * 64, "stamps": {"model.safetensors": [8, 1]}}
-    other = {**now, "fingerprint": "2" * 64}
-    before = {"name": "base", "fingerprint": "3" * 64}
-    assert [str(one) for one in input_differences("base", other, now)] == [
-        "the content of base 'base' is not the same"
-    ]
-    assert [str(one) for one in input_differences("base", before, now)] == [
-        "the content of base 'base' can't be compared: results of earlier versions have other "
-        "fingerprints"
-    ]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual.models import (
     PRETRAINED,
+    as_pool,
     load_model,
     load_stored,
     refuse_missing_keys,
@@ -72,8 +73,7 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
     @torch.no_grad()
     def run(self, modelpool: BaseModelPool | Mapping[str, nn.Module]) -> nn.Module:
         """Merge all models of a pool at once into its pretrained model, which is changed."""
-        if not isinstance(modelpool, BaseModelPool):
-            modelpool = BaseModelPool(dict(modelpool))
+        modelpool = as_pool(modelpool)
         pretrained, missing_keys = load_model(modelpool, PRETRAINED)
         layers = select_layers(pretrained, "all-linear")
         keys = {view.key for view in layers.values()}
