@@ -1,13 +1,8 @@
 """Hyper-parameters of a merging step."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-
-
-def _option(default: Any, help: str, symbol: str = "") -> Any:
-    """Return a field with its help, and its symbol in the paper."""
-    return field(default=default, metadata={"help": help, "symbol": symbol})
 
 
 class Ranks(NamedTuple):
@@ -31,40 +26,15 @@ class StepConfig:
         ValueError: a value is out of its range; the message names the key.
     """
 
-    null_rank: int | float = _option(
-        128,
-        "Number of directions of the merged update that the filter protects. Like the "
-        "other two ranks, a number between 0 and 1 is a share of the layer's input "
-        "width.",
-        "r_p",
-    )
-    lora_rank: int | float = _option(
-        64, "Rank of the adapter BA; 0 means no adapter.", "r_l"
-    )
-    task_rank: int | float = _option(
-        8,
-        "Number of directions of the new task that the adapter is trained to keep; 0 "
-        "means no adapter.",
-        "r_v",
-    )
-    lr: float = _option(1e-3, "Learning rate of Adam.")
-    max_steps: int = _option(50, "Number of Adam steps.")
-    init_std: float = _option(
-        0.02,
-        "Standard deviation of the adapter's initial A; B starts at zero.",
-        "σ_init",
-    )
-    null_space: bool | Literal["zero"] = _option(
-        True,
-        "The projector. true: P = I - V_p V_p^T. false: P = I, the filter off as in "
-        "the authors' code. zero: P = 0, as the paper prints that ablation.",
-        "P",
-    )
-    first_task: Literal["paper", "release"] = _option(
-        "paper",
-        "paper takes the first model's layers whole; release drops its first r_p input "
-        "coordinates, as the authors' released run does.",
-    )
+    null_rank: int | float = 128  # r_p: directions that the filter protects
+    lora_rank: int | float = 64  # r_l: of the adapter BA; 0 means no adapter
+    task_rank: int | float = 8  # r_v: directions of the task that the adapter keeps
+    lr: float = 1e-3  # of Adam
+    max_steps: int = 50  # of Adam
+    init_std: float = 0.02  # standard deviation of the initial A; B starts at zero
+    null_space: bool | Literal["zero"] = True  # P is I - V_p V_p^T, or I (False), or 0
+    # taken whole, or without its first r_p input coordinates as in the released run
+    first_task: Literal["paper", "release"] = "paper"
 
     def __post_init__(self) -> None:
         for key in ("null_rank", "lora_rank", "task_rank"):
