@@ -441,7 +441,7 @@ def _content_difference(role: str, stored: Input, wanted: Input) -> Difference:
         if old and new and old != new:
             return Difference(f"inputs.{role}.{key}", old, new)
     reason = "is not the same"
-    if "fingerprint" not in wanted:
+    if is_same_model(stored, wanted) is None:
         reason = "is not known before its download"
     label = f"the content of {role} '{wanted.get('name')}'"
     old = stored.get("fingerprint")
