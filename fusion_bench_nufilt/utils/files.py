@@ -438,8 +438,7 @@ class Input(TypedDict, total=False):
     fingerprint: str
     loaded: str  # that of a pool's model as it was loaded, which may be of another dtype
     hub: dict[str, str]  # the hub's digests of its files of weights
-    #: The ``sha256`` of files beside the weights, which change a merge, too; earlier versions had
-    #: files of weights here, with sizes and times.
+    #: The ``sha256`` of files beside the weights, which change a merge, too.
     files: dict[str, dict[str, Any]]
     stamps: dict[str, list[int]]  # size and time (ns) of each file of weights as it was read
 

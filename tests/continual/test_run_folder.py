@@ -140,6 +140,13 @@ def test_a_damaged_manifest_makes_the_step_again(folder, field, value, caplog):
     assert "step 1: '" in caplog.text  # whose folder has the number 0
 
 
+def test_a_folder_without_its_manifest_is_no_step(folder):
+    (folder.checkpoint(1) / MANIFEST).unlink()
+    with pytest.raises(ValueError, match=f"merged_model_0' is not there, or has no {MANIFEST}"):
+        folder.read_step(1)
+    assert folder.newest_step(1, 1) is None
+
+
 @pytest.mark.parametrize(("source", "place"), [(1, 2), (2, 1)])
 def test_the_folder_of_another_step_is_passed_over(folder, source, place, caplog):
     folder.save_step(2, nn.Linear(2, 2), {**ABOUT, "step": 2, "tasks": ["a", "b"]}, {}, {})
