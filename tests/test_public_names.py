@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import transformers
 from filelock import FileLock
 from transformers import AutoModelForSeq2SeqLM, CLIPVisionModel
 
@@ -121,11 +122,13 @@ def test_a_data_set_that_is_not_there_is_told_before_any_model_is_downloaded(
 
 #: What libraries say of every request, model and data set, and what is no news to anyone.
 NOISE = ("HTTP", "LOAD REPORT", "Loading model", "DataLoader", "Generating", "already registered")
+#: Transformers 4 gives six lines of advice on image processors.
+MOST_LINES = 40 if transformers.__version__ >= "5" else 46
 
 
 def run_first_time(hub, folder, *command):
-    """Run a module with nothing of the hub at hand, on a terminal, on which at most forty lines
-    tell what was done and what came of it.
+    """Run a module with nothing of the hub at hand, on a terminal, on which few lines tell what
+    was done and what came of it.
     """
     environment = {**os.environ, "TERM": "xterm"}
     environment.pop("COLUMNS", None)
@@ -135,7 +138,7 @@ def run_first_time(hub, folder, *command):
     assert code == 0, text
     assert "ACC" in text
     assert [word for word in NOISE if word in text] == []
-    assert len(lines) <= 40, text
+    assert len(lines) <= MOST_LINES, text
 
 
 @pytest.mark.oldest
