@@ -4,8 +4,8 @@ import hashlib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -55,7 +55,6 @@ Results = dict[str, dict[str, float]]  # metrics by task
 SubsetIndices = Callable[[int], Sequence[int]]  # which of a task's items, given how many there are
 #: The attribute of a CLIP pool with the class names and prompts of its tasks.
 _CLASSES = "_nufilt_classes"
-Scorer = Callable[[nn.Module, Sequence[str]], Results]
 
 
 class Scoring(TypedDict):
@@ -108,34 +107,22 @@ class Evaluator:
         self, taskpool: Any, subset: SubsetIndices | None = None, data: str = ALL_TEST_DATA
     ) -> None:
         self.taskpool = taskpool
-        if getattr(taskpool, "_is_setup", False):
-            set_up(taskpool)
-        one_batch = _is_fast(taskpool)
-        #: What of the data the scores are of, in words.
-        self.scored = scored_on(data, one_batch=one_batch)
-        if one_batch:
+        self._pool = _scored_pool(taskpool, subset)
+        if self._pool.is_fast:
             # A pool may have been given another value than the program.
             taskpool.fast_dev_run = True
-        self._load_task: Callable[[str], Any] | None = None
-        if isinstance(taskpool, V01TaskPool):
-            self._load_task = cache(taskpool.load_task)  # each task keeps its data
-        self._score, self._names = _scorer(taskpool, self._load_task, subset, fast=one_batch)
+        #: What of the data the scores are of, in words.
+        self.scored = scored_on(data, one_batch=self._pool.is_fast)
         self._warned: set[str] = set()
-        is_flan_t5 = isinstance(taskpool, FlanT5GLUETextGenerationTaskPool)
-        if subset is not None and not _is_clip(taskpool) and not is_flan_t5:
-            raise ValueError(
-                "a part of the test data needs a CLIP or Flan-T5 pool, got "
-                f"{type(taskpool).__name__}"
-            )
 
     def compare_names(self, models: Sequence[str]) -> None:
         """Compare the names of models with those of the task pool's tasks, if it says what it has:
         a ValueError for another spelling, and a warning for a task that the pool lacks.
         """
-        if not self._names:
+        if not self._pool.names:
             return
         missing_tasks = [name for name in models if not self.has(name)]
-        refuse_other_spelling(missing_tasks, self._names, "the task pool")
+        refuse_other_spelling(missing_tasks, self._pool.names, "the task pool")
         for task in missing_tasks:
             self._warn_of_missing(task)
 
@@ -144,8 +131,8 @@ class Evaluator:
             return
         self._warned.add(task)
         remedy = ""
-        if self._names:
-            remedy = f"; {advice(task, self._names)}"
+        if self._pool.names:
+            remedy = f"; {advice(task, self._pool.names)}"
         log.warning("the task pool has no task '%s': its scores are missing%s", task, remedy)
 
     @cached_property
@@ -155,37 +142,12 @@ class Evaluator:
         """
         # Methods draw from the global generators, the same with and without a task pool.
         with torch.random.fork_rng(devices=_gpus()):
-            test_data = self._load_test_data()
-        config = _config_of(self.taskpool)
-        if _is_clip(self.taskpool):
-            # These are known by their content, wherever they come from.
-            del config["test_datasets"], config["clip_model"]
-        if isinstance(self.taskpool, V01TaskPool) and hasattr(self.taskpool, "fabric"):
-            # These pools alone have Fabric set up the model.
-            config["precision"] = str(self.taskpool.fabric.strategy.precision.precision)
+            test_data = self._pool.describe_test_data()
         return Scoring(
             scored=self.scored,
-            taskpool=describe_config(config),
+            taskpool=describe_config(self._pool.config()),
             test_data=test_data,
         )
-
-    def _load_test_data(self) -> dict[str, Any]:
-        """Load the test data of all tasks, and return what they are known by, as far as the pool
-        has them apart.
-        """
-        pool = self.taskpool
-        if _is_clip(pool):
-            set_up(pool)
-            return _describe_clip_data(pool)
-        data: Mapping[str, Any] = {}
-        if isinstance(pool, TasksByName):
-            data = pool.load_test_data()
-        elif self._load_task is not None:
-            tasks = {name: load_data(name, partial(self._load_task, name)) for name in self._names}
-            data = {name: getattr(task, "test_dataset", None) for name, task in tasks.items()}
-        elif hasattr(pool, "_test_datasets"):
-            data = _load_test_sets(pool)
-        return {task: describe_items(items) for task, items in data.items() if items is not None}
 
     def report(
         self, model: nn.Module, tasks: Sequence[str], *, further_tasks: bool = False
@@ -198,7 +160,7 @@ class Evaluator:
         scored_tasks = self._with_further(tasks) if further_tasks else tasks
         device = next(model.parameters()).device
         try:
-            results = self._score(model, scored_tasks)
+            results = self._pool.score(model, scored_tasks)
         finally:
             model.to(device)  # the task pool may have moved it
         for task in tasks:
@@ -222,12 +184,12 @@ class Evaluator:
         """Tell whether the task pool is known to have a task; some pools do not say what they
         have.
         """
-        return name_in_pool(task, self._names) is not None
+        return name_in_pool(task, self._pool.names) is not None
 
     def _with_further(self, tasks: Sequence[str]) -> list[str]:
         """Return the tasks, and those of the pool that are none of them."""
         further = []
-        for name in self._names:
+        for name in self._pool.names:
             if not any(alias in tasks for alias in task_aliases(name)):
                 further.append(name)
         return [*tasks, *further]
@@ -287,25 +249,14 @@ def name_in_pool(task: str, names: Iterable[str]) -> str | None:
 
 def test_loader(taskpool: Any, task: str) -> Any:
     """Return the loader of a task's test set; a ValueError names a pool that has none."""
-    pool = type(taskpool).__name__
-    is_v01 = isinstance(taskpool, V01TaskPool)
-    names = taskpool.task_names if is_v01 else getattr(taskpool, "_test_datasets", [task])
-    name = name_in_pool(task, names)
+    pool = _scored_pool(taskpool)
+    name = name_in_pool(task, pool.names or [task])
     if name is None:
         raise ValueError(
-            f"the task pool {pool} has no data of task '{task}', only of {', '.join(names)}"
+            f"the task pool {type(taskpool).__name__} has no data of task '{task}', only of "
+            f"{', '.join(pool.names)}"
         )
-    if hasattr(taskpool, "get_test_dataloader"):
-        return taskpool.get_test_dataloader(name)
-    if hasattr(taskpool, "_test_datasets"):
-        set_up(taskpool)
-        return taskpool.test_dataloaders[name]
-    if is_v01:
-        return taskpool.load_task(name).test_loader
-    raise ValueError(
-        f"the task pool {pool} has no test data of a single task (no test_dataloaders, "
-        "get_test_dataloader or load_task); `nufilt analyze --base … --task …` needs no data"
-    )
+    return pool.loader(name)
 
 
 def set_up(pool: Any) -> None:
@@ -363,170 +314,212 @@ def _is_clip(pool: Any) -> bool:
     return type(pool).evaluate is CLIPVisionModelTaskPool.evaluate
 
 
-def _is_fast(pool: Any) -> bool:
-    """Tell whether one batch of each task is to be scored, as the program or the pool says."""
-    settings = [RuntimeConstants.debug, getattr(pool, "fast_dev_run", False)]
-    if isinstance(pool, V01TaskPool):
-        settings.append(pool.config.get("fast_dev_run", False))
-    return any(settings)
-
-
-def _config_of(pool: Any) -> dict[str, Any]:
-    """Return the configuration that a pool was made from, with its class."""
-    config: dict[str, Any] = {"_target_": f"{type(pool).__module__}.{type(pool).__qualname__}"}
-    if isinstance(pool, V01TaskPool):
-        pool_config: Any = OmegaConf.to_container(pool.config, resolve=True)
-        return {**config, **pool_config}
-    for attribute, key in getattr(pool, "_config_mapping", {}).items():
-        config[key] = getattr(pool, attribute, None)
-    return config
-
-
-def _describe_clip_data(pool: Any) -> dict[str, Any]:
-    """Return what the data of a CLIP pool are known by: pictures, prompts and the text tower."""
-    text_tower = {}
-    for key, value in pool.clip_model.state_dict().items():
-        if not key.startswith("vision_model."):  # each model that is scored takes its place
-            text_tower[key] = value
-    test_data: dict[str, Any] = {"text tower": fingerprint_tensors(text_tower)}
-    for task, dataset in pool.test_datasets.items():
-        classnames, templates = classes_and_templates(pool, task)
-        prompts: list[str] = []
-        for name in classnames:
-            prompts += [template(name) for template in templates]
-        digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
-        test_data[task] = {**describe_items(dataset), "prompts": digest}
-    return test_data
-
-
-def _scorer(
-    pool: Any,
-    load_task: Callable[[str], Any] | None,
-    subset: SubsetIndices | None,
-    *,
-    fast: bool,
-) -> tuple[Scorer, Sequence[str]]:
-    """Return a function that scores a model on tasks of a pool, and the names of the tasks that it
-    can score alone. ``fast`` is for pools that can't be told to score one batch.
+class _ScoredPool:
+    """What is asked of a task pool, here one of any kind, which scores all its tasks and reports as
+    it likes.
 
     FusionBench's continual methods reset ``_is_setup`` before ``evaluate``, which then loads models
-    and data and encodes all prompts again, and takes most of a run's time. These functions keep
+    and data and encodes all prompts again, and takes most of a run's time. The other kinds keep
     what does not change.
     """
-    if _is_clip(pool):
-        return partial(_score_clip, pool, {}, subset), list(pool._test_datasets)
-    if load_task is not None:
-        if fast:
-            load_task = partial(_load_first_batch, load_task, pool.config.get("batch_size", 1))
-        return partial(_score_v01, pool, load_task, subset), pool.task_names
-    if isinstance(pool, TasksByName):
-        limit = getattr(pool, "batch_size", 1) if fast else None
-        return partial(_score_by_name, pool, limit), pool.task_names
-    return partial(_score_whole, pool), []
 
+    can_select = False  # which items are scored
 
-def _score_clip(
-    pool: Any,
-    heads: dict[str, Any],
-    subset: SubsetIndices | None,
-    model: nn.Module,
-    tasks: Sequence[str],
-) -> Results:
-    """Score a CLIP vision tower; ``heads`` keeps the encoded prompts (classes, projection_dim) of
-    every task.
-    """
-    set_up(pool)
-    pool.clip_model.vision_model = model
-    classifier = HFCLIPClassifier(pool.clip_model, processor=pool.processor)
-    if pool.move_to_device:
-        classifier = pool.fabric.to_device(classifier)
-    results = {}
-    for task in tasks:
-        if task not in pool.test_dataloaders:
-            continue
-        classnames, templates = classes_and_templates(pool, task)
-        # Prompts depend on the text tower alone, which no merge changes.
-        if task in heads:
-            classifier.zeroshot_weights = heads[task]
-        else:
-            classifier.set_classification_task(classnames, templates)
-            heads[task] = classifier.zeroshot_weights
-        pool.on_task_evaluation_begin(classifier, task)
-        images = pool.test_dataloaders[task]
-        if subset is not None:
-            items = Subset(images.dataset, subset(len(images.dataset)))
-            images = DataLoader(items, images.batch_size, collate_fn=images.collate_fn)
-            images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
-        with _in_one_dtype(classifier):
-            results[task] = pool._evaluate(
-                classifier, images, num_classes=len(classnames), task_name=task
+    def __init__(self, pool: Any, subset: SubsetIndices | None) -> None:
+        self.pool = pool
+        self.subset = subset
+        if subset is not None and not self.can_select:
+            raise ValueError(
+                f"a part of the test data needs a CLIP or Flan-T5 pool, got {type(pool).__name__}"
             )
-        pool.on_task_evaluation_end()
-    return results
+        tasks = getattr(pool, "_test_datasets", getattr(pool, "task_names", ()))
+        self.names: list[str] = list(tasks)  # none where the pool does not say what it has
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether one batch of each task is to be scored, as the program or the pool says."""
+        return RuntimeConstants.debug or getattr(self.pool, "fast_dev_run", False)
 
-def _load_first_batch(load_task: Callable[[str], Any], batch_size: int, name: str) -> Any:
-    """Load a task with the first batch of its items alone."""
-    task = copy(load_task(name))
-    if hasattr(task, "test_dataset"):
-        count = min(batch_size, len(task.test_dataset))
-        task.test_dataset = task.test_dataset.select(range(count))
-    return task
+    def config(self) -> dict[str, Any]:
+        """Return the configuration that the pool was made from, with its class."""
+        kind = type(self.pool)
+        config: dict[str, Any] = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        for attribute, key in getattr(self.pool, "_config_mapping", {}).items():
+            config[key] = getattr(self.pool, attribute, None)
+        return config
 
+    def describe_test_data(self) -> dict[str, Any]:
+        """Load the test data of all tasks, and return what they are known by, as far as the pool
+        has them apart.
+        """
+        return {task: describe_items(items) for task, items in self._test_data().items()}
 
-@contextmanager
-def _in_one_dtype(model: nn.Module) -> Iterator[None]:
-    """Widen a model of several dtypes: a CLIP's tower may have another one than its rest."""
-    if len({parameter.dtype for parameter in model.parameters()}) == 1:
-        yield
-        return
-    with widened(model):
-        yield
+    def _test_data(self) -> Mapping[str, Any]:
+        if hasattr(self.pool, "_test_datasets"):
+            return _load_test_sets(self.pool)
+        return {}
 
+    def score(self, model: nn.Module, tasks: Sequence[str]) -> Results:
+        """Return the results of a model by task, without tasks that the pool lacks."""
+        report = self.pool.evaluate(model)
+        if not isinstance(report, dict):
+            raise ValueError(
+                f"the task pool {type(self.pool).__name__} returned {report!r} in place of scores "
+                "by task: merge with taskpool=dummy and score the saved model by other means"
+            )
+        return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
 
-def _score_v01(
-    pool: V01TaskPool,
-    load: Callable[[str], Any],
-    subset: SubsetIndices | None,
-    model: nn.Module,
-    tasks: Sequence[str],
-) -> Results:
-    """Score with FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
-    fabric = getattr(pool, "fabric", None)
-    if fabric is not None:
-        model = fabric.setup(model)
-    loaded_tasks = {}
-    for name in tasks:
-        pool_name = name_in_pool(name, pool.task_names)
-        if pool_name is not None:
-            loaded_tasks[name] = load(pool_name)
-    results = {}
-    for name, task in loaded_tasks.items():
-        if subset is not None:
-            task = copy(task)  # the loaded one keeps all its items for later steps
-            task.test_dataset = task.test_dataset.select(subset(len(task.test_dataset)))
-        results[name] = task.evaluate(model)
-    return results
-
-
-def _score_by_name(
-    pool: TasksByName, limit: int | None, model: nn.Module, tasks: Sequence[str]
-) -> Results:
-    """Score with an evaluation harness."""
-    if limit is None:
-        return pool.evaluate(model, tasks)
-    return pool.evaluate(model, tasks, limit=limit)
-
-
-def _score_whole(pool: Any, model: nn.Module, tasks: Sequence[str]) -> Results:
-    """Score with any other pool, which reports as it likes."""
-    report = pool.evaluate(model)
-    if not isinstance(report, dict):
+    def loader(self, task: str) -> Any:
+        """Return the loader of a task's test set."""
+        if hasattr(self.pool, "get_test_dataloader"):
+            return self.pool.get_test_dataloader(task)
+        if hasattr(self.pool, "_test_datasets"):
+            set_up(self.pool)
+            return self.pool.test_dataloaders[task]
         raise ValueError(
-            f"the task pool {type(pool).__name__} returned {report!r} in place of scores by task: "
-            "merge with taskpool=dummy and score the saved model by other means"
+            f"the task pool {type(self.pool).__name__} has no test data of a single task (no "
+            "test_dataloaders, get_test_dataloader or load_task); `nufilt analyze --base … "
+            "--task …` needs no data"
         )
-    return {task: report[task] for task in tasks if isinstance(report.get(task), dict)}
+
+
+class _ByName(_ScoredPool):
+    """An evaluation harness."""
+
+    def _test_data(self) -> Mapping[str, Any]:
+        return dict(self.pool.load_test_data())
+
+    def score(self, model: nn.Module, tasks: Sequence[str]) -> Results:
+        limit = getattr(self.pool, "batch_size", 1) if self.is_fast else None
+        results: Results = self.pool.evaluate(model, tasks, limit)
+        return results
+
+
+class _V01(_ScoredPool):
+    """One of FusionBench's v0.1 pools, such as Flan-T5 on GLUE; each task keeps its data."""
+
+    def __init__(self, pool: Any, subset: SubsetIndices | None) -> None:
+        self.can_select = isinstance(pool, FlanT5GLUETextGenerationTaskPool)
+        super().__init__(pool, subset)
+        self._load = cache(self._load_task)
+
+    @property
+    def is_fast(self) -> bool:
+        return super().is_fast or self.pool.config.get("fast_dev_run", False)
+
+    def config(self) -> dict[str, Any]:
+        config: Any = OmegaConf.to_container(self.pool.config, resolve=True)
+        config = {**super().config(), **config}
+        if hasattr(self.pool, "fabric"):
+            # These pools alone have Fabric set up the model.
+            config["precision"] = str(self.pool.fabric.strategy.precision.precision)
+        return config
+
+    def _load_task(self, name: str) -> Any:
+        """Load a task with the items that are scored."""
+        task = copy(load_data(name, partial(self.pool.load_task, name)))
+        if not hasattr(task, "test_dataset"):
+            return task
+        if self.subset is not None:
+            task.test_dataset = task.test_dataset.select(self.subset(len(task.test_dataset)))
+        if self.is_fast:
+            count = min(self.pool.config.get("batch_size", 1), len(task.test_dataset))
+            task.test_dataset = task.test_dataset.select(range(count))
+        return task
+
+    def _test_data(self) -> Mapping[str, Any]:
+        data = {name: getattr(self._load(name), "test_dataset", None) for name in self.names}
+        return {name: items for name, items in data.items() if items is not None}
+
+    def score(self, model: nn.Module, tasks: Sequence[str]) -> Results:
+        if hasattr(self.pool, "fabric"):
+            model = self.pool.fabric.setup(model)
+        results = {}
+        for task in tasks:
+            name = name_in_pool(task, self.names)
+            if name is not None:
+                results[task] = self._load(name).evaluate(model)
+        return results
+
+    def loader(self, task: str) -> Any:
+        return self.pool.load_task(task).test_loader
+
+
+class _CLIP(_ScoredPool):
+    """FusionBench's pool for CLIP vision towers."""
+
+    can_select = True
+
+    def __init__(self, pool: Any, subset: SubsetIndices | None) -> None:
+        super().__init__(pool, subset)
+        self._heads: dict[str, Any] = {}  # the encoded prompts (classes, projection_dim) by task
+        if pool._is_setup:
+            set_up(pool)
+
+    def config(self) -> dict[str, Any]:
+        config = super().config()
+        # These are known by their content, wherever they come from.
+        del config["test_datasets"], config["clip_model"]
+        return config
+
+    def describe_test_data(self) -> dict[str, Any]:
+        """Return what pictures, prompts and the text tower are known by."""
+        set_up(self.pool)
+        text_tower = {}
+        for key, value in self.pool.clip_model.state_dict().items():
+            if not key.startswith("vision_model."):  # each model that is scored takes its place
+                text_tower[key] = value
+        test_data: dict[str, Any] = {"text tower": fingerprint_tensors(text_tower)}
+        for task, dataset in self.pool.test_datasets.items():
+            classnames, templates = classes_and_templates(self.pool, task)
+            prompts: list[str] = []
+            for name in classnames:
+                prompts += [template(name) for template in templates]
+            digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
+            test_data[task] = {**describe_items(dataset), "prompts": digest}
+        return test_data
+
+    def score(self, model: nn.Module, tasks: Sequence[str]) -> Results:
+        pool = self.pool
+        set_up(pool)
+        pool.clip_model.vision_model = model
+        classifier = HFCLIPClassifier(pool.clip_model, processor=pool.processor)
+        if pool.move_to_device:
+            classifier = pool.fabric.to_device(classifier)
+        results = {}
+        for task in tasks:
+            if task not in pool.test_dataloaders:
+                continue
+            classnames, templates = classes_and_templates(pool, task)
+            # Prompts depend on the text tower alone, which no merge changes.
+            if task in self._heads:
+                classifier.zeroshot_weights = self._heads[task]
+            else:
+                classifier.set_classification_task(classnames, templates)
+                self._heads[task] = classifier.zeroshot_weights
+            pool.on_task_evaluation_begin(classifier, task)
+            images = pool.test_dataloaders[task]
+            if self.subset is not None:
+                items = Subset(images.dataset, self.subset(len(images.dataset)))
+                images = DataLoader(items, images.batch_size, collate_fn=images.collate_fn)
+                images = pool.fabric.setup_dataloaders(images, move_to_device=pool.move_to_device)
+            dtypes = {parameter.dtype for parameter in classifier.parameters()}
+            # A CLIP's tower may have another dtype than its rest.
+            with widened(classifier) if len(dtypes) > 1 else nullcontext():
+                results[task] = pool._evaluate(classifier, images, len(classnames), task)
+            pool.on_task_evaluation_end()
+        return results
+
+
+def _scored_pool(pool: Any, subset: SubsetIndices | None = None) -> _ScoredPool:
+    kind = _ScoredPool
+    if _is_clip(pool):
+        kind = _CLIP
+    elif isinstance(pool, V01TaskPool):
+        kind = _V01
+    elif isinstance(pool, TasksByName):
+        kind = _ByName
+    return kind(pool, subset)
 
 
 @dataclass

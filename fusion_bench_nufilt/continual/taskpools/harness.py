@@ -196,10 +196,6 @@ class LMEvalTaskPool(HarnessTaskPool):
         answers.
         """
         prompts: Any = []
-        if task not in self._names:
-            raise ValueError(
-                f"the task pool has no data of task '{task}', only of {', '.join(self._names)}"
-            )
         for loaded_task in self._load(task):
             prompts += [loaded_task.doc_to_text(document) for document in loaded_task.eval_docs]
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
