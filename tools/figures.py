@@ -36,8 +36,8 @@ COMMAND = "fusion_bench method=nufilt modelpool=nufilt_demo method.null_rank=21 
 
 
 def read_table(folder: Path) -> pd.DataFrame:
-    """Return the rows of a comparison by their labels."""
-    return pd.read_csv(folder / "table.csv").set_index("method")
+    """Return ACC and BWT of a comparison's methods by their labels, means over the seeds."""
+    return pd.read_csv(folder / "results.csv").pivot_table("value", "method", "metric")
 
 
 def per_cent(value: float, sign: str = "") -> str:
@@ -71,7 +71,7 @@ def result_table(rows: list[tuple[str, pd.Series]]) -> str:
     """Return rows of labels and results as a table of ACC and BWT."""
     lines = ["| method | ACC % | BWT % |", "| --- | ---: | ---: |"]
     for label, row in rows:
-        line = f"| {label} | {per_cent(row.ACC_mean)} | {per_cent(row.BWT_mean, '+')} |"
+        line = f"| {label} | {per_cent(row.ACC)} | {per_cent(row.BWT, '+')} |"
         lines.append(line.replace("|  |", "| |"))
     return "\n".join(lines)
 
@@ -85,7 +85,7 @@ def blocks(demo: Path, more: Path) -> dict[str, str]:
     ranked = [(f"{name} *", row) for name, row in rows.drop("individual").iterrows()]
     ranked = [(name.replace("pretrained *", "pretrained (zero-shot)"), row) for name, row in ranked]
     ranked += [(name, row) for name, row in others.iterrows()]
-    ranked.sort(key=lambda pair: -pair[1].ACC_mean)
+    ranked.sort(key=lambda pair: -pair[1].ACC)
     return {
         "machine": wrapped(
             f"All on one machine: {machine()}, fusion-bench {version('fusion-bench')}."

@@ -59,7 +59,6 @@ class PoolAnalysis:
         # Its data are looked up before any model is loaded.
         self.taskpool = experiment.evaluator.taskpool
         self.tasks = experiment.tasks
-        self._pairs = config.named_pairs(self.tasks)
         self.pretrained, drawn_keys = experiment.load(PRETRAINED)
         self.views = merged_layers(self.pretrained, targets)
         self._keys = {view.key for view in self.views.values()}
@@ -101,7 +100,7 @@ class PoolAnalysis:
         samples: Row = {}
         about = {"modelpool": self.name, "samples": samples, "settings": asdict(self.config)}
         shapes = {layer: view.shape for layer, view in self.views.items()}
-        result = Analysis(about, self.tasks, shapes, self.config.task_rank, pairs=self._pairs)
+        result = Analysis(about, self.tasks, shapes, self.config.task_rank)
         layers = list(self.views)
         data: dict[str, dict[str, Tensor]] = {layer: {} for layer in layers}  # V_d
         vectors: dict[str, dict[str, VectorSummary]] = {layer: {} for layer in layers}

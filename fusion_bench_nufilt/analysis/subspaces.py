@@ -157,17 +157,3 @@ def dominance(A: Floats) -> dict[str, float]:
         "matched_above": float(wins.mean()),
         "ratio": diagonal / off_diagonal if off_diagonal else math.inf,
     }
-
-
-def example_pairs(M: Floats) -> list[tuple[int, int]]:
-    """Choose three pairs (data, vector) of the mean matrix, whose distributions are drawn.
-
-    They are the largest diagonal entry, and the 90th percentile and the lowest of the others.
-    """
-    best = int(np.diagonal(M).argmax())
-    mismatched = [(i, j) for i, j in np.ndindex(M.shape) if i != j]
-    if not mismatched:
-        return [(best, best)]
-    mismatched.sort(key=lambda pair: float(M[pair]))
-    high = mismatched[round(0.9 * (len(mismatched) - 1))]
-    return [(best, best), high, mismatched[0]]

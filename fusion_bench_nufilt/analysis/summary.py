@@ -19,7 +19,7 @@ from fusion_bench_nufilt.pages.page import sentences
 from fusion_bench_nufilt.pages.tables import to_csv
 from fusion_bench_nufilt.utils.files import escape_html, write_json, write_text
 
-from .subspaces import Floats, VectorSummary, dominance, example_pairs, overlap
+from .subspaces import Floats, VectorSummary, dominance, overlap
 from .surrogates import harmonic_mean
 
 Row = dict[str, Any]
@@ -42,8 +42,6 @@ class Analysis:
     tasks: list[str]
     layers: Mapping[str, Sequence[int]]  # (d_o, d_i) by name
     task_rank: int
-    # (data, vector) whose affinities are drawn; None: chosen here
-    pairs: list[tuple[int, int]] | None = None
     vectors: list[Row] = field(default_factory=list)  # one for each task vector and layer
     overlaps: list[Row] = field(default_factory=list)  # one for each layer and two task vectors
     # One for each layer, task's data and task vector.
@@ -169,9 +167,7 @@ def summarise(analysis: Analysis) -> AnalysisSummary:
         reading=[],
     )
     if analysis.affinity:
-        affinities = _affinities(affinity, analysis.tasks)
-        summary["affinity"] = affinities
-        summary["pairs"] = analysis.pairs or _default_pairs(affinities, analysis.tasks)
+        summary["affinity"] = _affinities(affinity, analysis.tasks)
         widths = affinity["layer"].map(lambda name: analysis.layers[name][1])
         summary["affinity_by_rank"] = _by_rank(affinity, widths)
     if analysis.losses:
@@ -309,12 +305,6 @@ def _affinities(affinity: pd.DataFrame, tasks: Sequence[str]) -> Row:
             measures = dominance(np.stack(complete))
             summary[group]["dominance"] = {**measures, "layers": len(complete)}
     return summary
-
-
-def _default_pairs(affinities: Row, tasks: Sequence[str]) -> list[tuple[int, int]]:
-    if len(tasks) == 1:
-        return []
-    return example_pairs(np.nan_to_num(affinities["all"]["mean"]))
 
 
 def _by_rank(affinity: pd.DataFrame, widths: pd.Series) -> Row:

@@ -34,7 +34,7 @@ from .terminal import (
 
 without_data = partial(typer.Option, rich_help_panel="Folders, without data")
 
-NEED_DATA = ("modelpool", "config_dir", "methods", "samples", "activations", "pairs", "seed")
+NEED_DATA = ("modelpool", "config_dir", "methods", "samples", "activations", "seed")
 
 
 @options_from(AnalysisConfig)

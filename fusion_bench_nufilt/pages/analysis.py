@@ -1,34 +1,25 @@
 """The pictures and the page of an analysis, drawn from its files alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NotRequired
 
 import altair as alt
-import pandas as pd
 from altair.typing import ChartType
 from typing_extensions import TypedDict
 
-from .charts import by_depth, heat_maps, lines, points
+from .charts import by_depth, heat_maps, lines
 from .content import Json
 from .metrics import METRICS
 from .page import Outputs, Tables, render_page
 from .pictures import draw
-from .results import rows_with
 from .theme import Rows, cells
 
-#: The tables beside ``analysis.json``, and the columns that are read.
-MEASURED = {
-    "losses": "method task layer step stability plasticity data_free_stability "
-    "data_free_plasticity",
-    "affinity": "layer kind data vector affinity",
-}
 _BOTH = ("stability", "plasticity")
 _LOSSES = {key: f"{key} loss" for key in _BOTH} | {
     key: f"{key} mean" for key in ("harmonic", "arithmetic")
 }
 _INPUTS = {"fixed": "fixed inputs", "relative": "fixed inputs, relative"}
-_FROM_0_TO_1 = alt.Scale(domain=[0, 1])
-_LIMITS = [step / 200 for step in range(201)]
+_FROM_0_TO_1 = {"scale": alt.Scale(domain=[0, 1])}
 
 
 class AnalysisSummary(TypedDict):
@@ -51,44 +42,34 @@ class AnalysisSummary(TypedDict):
     layers_of: NotRequired[dict[str, dict[str, float]]]  # means of each layer, by their title
     affinity: NotRequired[dict[str, Json]]  # of data and task vectors, by kind of layers
     affinity_by_rank: NotRequired[dict[str, list[float]]]
-    pairs: NotRequired[Sequence[Sequence[int]]]  # (data, vector) whose affinities are drawn
     methods: NotRequired[dict[str, Json]]  # losses and scores
     failures: NotRequired[dict[str, str]]  # why a method has none
     versions: NotRequired[Json]
     reading: list[str]  # sentences
 
 
-def analysis_outputs(content: AnalysisSummary, tables: Tables) -> Outputs:
+def analysis_outputs(content: AnalysisSummary, _: Tables) -> Outputs:
     """Make the page, and each picture for which there are numbers."""
-    charts = charts_of_analysis(content, tables)
-    drawings = {name: draw(chart) for name, chart in charts.items()}
+    drawings = {name: draw(chart) for name, chart in charts_of_analysis(content).items()}
     page = render_page(
         "analysis.html", content=content, charts=drawings, measured=_measured(content)
     )
     return Outputs(page, drawings)
 
 
-def charts_of_analysis(content: AnalysisSummary, tables: Tables) -> dict[str, ChartType]:
-    """Return, by name, each chart for which ``analysis.json`` and the tables beside it have
-    numbers.
-    """
+def charts_of_analysis(content: AnalysisSummary) -> dict[str, ChartType]:
+    """Return, by name, each chart for which there are numbers."""
     charts = {"spectra": _energy(content)}
     if len(content["names"]) > 1:
         charts["overlap"] = _overlap(content)
     if "affinity" in content:
         charts["affinity"] = _affinity(content)
         charts["affinity_by_rank"] = _by_rank(content)
-        if "affinity" in tables and content["pairs"]:
-            charts["distributions"] = _distributions(content, tables["affinity"])
     if content.get("layers_of"):
         charts["layers"] = by_depth(_layer_means(content))
     measured = _measured(content)
     if measured:
         charts["losses"] = _losses(measured)
-        if "losses" in tables:
-            data_free = _data_free(measured, tables["losses"])
-            if data_free:
-                charts["data_free"] = alt.vconcat(*data_free)
     return charts
 
 
@@ -112,34 +93,6 @@ def _affinity(content: AnalysisSummary) -> ChartType:
     return heat_maps(rows, tasks, tasks, ("data of", "task vector of"), "affinity", across=2)
 
 
-def _distributions(content: AnalysisSummary, table: pd.DataFrame) -> ChartType:
-    """Draw the distribution over the layers of the affinities, from 0 to 1, of a high, a moderate
-    and a low pair.
-    """
-    rows: Rows = []
-    for group, matrices in content["affinity"].items():
-        panel = f"{group} layers"
-        layers = table if group == "all" else rows_with(table, kind=group)
-        for i, j in content["pairs"]:
-            data = content["tasks"][i]
-            vector = content["tasks"][j]
-            affinities = rows_with(layers, data=data, vector=vector)["affinity"]
-            for limit in _LIMITS:
-                share = float((affinities <= limit).mean())
-                rows.append({"panel": panel, "name": f"{data} → {vector}", "x": limit, "y": share})
-        rows.append({"panel": panel, "x": matrices["chance"], "mark": True, "words": "chance"})
-    return lines(
-        rows,
-        "affinity a (data → task vector)",
-        "share of layers with A ≤ a",
-        x_scale=_FROM_0_TO_1,
-        y_scale=_FROM_0_TO_1,
-        dots=False,
-        size=(300, 220),
-        across=3,
-    )
-
-
 def _by_rank(content: AnalysisSummary) -> ChartType:
     curves = content["affinity_by_rank"]
     titles = {
@@ -151,12 +104,11 @@ def _by_rank(content: AnalysisSummary) -> ChartType:
     for key, title in titles.items():
         # Of one task there are no mismatched pairs, and their curve is empty.
         for rank, value in zip(curves["ranks"], curves[key], strict=False):
-            rows.append({"name": title, "x": int(rank), "y": value})
+            rows.append({"name": title, "x": str(rank), "y": value})
     return lines(
         rows,
         "rank r = r_d = r_v",
         "affinity, mean over layers and pairs",
-        x_scale=alt.Scale(type="log", base=2),
         y_scale=_FROM_0_TO_1,
     )
 
@@ -211,35 +163,10 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
                     rows.append({"panel": panel, "name": name, "x": step, "y": value})
     values = [row["y"] for row in rows if row["y"]]
     scale = alt.Scale(zero=True)
+    title = "loss"
     # Methods that differ by orders of magnitude can't be read off a linear axis.
     if values and max(values) > 50 * min(values):
         scale = alt.Scale(type="log", nice=False, padding=12)
+        title = "loss, log scale"
         rows = [row for row in rows if row["y"]]  # 0 has no logarithm
-    return lines(rows, "step", "loss", size=(220, 170), own_scales=["y"], y_scale=scale)
-
-
-def _data_free(measured: Mapping[str, Json], table: pd.DataFrame) -> list[ChartType]:
-    """Plot the measured losses against the data-free ones: a panel per method, a point per layer
-    and step.
-    """
-    scale = alt.Scale(type="log", nice=False, padding=8)
-    axis = alt.Axis(grid=False, labelSeparation=10)
-    # The first step has no old tasks, and so no stability loss.
-    table = table[table["step"] > 1]
-    charts = []
-    for loss in _BOTH:
-        points_of = table.assign(name="layer", x=table[f"data_free_{loss}"], y=table[loss])
-        points_of["title"] = table["layer"] + ", step " + table["step"].astype(str)
-        # 0 has no logarithm.
-        points_of = points_of[(points_of["x"] > 0) & (points_of["y"] > 0)]
-        rows: Rows = []
-        for method, row in measured.items():
-            rho = row["rank_correlation"][loss]["layers"]
-            words = "none" if rho is None else f"{rho:.2f}"
-            of_method = rows_with(points_of, method=method).assign(panel=f"{method}: rho {words}")
-            rows += of_method[["panel", "name", "x", "y", "title"]].to_dict("records")
-        if rows:
-            x = {"title": f"data-free {loss} loss, log scale", "scale": scale, "axis": axis}
-            y = {"title": f"measured {loss} loss, log scale", "scale": scale, "axis": axis}
-            charts.append(points(rows, x, y, among=["layer"], size=(170, 120), across=5))
-    return charts
+    return lines(rows, "step", title, size=(220, 170), y_scale={"scale": scale})

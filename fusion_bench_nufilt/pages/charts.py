@@ -18,7 +18,6 @@ from .theme import (
     GREY,
     Options,
     Rows,
-    by_block,
     by_name,
     cells,
     clean,
@@ -27,8 +26,6 @@ from .theme import (
     ticks,
     value_scale,
 )
-
-_MOST_BANDS = 3  # more would hide each other
 
 
 def heat_maps(
@@ -95,75 +92,66 @@ def lines(
     x_title: str,
     y_title: str,
     *,
-    x_scale: alt.Scale | None = None,
-    y_scale: alt.Scale | None = None,
+    y_scale: Options | None = None,
     among: Sequence[str] = (),
     ranked: bool = False,
     dots: bool = True,
     size: tuple[int, int] = (360, 300),
     across: int = 4,
-    own_scales: Sequence[str] = (),
 ) -> ChartType:
     """Draw a curve for each ``name`` through its ``x`` and ``y``; a row without ``y`` is no point.
 
-    ``x`` are numbers, or words at equal distances. ``low`` and ``high`` are the ends of a band
-    around a curve, or of a bar at each point where there are more than three. A row with ``level``
-    is a dashed horizontal line, one with ``mark`` a vertical one at its ``x``; ``words`` are its
-    label. A curve's place ``among`` all names determines how it looks. A ``ranked`` legend is in
-    the order of the curves' last numbers.
+    ``x`` are numbers, or words at equal distances. ``low`` and ``high`` are the ends of a bar at a
+    point. A row with ``level`` is a dashed line with its ``words``. Without ``y_scale``, each panel
+    has the scale of its own numbers. A curve's place ``among`` all names determines how it looks.
+    A ``ranked`` legend is in the order of the curves' last numbers.
     """
-    finite_rows: Rows = []
+    points: Rows = []
+    levels = [row for row in rows if "level" in row]
     for row in rows:
-        if "level" in row or "mark" in row:
-            finite_rows.append(row)
-        elif clean(row["y"]) is not None:
-            title = f"{row['name']}, {x_title} {row['x']}: {row['y']:.4g}"
-            finite_rows.append({**row, "y": clean(row["y"]), "title": title})
-    curve_points = [row for row in finite_rows if "y" in row]
-    last = {row["name"]: row["y"] for row in curve_points}
+        y = clean(row.get("y"))
+        if y is not None:
+            title = f"{row['name']}, {x_title} {row['x']}: {y:.4g}"
+            points.append({**row, "y": y, "title": title})
+    last = {row["name"]: row["y"] for row in points}
     shown = list(last)
     if ranked:
         shown.sort(key=lambda name: -last[name])
     # Below a panel, which is then no wider than a phone.
     columns = 2 if any(len(name) > 14 for name in shown) else 3
     looks = style(among or list(last), shown, orient="bottom", columns=columns)
-    letter, axis = _x_axis(list(dict.fromkeys(row["x"] for row in curve_points)), x_title, x_scale)
-    with_ends = [row for row in curve_points if "low" in row]
-    has_bars = len({row["name"] for row in with_ends}) > _MOST_BANDS
-    if has_bars:
-        _stand_beside(curve_points, shown)
+    places = list(dict.fromkeys(row["x"] for row in points))
+    names_with_bars = {row["name"] for row in points if "low" in row}
+    if len(names_with_bars) > 1:
+        _stand_beside(points, shown)
+    x = _x_axis(places, [row["x"] for row in points], x_title)
 
     def layers_of(rows: Rows) -> list[alt.Chart]:
-        ends: list[float | None] = []
+        ends = []
         for row in rows:
             ends += [row.get("y"), row.get("low"), row.get("high"), row.get("level")]
-        upwards = {"title": _axis_title(y_title, y_scale) or None, **value_scale(ends, 18)}
-        if y_scale is not None:
-            upwards = {"title": upwards["title"], "scale": y_scale}
+        upwards = {"title": y_title or None, **(y_scale or value_scale(ends, 18))}
+        # All layers have one set of rows, so that each picks out its own.
+        curves = alt.Chart().transform_filter("isValid(datum.y)").encode(x=x, color=looks["color"])
         layers = []
-        base = alt.Chart().encode(x=alt.X(f"x:{letter}", **axis))
-        # A facet has one set of rows for all its layers, so that each picks out its own.
-        curves = base.transform_filter("isValid(datum.y)").encode(color=looks["color"])
-        if with_ends:
-            deviation = curves.mark_rule(size=1.5) if has_bars else curves.mark_area(opacity=0.12)
-            layers.append(deviation.encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
-        curve = curves.mark_line()
-        layers.append(curve.encode(y=alt.Y("y:Q", **upwards), strokeDash=looks["strokeDash"]))
+        if names_with_bars:
+            bar = curves.mark_rule(size=1.5)
+            layers.append(bar.encode(y=alt.Y("low:Q", **upwards), y2="high:Q"))
+        y = alt.Y("y:Q", **upwards)
+        layers.append(curves.mark_line().encode(y=y, strokeDash=looks["strokeDash"]))
         if dots:
             dot = curves.mark_point(size=45, aria=True)
-            dot = dot.encode(y=alt.Y("y:Q", **upwards), shape=looks["shape"])
-            layers.append(dot.encode(description="title:N"))
-        if any("level" in row for row in finite_rows):
+            layers.append(dot.encode(y=y, shape=looks["shape"], description="title:N"))
+        if levels:
             level = alt.Chart().transform_filter("isValid(datum.level)").encode(y=alt.Y("level:Q"))
-            look: Options = {"align": "right", "baseline": "bottom", "dx": -3, "dy": -2}
-            layers += _dashed_line(level, look, x=alt.XValue("width"))
-        if any("mark" in row for row in finite_rows):
-            mark = base.transform_filter("datum.mark")
-            look = {"align": "left", "baseline": "top", "dx": 4, "dy": 2}
-            layers += _dashed_line(mark, look, y=alt.YValue(0))
+            words = level.mark_text(
+                color=GREY, fontSize=10, align="right", baseline="bottom", dx=-3, dy=-2
+            )
+            layers.append(level.mark_rule(color=GREY, strokeDash=[4, 4]))
+            layers.append(words.encode(x=alt.XValue("width"), text="words:N"))
         return layers
 
-    return faceted(layers_of, finite_rows, size, across=across, own_scales=own_scales)
+    return faceted(layers_of, points + levels, size, across=across)
 
 
 def _stand_beside(points: Rows, names: Sequence[str]) -> None:
@@ -174,60 +162,19 @@ def _stand_beside(points: Rows, names: Sequence[str]) -> None:
         row["x"] += 0.3 * ((names.index(row["name"]) + 0.5) / len(names) - 0.5)
 
 
-def _axis_title(title: str, scale: alt.Scale | None) -> str:
-    """Return the title of an axis, which says where it is logarithmic."""
-    if scale is None or scale.to_dict().get("type") != "log":
-        return title
-    return f"{title}, log scale"
-
-
-def _x_axis(x: Sequence[float | str], title: str, scale: alt.Scale | None) -> tuple[str, Options]:
-    """Return the type and the options of an axis of numbers, or of words at equal distances."""
-    if x and isinstance(x[0], str):
+def _x_axis(places: Sequence[float | str], x: Sequence[Any], title: str) -> alt.X:
+    """Return an axis of numbers, or of words at equal distances, which names the places."""
+    if places and isinstance(places[0], str):
         # Vega-Lite would sort the words by the alphabet.
-        return "O", {"title": title, "sort": None}
-    whole_numbers = [value for value in x if isinstance(value, int)]
+        return alt.X("x:O", title=title, sort=None)
     axis = alt.Axis()
-    if len(whole_numbers) == len(x) <= 20:
+    if len(places) <= 20:
         # The labels of twenty steps would touch each other in a narrow panel.
-        axis = alt.Axis(values=whole_numbers, format="d", labelOverlap=True, labelSeparation=4)
-    default = alt.Scale(zero=False, nice=False, padding=8)
-    title = _axis_title(title, scale)
-    return "Q", {"title": title, "scale": scale or default, "axis": axis}
-
-
-def _dashed_line(line: alt.Chart, look: Options, **position: Any) -> list[alt.Chart]:
-    """Return a line, and its words at a place along it."""
-    words = line.mark_text(color=GREY, fontSize=10, **look).encode(**position, text="words:N")
-    return [line.mark_rule(color=GREY, strokeDash=[4, 4]), words]
-
-
-def points(
-    rows: Rows,
-    x: Options,
-    y: Options | None = None,
-    *,
-    among: Sequence[str],
-    size: tuple[int, int],
-    across: int,
-    own_scales: Sequence[str] = (),
-) -> ChartType:
-    """Draw a point at each row's ``x`` and ``y``, of the look that its ``name`` has ``among`` all;
-    without options of their own, the axis of ``y`` fits its numbers.
-    """
-    shown = {row["name"] for row in rows}
-    looks = style(among, [name for name in among if name in shown], orient="bottom")
-
-    def layers_of(rows: Rows) -> list[alt.Chart]:
-        upwards = y
-        if upwards is None:
-            upwards = {"title": None, **value_scale([row["y"] for row in rows], 10)}
-        chart = alt.Chart().mark_point(size=30, opacity=0.6, aria=True)
-        place = {"x": alt.X("x:Q", **x), "y": alt.Y("y:Q", **upwards)}
-        look = {"color": looks["color"], "shape": looks["shape"]}
-        return [chart.encode(**place, **look, description="title:N")]
-
-    return faceted(layers_of, rows, size, across=across, own_scales=own_scales)
+        axis = alt.Axis(values=places, format="d", labelOverlap=True, labelSeparation=4)
+    # As the numbers of all rows, which are rounded.
+    ends = [clean(min(x, default=0)), clean(max(x, default=1))]
+    scale = alt.Scale(domain=ends, zero=False, nice=False, padding=8)
+    return alt.X("x:Q", title=title, scale=scale, axis=axis)
 
 
 def by_depth(rows: Rows) -> ChartType:
@@ -239,8 +186,20 @@ def by_depth(rows: Rows) -> ChartType:
         offset = 0.35 * ((KINDS.index(name) + 0.5) / len(KINDS) - 0.5)
         title = f"{row['layer']}: {row['y']:.4g}"
         placed.append({**row, "name": name, "x": depth(row["layer"]) + offset, "title": title})
-    blocks = by_block(max(depth(row["layer"]) for row in rows))
-    return points(placed, blocks, among=KINDS, size=(260, 180), across=3, own_scales=["y"])
+    kinds = {row["name"] for row in placed}
+    looks = style(KINDS, [name for name in KINDS if name in kinds], orient="bottom")
+    look = {channel: looks[channel] for channel in ("color", "shape")}
+    deepest = max(depth(row["layer"]) for row in rows)
+    blocks = alt.Axis(values=list(range(0, deepest + 1, 1 + deepest // 16)), grid=False, format="d")
+    scale = alt.Scale(domain=[-0.1, deepest + 0.1], nice=False, padding=12)
+    x = alt.X("x:Q", title="block", axis=blocks, scale=scale)
+
+    def layers_of(rows: Rows) -> list[alt.Chart]:
+        y = alt.Y("y:Q", title=None, **value_scale([row["y"] for row in rows], 10))
+        dot = alt.Chart().mark_point(size=30, opacity=0.6, aria=True)
+        return [dot.encode(x=x, y=y, **look, description="title:N")]
+
+    return faceted(layers_of, placed, (260, 180), across=3)
 
 
 def dots(rows: Rows) -> ChartType:
@@ -271,4 +230,4 @@ def dots(rows: Rows) -> ChartType:
         return layers
 
     size = (width, 22 * len(names))
-    return faceted(layers_of, rows, size, across=3, own_scales=["x"], spacing=110)
+    return faceted(layers_of, rows, size, across=3, spacing=110)

@@ -7,43 +7,26 @@ import altair as alt
 from altair.typing import ChartType
 
 from .charts import dots, lines, score_maps
-from .comparison_tables import (
-    Columns,
-    by_accuracy,
-    main_table,
-    method_numbers,
-    overhead_tables,
-    task_numbers,
-    task_table,
-)
+from .comparison_tables import by_accuracy, main_table, overhead_tables, task_table
 from .content import Comparison, Json, Method
 from .metrics import METRICS, Mean
 from .page import Outputs, Tables, render_page
 from .pictures import draw
 from .results import means, rows_with
 from .tables import print_table, to_csv
-from .theme import COLOURS, Rows
+from .theme import COLOURS, Rows, value_scale
 
-PICTURES = (
-    "ablation",
-    "sensitivity",
-    "stability_plasticity",
-    "accuracy_matrices",
-    "accuracy_per_step",
-)
+PICTURES = ("sensitivity", "stability_plasticity", "accuracy_matrices", "accuracy_per_step")
 #: The methods of one chart of curves: as many as there are colours.
 MOST_CURVES = len(COLOURS)
-_PAPER_STEPS = 50  # of the adapter in the paper's experiments; its ranks are marked, too
 
 
 def comparison_outputs(results: Comparison, _: Tables) -> Outputs:
     """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent
     elsewhere.
     """
-    texts = {
-        "table.csv": to_csv(method_numbers(results)),
-        "per_task.csv": to_csv(task_numbers(results)),
-    }
+    # The methods of a comparison measure no layers.
+    texts = {"results.csv": to_csv(results.table.drop(columns="layer"))}
     files = {
         "table": [main_table(results)],
         "per_task": [task_table(results)],
@@ -93,21 +76,15 @@ def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
     # Of one task, or with the last step scored alone, nothing is known of what is forgotten.
     if len(rows_with(measured, metric="BWT")):
         shown = ["ACC", "plasticity", "BWT"]
-    charts["stability_plasticity"] = dots(_mean_rows(results, best, shown, "metric"))
+    charts["stability_plasticity"] = dots(_mean_rows(results, best, shown))
     matrices = results.matrices(results.seeds[0])
     if matrices:
         titles = {f"{label}: {matrix.summary()}": matrix for label, matrix in matrices.items()}
         charts["accuracy_matrices"] = score_maps(titles)
-    task_scores = _mean_rows(results, list(results.done), results.tasks, "task")
-    if task_scores:
-        charts["task_scores"] = dots(task_scores)
     # With other settings, the mean over the tasks seen so far is known at most for the ends.
     every_step = results.settings.get("evaluate", "").startswith("every_step")
     if every_step and len(results.tasks) > 1:
         charts["accuracy_per_step"] = _accuracy_per_step(results, best[:MOST_CURVES])
-    if results.preset == "ablation":
-        rows = _mean_rows(results, list(results.methods), ["ACC", "BWT"], "metric")
-        charts["ablation"] = dots(rows)
     if any(results.curve(panel) for panel in results.panels or ()):
         charts["sensitivity"] = _sensitivity(results)
     return charts
@@ -134,7 +111,7 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
         for step, mean in zip(step_names, seen.loc[label], strict=True):
             row: Json = {"name": curve_names[label], "x": step, "y": 100 * mean.mean}
             if mean.count > 1:
-                row |= _band(mean, lowest=0)
+                row |= _bar(mean, lowest=0)
             rows.append(row)
     individual = means(results.table, "metric", ["individual"], ["ACC"]).loc["individual", "ACC"]
     rows.append({"level": 100 * individual.mean, "words": "individual models, all tasks"})
@@ -155,82 +132,58 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     return chart
 
 
-def _band(mean: Mean, lowest: float) -> Json:
-    """Return the ends of a band of one standard deviation around a mean, in per cent, within what
+def _bar(mean: Mean, lowest: float) -> Json:
+    """Return the ends of a bar of one standard deviation around a mean, in per cent, within what
     there can be: from ``lowest`` to 100.
     """
     low = 100 * (mean.mean - mean.std)
     high = 100 * (mean.mean + mean.std)
-    # A score may be below zero, as a correlation is, and lies in its band all the same.
+    # A score may be below zero, as a correlation is, and lies on its bar all the same.
     return {"low": max(low, min(lowest, 100 * mean.mean)), "high": min(high, 100)}
 
 
-def _mean_rows(
-    results: Comparison, labels: Sequence[str], names: Sequence[str], by: Columns
-) -> Rows:
-    """Return the mean and one standard deviation over the seeds of metrics, or of the final scores
-    of tasks, that some method has.
-    """
-    table = results.table if by == "metric" else results.last_scores
-    measured = means(table, by, labels, names)
+def _mean_rows(results: Comparison, labels: Sequence[str], metrics: Sequence[str]) -> Rows:
+    """Return the mean and one standard deviation over the seeds of metrics that some method has."""
+    measured = means(results.table, "metric", labels, metrics)
     rows: Rows = []
-    for name in names:
-        if not any(mean.count for mean in measured[name]):
+    for metric in metrics:
+        if not any(mean.count for mean in measured[metric]):
             continue
-        metric = name if by == "metric" else ""
-        title = METRICS[name].title if metric else name
-        signed = METRICS[name].signed if metric else False
-        for label, mean in measured[name].items():
-            row: Json = {"panel": title, "name": label, "text": mean.percent(sign=signed)}
+        signed = METRICS[metric].signed
+        for label, mean in measured[metric].items():
+            text = mean.percent(sign=signed)
             part = results.missing_part(label, mean, metric)
             if part:
-                row["text"] += f" ({part})"
-            if label in results.failed:
-                row["text"] = "failed"
-            row["value"] = 100 * mean.mean
-            row |= _band(mean, lowest=-100 if signed else 0)
+                text += f" ({part})"
+            row = {"panel": METRICS[metric].title, "name": label, "text": text}
+            row |= {"value": 100 * mean.mean, **_bar(mean, lowest=-100 if signed else 0)}
             rows.append(row)
     return rows
 
 
 def _sensitivity(results: Comparison) -> ChartType:
-    """Draw ACC (above) and BWT (below) over what each panel varies; a dashed line marks the
-    method's own value.
-    """
-    own_config = _paper_config(results)
+    """Draw ACC (above) and BWT (below) over what each panel varies."""
     numbers = means(results.table, "metric", list(results.done), ["ACC", "BWT"])
     charts = []
     for name in ("ACC", "BWT"):
         rows: Rows = []
         for panel in results.panels or ():
-            key = panel["key"]
-            marks: Rows = []
             for label, method in results.curve(panel).items():
                 mean = numbers.loc[label, name]
                 if not mean.count:
                     continue
                 row: Json = {"panel": _panel_title(results, panel, method), "name": "mean"}
                 # Words stand at equal distances, which values such as 8, 16 and 128 would not.
-                row |= {"x": str(method.config[key]), "y": 100 * mean.mean}
+                row |= {"x": str(method.config[panel["key"]]), "y": 100 * mean.mean}
                 if mean.count > 1:
-                    row |= _band(mean, lowest=-100 if METRICS[name].signed else 0)
+                    row |= _bar(mean, lowest=-100 if METRICS[name].signed else 0)
                 rows.append(row)
-                if method.config[key] == own_config.get(key):
-                    marks.append({"panel": row["panel"], "x": row["x"], "mark": True, "words": ""})
-            rows += marks
         if rows:
-            look: Any = {"size": (240, 150), "own_scales": ["x"]}
+            ends = [row[key] for row in rows for key in ("y", "low", "high") if key in row]
+            y_scale = value_scale(ends, 18)  # one for all panels
+            look: Any = {"size": (240, 150), "y_scale": y_scale}
             charts.append(lines(rows, "value of the option", METRICS[name].title, **look))
     return alt.vconcat(*charts, title=f"scored on {results.scored}")
-
-
-def _paper_config(results: Comparison) -> Json:
-    """Return the method's own options, which the panel of its steps keeps fixed."""
-    for panel in results.panels or ():
-        for method in results.curve(panel).values():
-            if panel["key"] == "max_steps" and method.config["max_steps"] == _PAPER_STEPS:
-                return method.config
-    return {}
 
 
 def _panel_title(results: Comparison, panel: Json, method: Method) -> str:

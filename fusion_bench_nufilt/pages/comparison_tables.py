@@ -193,25 +193,6 @@ def _filled(texts: pd.DataFrame) -> pd.DataFrame:
     return texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
 
 
-def method_numbers(results: Comparison) -> pd.DataFrame:
-    """Return the numbers of every method as fractions, seconds and bytes, for ``table.csv``."""
-    names = [*METRICS, *_SECONDS, "solving_seconds", "memory", "changed_share"]
-    columns = _mean_and_std(means(results.table, "metric", results.labels, names))
-    columns = columns.rename(
-        columns={"memory_mean": "memory_bytes_mean", "memory_std": "memory_bytes_std"}
-    )
-    for name in ("parameters", "extra_parameters", "changed_tensors"):
-        columns[name] = _first_values(results, name)
-    columns["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
-    accuracy = means(results.table, "metric", results.labels, ["ACC"])["ACC"]
-    for label, mean in accuracy.items():
-        columns.loc[label, "lacks_scores"] = results.missing_part(label, mean, "ACC")
-    for label, method in results.methods.items():
-        columns.loc[label, "finished"] = " ".join(map(str, method.finished))
-        columns.loc[label, "failed"] = "; ".join(method.failures)
-    return columns.rename_axis("method").reset_index()
-
-
 def _first_values(results: Comparison, metric: str) -> "pd.Series[int]":
     """Return a whole number of every method, that of its first run that has it; where none has, it
     is missing.
@@ -219,20 +200,6 @@ def _first_values(results: Comparison, metric: str) -> "pd.Series[int]":
     rows = rows_with(results.table, metric=metric)
     # With a capital, pandas' integers can be missing; others would become floats.
     return rows.groupby("method")["value"].first().reindex(results.labels).astype("Int64")
-
-
-def task_numbers(results: Comparison) -> pd.DataFrame:
-    """Return the score of each task after the last step as a fraction, for ``per_task.csv``."""
-    scores = means(results.last_scores, "task", results.labels, results.tasks)
-    return _mean_and_std(scores).rename_axis("method").reset_index()
-
-
-def _mean_and_std(numbers: pd.DataFrame) -> pd.DataFrame:
-    columns = {}
-    for name in numbers:
-        columns[f"{name}_mean"] = [mean.mean for mean in numbers[name]]
-        columns[f"{name}_std"] = [mean.std for mean in numbers[name]]
-    return pd.DataFrame(columns, index=numbers.index)
 
 
 def _notes(results: Comparison) -> list[str]:

@@ -63,6 +63,5 @@ def layer_charts(rows: pd.DataFrame) -> dict[str, ChartType]:
             among=KINDS,
             size=(260, 180),
             across=3,
-            own_scales=["y"],
         )
     return charts

@@ -153,14 +153,6 @@ def by_name(labels: Sequence[str], title: str | None) -> Options:
     return {"scale": alt.Scale(domain=list(labels)), "sort": None, "title": title, "axis": axis}
 
 
-def by_block(deepest: int) -> Options:
-    """Return the options of an axis of a model's blocks, which ends at the deepest."""
-    blocks = list(range(0, deepest + 1, 1 + deepest // 16))
-    axis = alt.Axis(values=blocks, grid=False, format="d")
-    scale = alt.Scale(zero=False, nice=False, padding=12)
-    return {"title": "block", "axis": axis, "scale": scale}
-
-
 def value_scale(values: Iterable[float | None], padding: int) -> Options:
     """Return the scale and axis of numbers; where they are the same to a per cent, they are drawn
     as flat and the axis has their value, as small differences would look like large ones.
@@ -169,7 +161,8 @@ def value_scale(values: Iterable[float | None], padding: int) -> Options:
     low = min(numbers, default=0.0)
     high = max(numbers, default=0.0)
     if high - low >= _FLAT * max(abs(low), abs(high)) > 0:
-        return {"scale": alt.Scale(zero=False, nice=False, padding=padding)}
+        scale = alt.Scale(domain=[low, high], zero=False, nice=False, padding=padding)
+        return {"scale": scale}
     middle = (low + high) / 2
     margin = abs(middle) * 10 * _FLAT or 1
     scale = alt.Scale(domain=[clean(middle - margin), clean(middle + margin)], nice=False)
@@ -182,40 +175,30 @@ def faceted(
     size: tuple[int, int],
     *,
     across: int = 4,
-    own_scales: Sequence[str] = (),
     spacing: int = 24,
 ) -> ChartType:
-    """Lay charts over each other, in a panel for each value of the rows' ``panel``, if there is
-    any.
+    """Lay the charts that ``layers_of`` makes of rows over each other, in a panel for each value of
+    the rows' ``panel``, if there is any.
 
     The panels are in the order of their rows, at most ``across`` of them side by side.
-    ``layers_of`` makes the charts for the scales of some rows: of all rows, or of one panel, where
-    ``own_scales`` names channels whose scales the panels do not share. ``spacing`` are the pixels
-    between neighbours in a row.
+    ``spacing`` are the pixels between neighbours in a row.
     """
-    panels = list(dict.fromkeys(row["panel"] for row in rows if row.get("panel")))
-    layers = list(layers_of(rows))
-    if not panels:
-        return alt.LayerChart(layer=layers, width=size[0], height=size[1], data=data(rows))
     charts = []
-    for panel in panels:
+    for panel in dict.fromkeys(row.get("panel") for row in rows):
         rows_of_panel = [row for row in rows if row.get("panel") == panel]
-        if own_scales:
-            layers = list(layers_of(rows_of_panel))
         chart = alt.LayerChart(
-            layer=layers,
+            layer=list(layers_of(rows_of_panel)),
             width=size[0],
             height=size[1],
             data=data(rows_of_panel),
-            title=wrapped(panel, size[0]),
         )
+        if panel is not None:
+            chart.title = wrapped(panel, size[0])
         charts.append(chart)
     if len(charts) == 1:
         return charts[0]
-    shared: Options = {channel: "shared" for channel in "xy" if channel not in own_scales}
     between = alt.RowColnumber(row=24, column=spacing)
-    chart = alt.concat(*charts, columns=min(across, len(panels)), spacing=between)
-    return chart.resolve_scale(**shared)
+    return alt.concat(*charts, columns=min(across, len(charts)), spacing=between)
 
 
 def wrapped(title: str, width: int) -> list[str]:

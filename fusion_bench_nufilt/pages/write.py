@@ -12,7 +12,7 @@ import pandas as pd
 
 from fusion_bench_nufilt.utils.files import MANIFEST, RUN, read_json, write_text
 
-from .analysis import MEASURED, AnalysisSummary, analysis_outputs
+from .analysis import AnalysisSummary, analysis_outputs
 from .comparison import comparison_outputs
 from .content import Comparison
 from .merge import MergeContent, merge_outputs
@@ -42,7 +42,7 @@ KINDS = {
     "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, _LAYERS),
     "results.json": Kind(Comparison, "run the comparison again", comparison_outputs),
     "analysis.json": Kind(
-        AnalysisSummary, "run the analysis again", analysis_outputs, MEASURED, ("png", "pdf")
+        AnalysisSummary, "run the analysis again", analysis_outputs, pictures=("png", "pdf")
     ),
     MANIFEST: Kind(MergeContent, "merge again", merge_outputs),
 }

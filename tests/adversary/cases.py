@@ -263,10 +263,9 @@ def cases(good: Path) -> list[Case]:
             return nufilt("report", str(folder / name), names=file, wrong=wrong)
 
         found += json_cases(f"nufilt report, {name}", path, content, read, report_of)
-        for table in sorted((good / name).glob("*.csv")):
-            if table.name in ("layers.csv", "task_vectors.csv", "losses.csv", "affinity.csv"):
-                rows = table.read_text().splitlines()
-                found += table_cases(f"nufilt report, {name}", f"{name}/{table.name}", rows, name)
+        for table in (good / name).glob("layers.csv"):
+            rows = table.read_text().splitlines()
+            found += table_cases(f"nufilt report, {name}", f"{name}/{table.name}", rows, name)
     content = json.loads((good / "one" / "nufilt.json").read_text())
     content["layers"] = dict(list(content["layers"].items())[:1])
 

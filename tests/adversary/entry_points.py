@@ -60,7 +60,7 @@ VALUES: dict[str, Any] = {
 }
 #: What the entry points themselves write: results, locks, and the files that are made wrong.
 OWN = re.compile(
-    r"(run|comparison|analysis|merge)/(index\.html|.*\.(png|pdf|md|tex)|(accuracy_matrix|table|per_task|overhead)\.csv)|"
+    r"(run|comparison|analysis|merge)/(index\.html|.*\.(png|pdf|md|tex)|(accuracy_matrix|results)\.csv)|"
     r"store/.*|new/.*|recipe\.yaml|(.*/)?\.nufilt\.lock"
 )
 

@@ -32,8 +32,7 @@ def test_the_demo_needs_no_option(demo, tmp_path):
         for reading in ("fixed", "relative"):
             assert len(found[reading]["harmonic"]) == 7
             assert all(np.isfinite(list(found[reading]["mean"].values())))
-    names = {"affinity", "affinity_by_rank", "distributions", "losses", "data_free", "overlap"}
-    names |= {"layers", "spectra"}
+    names = {"affinity", "affinity_by_rank", "layers", "losses", "overlap", "spectra"}
     assert {file.stem for file in tmp_path.glob("*.png")} == names
     assert {file.stem for file in tmp_path.glob("*.pdf")} == names
     rows = (tmp_path / "losses.csv").read_text().splitlines()

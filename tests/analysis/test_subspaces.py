@@ -9,7 +9,6 @@ from fusion_bench_nufilt.analysis.subspaces import (
     VectorSummary,
     data_subspace,
     dominance,
-    example_pairs,
     overlap,
     task_vector,
 )
@@ -74,11 +73,6 @@ def test_dominance_counts_rows_columns_and_layers():
     # In the second layer 0.3 < 0.5 in the first row.
     assert found["matched_above"] == pytest.approx(7 / 8)
     assert dominance(A[1:])["rows"] == 1
-
-
-def test_example_pairs_are_high_moderate_and_low():
-    M = np.array([[0.5, 0.3, 0.0], [0.1, 0.9, 0.2], [0.4, 0.6, 0.7]])
-    assert example_pairs(M) == [(1, 1), (2, 0), (0, 2)]
 
 
 def test_a_task_vector_tells_rank_energy_and_overlap(draw):

@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 import torch
 
-from fusion_bench_nufilt.analysis.settings import AnalysisConfig
 from fusion_bench_nufilt.analysis.summary import (
     Analysis,
     _correlation,
@@ -136,7 +135,6 @@ def test_affinities_are_summed_up_by_group_with_their_dominance():
     assert content["affinity"]["all"]["mean"] == pytest.approx(np.array([[0.7, 0.1], [0.3, 0.6]]))
     assert content["affinity"]["MLP"]["chance"] == 0.25
     assert content["affinity"]["all"]["dominance"]["ratio"] == pytest.approx(3.25)
-    assert content["pairs"][0] == [0, 0]
     found = content["affinity_by_rank"]
     assert found["ranks"] == [1]
     assert (*found["diagonal"], *found["off_diagonal"], *found["chance"]) == pytest.approx(
@@ -236,44 +234,3 @@ def test_tables_have_a_row_for_each_layer_and_leave_empty_what_is_not_known(tmp_
     assert lines[2] == f"{ATTENTION},attention,law,code,0.5,0.5"
     lines = (tmp_path / "losses.csv").read_text().splitlines()
     assert lines[1] == f"a,1,law,{ATTENTION},,9.0,,9.0,,9.0"
-
-
-# --- the pairs that are drawn ---
-
-VISION = ["svhn", "mnist", "eurosat", "resisc45", "dtd"]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "tasks", "drawn"),
-    [
-        (None, VISION, "mnist mnist eurosat resisc45 svhn dtd"),
-        (
-            None,
-            ["glue-sst2", "glue-rte", "glue-qnli"],
-            "glue-rte glue-rte glue-rte glue-qnli glue-rte glue-sst2",
-        ),
-        ("svhn:mnist, dtd:dtd", VISION, "svhn mnist dtd dtd"),
-        (None, TASKS, None),
-    ],
-)
-def test_pairs_are_those_that_are_named_or_the_papers(pairs, tasks, drawn):
-    found = AnalysisConfig(pairs=pairs).named_pairs(tasks)
-    if drawn is None:
-        assert found is None
-    else:
-        assert " ".join(f"{tasks[i]} {tasks[j]}" for i, j in found) == drawn
-
-
-@pytest.mark.parametrize("pairs", ["mnist", "mnist:law", "mnist:dtd:svhn", "mnist:mnist,"])
-def test_a_pair_that_is_none_of_these_tasks_is_named(pairs):
-    with pytest.raises(
-        ValueError, match="pairs must be DATA:VECTOR of svhn, mnist, eurosat, resisc45, dtd, got"
-    ):
-        AnalysisConfig(pairs=pairs).named_pairs(VISION)
-
-
-def test_the_pairs_that_are_named_are_those_that_are_drawn():
-    curves = np.ones((2, 2, 2, 2))
-    affinity = pairs(("data", "vector", "affinity"), np.ones((2, 2, 2)), curves=curves)
-    assert summarise(analysis(affinity=affinity, pairs=[(1, 0)]))["pairs"] == [[1, 0]]
-    assert len(summarise(analysis(affinity=affinity))["pairs"]) == 3

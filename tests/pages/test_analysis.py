@@ -3,14 +3,11 @@
 import json
 from itertools import product
 
-import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.pages.analysis import charts_of_analysis
-from tests.pages.charts import encodings, legend, panels, parts, rows_of
+from tests.pages.charts import encodings, panels, rows_of
 from tests.pages.helpers import LAYERS, TASKS
-
-TABLES = ("losses", "affinity")
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +21,8 @@ def content(folder):
 
 
 @pytest.fixture(scope="module")
-def tables(folder):
-    return {name: pd.read_csv(folder / f"{name}.csv") for name in TABLES}
-
-
-@pytest.fixture(scope="module")
-def charts(content, tables):
-    return {name: chart.to_dict() for name, chart in charts_of_analysis(content, tables).items()}
+def charts(content):
+    return {name: chart.to_dict() for name, chart in charts_of_analysis(content).items()}
 
 
 def test_every_number_of_the_affinity_is_in_its_picture(content, charts):
@@ -47,21 +39,6 @@ def test_every_number_of_the_affinity_is_in_its_picture(content, charts):
     assert {(row["row"], row["column"]): row["value"] for row in rows} == pytest.approx(
         every, rel=1e-5
     )
-
-
-def test_a_distribution_counts_the_layers_in_which_the_affinity_is_at_most_so_large(
-    content, tables, charts
-):
-    assert panels(charts["distributions"]) == ["all layers", "attention layers", "MLP layers"]
-    pairs = [(TASKS[i], TASKS[j]) for i, j in content["pairs"]]
-    assert legend(charts["distributions"]) == [f"{data} → {vector}" for data, vector in pairs]
-    data, vector = pairs[0]
-    found = tables["affinity"].query("data == @data and vector == @vector")["affinity"]
-    drawn = rows_of(charts["distributions"], panel="all layers", name=f"{data} → {vector}")
-    assert [row["y"] for row in drawn] == [(found <= row["x"]).mean() for row in drawn]
-    assert drawn[-1]["y"] == 1
-    (chance,) = rows_of(charts["distributions"], panel="all layers", words="chance")
-    assert chance["x"] == content["affinity"]["all"]["chance"]
 
 
 def test_a_vectors_overlap_with_itself_is_left_out_and_the_axes_say_which_is_which(charts):
@@ -91,37 +68,13 @@ def test_losses_have_a_panel_for_each_loss_and_its_steps(content, charts):
     assert found == pytest.approx(content["methods"]["sum"]["fixed"]["stability"], rel=1e-5)
 
 
-def test_the_data_free_losses_have_a_panel_for_each_method_and_a_point_for_each_layer_and_step(
-    content, charts
-):
-    for chart, loss in zip(parts(charts["data_free"]), ("stability", "plasticity"), strict=True):
-        titles = [encodings(chart, axis)[0]["title"] for axis in "xy"]
-        assert titles == [f"{kind} {loss} loss, log scale" for kind in ("data-free", "measured")]
-        for panel, (method, measured) in zip(
-            panels(chart), content["methods"].items(), strict=True
-        ):
-            assert panel == f"{method}: rho {measured['rank_correlation'][loss]['layers']:.2f}"
-            rows = rows_of(chart, panel=panel)
-            assert len(rows) == 2 * len(LAYERS)
-            assert rows[0]["y"] == pytest.approx(2 * rows[0]["x"], rel=1e-4)
-
-
-def test_a_method_whose_data_free_loss_is_zero_has_no_panel(content, tables):
-    one, other = content["methods"]
-    losses = tables["losses"].assign(data_free_stability=tables["losses"]["data_free_stability"])
-    losses.loc[losses["method"] == one, "data_free_stability"] = 0
-    stability, _ = parts(charts_of_analysis(content, {**tables, "losses": losses})["data_free"])
-    assert stability["title"][0].partition(":")[0] == other
-    losses["data_free_stability"] = losses["data_free_plasticity"] = 0
-    assert "data_free" not in charts_of_analysis(content, {**tables, "losses": losses})
-
-
 def test_losses_that_differ_a_lot_have_a_logarithmic_axis_on_which_zero_has_no_place(content):
     fixed = {"stability": [0.001, 1.0], "plasticity": [0.0, None]}
     one = content["methods"]["NUFILT"]
     methods = {"NUFILT": {**one, "fixed": one["fixed"] | fixed}}
-    chart = charts_of_analysis(content | {"methods": methods}, {})["losses"]
+    chart = charts_of_analysis(content | {"methods": methods})["losses"]
     assert encodings(chart, "y")[0]["scale"]["type"] == "log"
+    assert encodings(chart, "y")[0]["title"] == "loss, log scale"
     assert "plasticity loss, fixed inputs" not in panels(chart)
 
 
@@ -129,10 +82,10 @@ def test_what_was_not_measured_is_not_drawn(content):
     known = {
         key: content[key]
         for key in content
-        if key not in ("affinity", "affinity_by_rank", "pairs", "methods", "layers_of")
+        if key not in ("affinity", "affinity_by_rank", "methods", "layers_of")
     }
-    assert list(charts_of_analysis(known, {})) == ["spectra", "overlap"]
-    assert list(charts_of_analysis(known | {"names": TASKS[:1]}, {})) == ["spectra"]
+    assert list(charts_of_analysis(known)) == ["spectra", "overlap"]
+    assert list(charts_of_analysis(known | {"names": TASKS[:1]})) == ["spectra"]
 
 
 def test_every_picture_is_written_in_both_formats_and_is_on_the_page(folder, charts):
@@ -140,4 +93,4 @@ def test_every_picture_is_written_in_both_formats_and_is_on_the_page(folder, cha
         assert (folder / f"{name}.{kind}").stat().st_size > 1000
     text = (folder / "index.html").read_text()
     assert "matched pairs have a mean affinity" in text
-    assert text.count('class="chart"') == len(charts) == 8
+    assert text.count('class="chart"') == len(charts) == 6

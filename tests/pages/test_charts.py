@@ -2,7 +2,6 @@
 
 import re
 
-import altair as alt
 import pytest
 
 from fusion_bench_nufilt.pages import charts
@@ -192,7 +191,6 @@ def test_sets_of_rows_are_panels_in_their_order_and_only_those_that_have_rows():
     assert panels(chart) == ["b", "a", "c"]
     assert chart["columns"] == 2
     assert "params" not in chart
-    assert chart["resolve"]["scale"] == {"x": "shared", "y": "shared"}
     assert panels(heat_map([[1.0]], ["r"], ["t"], "alone")) == ["alone"]
 
 
@@ -223,26 +221,17 @@ def test_names_that_differ_only_at_their_ends_or_in_their_middles_read_different
     assert shown[0].endswith(":rank=8")
 
 
-def test_a_logarithmic_axis_says_so():
-    scale = alt.Scale(type="log")
-    chart = charts.lines(CURVES, "rank", "loss", x_scale=scale, y_scale=scale)
-    assert encodings(chart, "x")[0]["title"] == "rank, log scale"
-    assert encodings(chart, "y")[0]["title"] == "loss, log scale"
-    plain = charts.lines(CURVES, "rank", "loss")
-    assert encodings(plain, "y")[0]["title"] == "loss"
-
-
-def test_a_curve_has_no_point_where_it_has_no_number_and_a_band_where_it_has_a_deviation():
-    banded = [row | {"low": row["y"] - 0.5, "high": row["y"] + 0.5} for row in CURVES[:3]]
-    banded[1] = CURVES[1]
-    chart = charts.lines(banded + CURVES[3:], "step", "")
+def test_a_curve_has_no_point_where_it_has_no_number_and_a_bar_where_it_has_a_deviation():
+    with_bars = [row | {"low": row["y"] - 0.5, "high": row["y"] + 0.5} for row in CURVES[:3]]
+    with_bars[1] = CURVES[1]
+    chart = charts.lines(with_bars + CURVES[3:], "step", "")
     assert [row["x"] for row in rows_of(chart, name="two")] == [1, 3]
     assert [row.get("low") for row in rows_of(chart, name="one")] == [0.5, None, 3.5]
-    assert marks(chart) == ["area", "line", "point"]
-    assert "area" not in marks(KINDS["lines"])
+    assert marks(chart) == ["rule", "line", "point"]
+    assert "rule" not in marks(KINDS["lines"])
 
 
-def test_more_than_three_curves_have_bars_side_by_side_instead_of_bands():
+def test_the_bars_of_curves_stand_side_by_side():
     numbers = {name: [1.0, 2.0, 4.0] for name in ("one", "two", "three", "four")}
     rows = [row | {"low": row["y"] - 0.5, "high": row["y"] + 0.5} for row in curves(numbers)]
     chart = charts.lines(rows, "step", "")
@@ -259,19 +248,10 @@ def test_the_legend_is_in_the_order_of_the_last_numbers_where_it_is_ranked():
     assert legend(charts.lines(swapped, "step", "", ranked=True)) == ["one", "two"]
 
 
-def test_a_logarithmic_axis_names_every_place():
-    scale = alt.Scale(type="log", base=2)
-    rows = curves({"one": [1.0, 2.0, 3.0]}, x=(1, 4, 16))
-    axis = encodings(charts.lines(rows, "rank", "", x_scale=scale), "x")[0]
-    assert axis["scale"] == {"type": "log", "base": 2}
-    assert axis["axis"]["values"] == [1, 4, 16]
-
-
-def test_dashed_lines_have_their_words():
-    dashed = [{"level": 3.5, "words": "all"}, {"x": 2, "mark": True, "words": "chance"}]
-    chart = charts.lines(CURVES + dashed, "step", "")
-    assert [row["words"] for row in rows_of(chart) if "words" in row] == ["all", "chance"]
-    assert marks(chart) == ["line", "point", "rule", "text", "rule", "text"]
+def test_a_dashed_line_has_its_words():
+    chart = charts.lines([*CURVES, {"level": 3.5, "words": "all"}], "step", "")
+    assert [row["words"] for row in rows_of(chart) if "words" in row] == ["all"]
+    assert marks(chart) == ["line", "point", "rule", "text"]
 
 
 def test_attention_and_mlp_have_the_same_colours_whichever_comes_first():

@@ -4,7 +4,6 @@ has a name, and lies within its scale.
 
 from functools import cache
 
-import pandas as pd
 import pytest
 
 from fusion_bench_nufilt.analysis.summary import summarise
@@ -27,11 +26,9 @@ def pictures(request):
 
 @cache
 def pictures_of(methods, tasks):
-    whole = analysis_of(methods, tasks)
-    tables = {"losses": pd.DataFrame(whole.losses), "affinity": pd.DataFrame(whole.affinity)}
-    charts = comparison.charts_of_comparison(comparison_of(methods, tasks, preset="ablation"))
+    charts = comparison.charts_of_comparison(comparison_of(methods, tasks))
     charts |= layer_charts(layer_rows(layers_of(tasks)))
-    charts |= analysis.charts_of_analysis(summarise(whole), tables)
+    charts |= analysis.charts_of_analysis(summarise(analysis_of(methods, tasks)))
     matrix = comparison_of(1, tasks).matrices(42)["method 1"]
     charts["accuracy_matrix"] = score_maps({"NUFILT": matrix})
     charts["sensitivity"] = comparison.charts_of_comparison(sensitivity_of(2))["sensitivity"]
@@ -39,7 +36,6 @@ def pictures_of(methods, tasks):
 
 
 NAMES = [
-    "ablation",
     "accuracy_matrices",
     "accuracy_matrix",
     "accuracy_per_step",
@@ -47,15 +43,12 @@ NAMES = [
     "affinity_by_rank",
     "by_layer",
     "by_step",
-    "data_free",
-    "distributions",
     "layers",
     "losses",
     "overlap",
     "sensitivity",
     "spectra",
     "stability_plasticity",
-    "task_scores",
 ]
 
 
