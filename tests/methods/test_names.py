@@ -29,42 +29,29 @@ from tests.merge.helpers import STATE, manifest, same, tensors
 CONFIG = Path(__file__).parents[2] / "config" / "method"
 
 
-def fusion_bench(folder, name, models):
-    """The folder that `fusion_bench method=NAME` saves after its last step."""
-    config = compose_run([f"method={name}", "method.shuffle_order=false"]).method
-    logging_to(folder, instantiate(config)).run(models)
-    return sorted((folder / "checkpoints").glob("merged_model_*"))[-1]
-
-
-def merge(folder, out, *words, tasks=("task1", "task2"), base=True):
+def merge(folder, out, *words):
     """The folder that `nufilt merge` writes."""
-    models = []
-    if base:
-        models += ["--base", folder / "_pretrained_"]
-    for task in tasks:
+    models = ["--base", folder / "_pretrained_"]
+    for task in ("task1", "task2"):
         models += ["--task", folder / task]
     code, text = nufilt("merge", *words, *models, "--out", folder / out)
     assert code == 0, text
     return folder / out
 
 
-def test_every_method_has_a_file_of_its_name_and_the_other_files_are_of_fusion_bench_alone():
-    files = {str(file.relative_to(CONFIG).with_suffix("")) for file in CONFIG.rglob("*.yaml")}
-    assert {name for name in files if not name.startswith("continual/")} == {*METHODS}
-
-
-@pytest.mark.parametrize("name", ["nufilt", "nufilt/all_linear", "best"])
+@pytest.mark.parametrize("name", ["nufilt/all_linear", "best"])
 def test_a_name_is_the_same_merge_at_every_entry_point(name, tmp_path):
     models = saved_pool(tmp_path, pool(tasks=2))
-    run = fusion_bench(tmp_path / "run", name, models)
+    config = compose_run([f"method={name}", "method.shuffle_order=false"]).method
+    logging_to(tmp_path / "run", instantiate(config)).run(models)
+    run = tmp_path / "run" / "checkpoints" / "merged_model_1"
     out = merge(tmp_path, "out", "--method", name)
     assert same(tensors(run), tensors(out))
     if not METHODS[name].is_stateless:
         assert same(load_file(run / STATE), load_file(out / STATE))
     (spec,) = parse_methods(name)
     composed = plain(compose_run([f"method={name}"]).method)
-    compared = plain(compose_run(spec.overrides).method)
-    assert compared == composed
+    assert plain(compose_run(spec.overrides).method) == composed
     settings = manifest(out)["settings"]
     assert settings["method"] == name
     shared = composed.keys() & settings.keys()
@@ -72,78 +59,47 @@ def test_a_name_is_the_same_merge_at_every_entry_point(name, tmp_path):
     assert METHODS[name].defaults.keys() <= shared
 
 
-def test_a_recipe_takes_the_name_too(tmp_path):
+def test_a_recipe_takes_the_name_too_and_an_option_wins_over_the_setting_behind_it(tmp_path):
     saved_pool(tmp_path, pool(tasks=2))
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({"settings": {"method": "best"}}))
-    out = merge(tmp_path, "out", recipe)
-    assert manifest(out)["settings"]["ramp"] == 0.4
-
-
-def test_best_goes_on_from_its_own_merge_without_being_named(tmp_path):
-    saved_pool(tmp_path, pool(tasks=2))
-    merge(tmp_path, "one", "--method", "best", tasks=["task1"])
-    two = merge(tmp_path, "two", "--merged", tmp_path / "one", tasks=["task2"], base=False)
-    whole = merge(tmp_path, "whole", "--method", "best")
-    assert same(tensors(two), tensors(whole))
-    assert same(load_file(two / STATE), load_file(whole / STATE))
-
-
-def test_an_option_wins_over_the_setting_behind_a_name(tmp_path):
-    saved_pool(tmp_path, pool(tasks=2))
-    out = merge(
-        tmp_path,
-        "out",
-        "--method",
-        "nufilt/all_linear",
-        "--null-rank",
-        5,
-        "--other-params",
-        "pretrained",
-    )
+    recipe.write_text(yaml.safe_dump({"settings": {"method": "nufilt/all_linear"}}))
+    out = merge(tmp_path, "out", recipe, "--null-rank", 5, "--other-params", "pretrained")
     settings = manifest(out)["settings"]
     expected = {"null_rank": 5, "other_params": "pretrained", "target_modules": "all-linear"}
     assert {key: settings[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("entry_point", ["merge", "compare", "recipe"])
-def test_a_misspelt_name_is_answered_with_the_one_that_was_meant_and_without_a_list(
-    entry_point, tmp_path
-):
+def test_a_misspelt_name_is_answered_with_the_one_that_was_meant_or_else_with_all(tmp_path):
     (tmp_path / "recipe.yaml").write_text("method: bst\nbase: b\ntasks: [t]\nout: o\n")
     models = ("--base", "b", "--task", "t", "--out", tmp_path / "out")
-    words = {
-        "merge": ("merge", "--method", "bst", *models),
-        "compare": ("compare", "--methods", "bst", "--out", tmp_path / "out"),
-        "recipe": ("merge", tmp_path / "recipe.yaml"),
-    }
-    code, text = nufilt(*words[entry_point])
-    assert (code, "'bst'; did you mean 'best'?" in text, "spectral" in text) == (1, True, False), (
-        text
-    )
-
-
-def test_a_name_that_is_like_no_other_is_answered_with_all_of_them():
-    code, text = nufilt("merge", "--method", "opcm", "--base", "b", "--task", "t", "--out", "o")
+    for words in (
+        ("merge", "--method", "bst", *models),
+        ("compare", "--methods", "bst", "--out", tmp_path / "out"),
+        ("merge", tmp_path / "recipe.yaml"),
+    ):
+        code, text = nufilt(*words)
+        assert code == 1
+        assert "'bst'; did you mean 'best'?" in text
+        assert "spectral" not in text
+    code, text = nufilt("merge", "--method", "opcm", *models)
     assert (code, [name for name in METHODS if name not in text]) == (1, []), text
 
 
-def test_the_help_says_that_a_default_depends_on_the_method():
-    _, text = nufilt("merge", "--help")
-    ramp = text.partition("--ramp")[2].partition("--kappa")[0]
-    assert "depends on the" in ramp
-
-
-@pytest.mark.parametrize("name", METHOD_TABLE)
-def test_a_method_has_the_name_the_options_and_the_defaults_that_the_table_says(name):
-    entry = METHOD_TABLE[name]
-    method = METHODS[name]
-    assert method.name == name
-    assert method.Options is entry.Options
-    assert method.defaults == entry.defaults
-
-
-def test_order_free_methods_of_the_table_are_those_of_their_class():
+def test_every_method_of_the_package_has_a_file_and_is_in_the_table_as_its_class_says():
+    """Else no entry point knew its name, and no help its options."""
+    files = {str(file.relative_to(CONFIG).with_suffix("")) for file in CONFIG.rglob("*.yaml")}
+    # The other files are of FusionBench's methods.
+    assert {name for name in files if not name.startswith("continual/")} == {*METHODS}
+    for name, entry in METHOD_TABLE.items():
+        method = METHODS[name]
+        assert (method.name, method.Options) == (name, entry.Options)
+        assert method.defaults == entry.defaults
+    in_package = set()
+    for module in iter_modules(methods.__path__):
+        for kind in vars(import_module(f"{methods.__name__}.{module.name}")).values():
+            if isinstance(kind, type) and issubclass(kind, LayerMethod) and not isabstract(kind):
+                in_package.add(kind)
+    assert in_package == {METHODS[name] for name in METHOD_TABLE if name not in VARIANTS}
     subclasses = tuple(name for name in METHOD_TABLE if issubclass(METHODS[name], OrderFree))
     assert subclasses == ORDER_FREE  # which nobody who asks for it can change
 
@@ -158,19 +114,11 @@ def test_a_method_is_imported_without_the_others():
     assert modules == {"base", "nufilt", "options", "registry", "task_vector"}
 
 
-def test_every_method_in_the_package_is_in_the_table():
-    """Else no entry point knew its name, and no help its options."""
-    in_package = set()
-    for module in iter_modules(methods.__path__):
-        for kind in vars(import_module(f"{methods.__name__}.{module.name}")).values():
-            if isinstance(kind, type) and issubclass(kind, LayerMethod) and not isabstract(kind):
-                in_package.add(kind)
-    assert in_package == {METHODS[name] for name in METHOD_TABLE if name not in VARIANTS}
-
-
-def test_help_has_every_method_and_each_of_its_options():
+def test_help_has_every_method_and_each_of_its_options_whose_defaults_depend_on_the_method():
     _, text = nufilt("merge", "--help")
     words = set(re.findall(r"[\w/-]+", text))
     for name, entry in METHOD_TABLE.items():
         flags = {f"--{option.name.replace('_', '-')}" for option in fields(entry.Options)}
         assert {name, *flags} <= words
+    ramp = text.partition("--ramp")[2].partition("--kappa")[0]
+    assert "depends on the" in ramp
