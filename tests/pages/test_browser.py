@@ -68,7 +68,14 @@ def test_every_word_can_be_read_and_no_page_is_wider_than_the_screen(browser, fo
         assert browser.get_log("browser") == []
 
 
-def test_a_page_can_be_printed(browser, folders):
+def test_a_page_can_be_printed_with_each_picture_on_one_sheet(browser, folders):
     browser.get((folders["comparison"] / "index.html").as_uri())
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    heights = browser.execute_script("""
+        const highest = (svg) => parseFloat(getComputedStyle(svg).maxHeight);
+        return [innerHeight, ...[...document.querySelectorAll("svg")].map(highest)];
+    """)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert all(height < heights[0] for height in heights[1:])
     printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
     assert base64.b64decode(printed["data"]).startswith(b"%PDF")
