@@ -2,19 +2,19 @@
 huggingface_hub, which happens where a method, a model pool or a task pool of this package is used.
 """
 
-import logging
 import os
 from functools import wraps
 from typing import Any
 
 import datasets.load
 from hydra.experimental.callback import Callback
+from transformers import CLIPVisionModel, SiglipVisionModel
 from transformers.models.clip import modeling_clip
 
 from fusion_bench_nufilt.utils.logs import quiet_requests
 
 # FusionBench imports this class, which transformers 5 has merged into CLIPVisionModel.
-vars(modeling_clip).setdefault("CLIPVisionTransformer", modeling_clip.CLIPVisionModel)
+vars(modeling_clip).setdefault("CLIPVisionTransformer", CLIPVisionModel)
 
 quiet_requests()
 
@@ -52,26 +52,13 @@ def _name_the_owner() -> None:
 _name_the_owner()
 
 
-#: What a checkpoint of a whole CLIP, or SigLIP, has beside its vision tower.
-_BESIDE_VISION = ("text_model.", "text_projection.", "visual_projection.", "logit_")
-
-
-def _is_worth_a_report(record: logging.LogRecord) -> bool:
-    """Tell whether a record of transformers is another one than the report that a vision tower has
-    no place for the other parts of a whole CLIP, which a model pool's pretrained model often is.
-    """
-    title, *lines = record.getMessage().split("\n")
-    if "VisionModel" not in title or "LOAD REPORT" not in title:
-        return True
-    rows = [line.split("|") for line in lines if "|" in line]
-    for key, status, *_ in rows[1:]:  # below the header
-        # A weight that is missing or of another shape is in such a row, too.
-        if "UNEXPECTED" not in status or not key.startswith(_BESIDE_VISION):
-            return True
-    return False
-
-
-logging.getLogger("transformers.modeling_utils").addFilter(_is_worth_a_report)
+# A model pool's pretrained model is often a whole CLIP, or SigLIP, loaded as its vision tower:
+# transformers would report that the tower has no place for the other parts.
+for _tower in (CLIPVisionModel, SiglipVisionModel):
+    _tower._keys_to_ignore_on_load_unexpected = [
+        r"^(text_model|text_projection|visual_projection)\.",
+        r"^logit_(scale|bias)$",
+    ]
 
 
 class Compatibility(Callback):
