@@ -30,6 +30,7 @@ from fusion_bench_nufilt.utils.files import Input, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import (
     Difference,
     base_of,
+    is_same_model,
     load_checkpoint,
     package_versions,
     tasks_of,
@@ -48,8 +49,7 @@ from .models import (
     CHANGED,
     MERGED,
     PRETRAINED,
-    Fingerprints,
-    fingerprints_of,
+    identify,
     load_model,
     merged_before,
     merged_checkpoint,
@@ -265,7 +265,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._has_begun = False
         self._saved_step: SavedStep | None = None  # from which the run goes on
         self._training_data: dict[str, Items] = {}
-        self._fingerprints: dict[str, Fingerprints] = {}
         self._inputs: dict[str, Input] = {}
         for name in modelpool.all_model_names:
             self._inputs[name] = {"name": name, "source": source_of(modelpool, name)}
@@ -499,10 +498,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Load a model and note what it is known by; refuse a task that is in the merge already."""
         with self.stopwatch.part(LOADING):
             model, missing_keys = load_model(modelpool, name)
-            if name not in self._fingerprints:
-                fingerprints = fingerprints_of(modelpool, name, model, missing_keys)
-                self._fingerprints[name] = fingerprints
-                self._inputs[name].update(fingerprints.recorded)
+            if "loaded" not in self._inputs[name]:
+                self._inputs[name].update(identify(modelpool, name, model, missing_keys))
                 # Results of other models are told from this run's by them.
                 if self.folder is not None and self._has_begun:
                     self.folder.refuse_other_run(self._description())
@@ -512,11 +509,11 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
     def _refuse_merged_task(self, name: str) -> None:
         """Refuse a model that is in ``_merged_`` already, or has two names in the pool."""
-        fingerprints = self._fingerprints[name]
-        if fingerprints.loaded == self._fingerprints[PRETRAINED].loaded:
+        task = self._inputs[name]
+        if task["loaded"] == self._inputs[PRETRAINED]["loaded"]:
             return  # it changes nothing, however often
-        for other_name, other_fingerprints in self._fingerprints.items():
-            if other_name != name and other_fingerprints.loaded == fingerprints.loaded:
+        for other_name, other in self._inputs.items():
+            if other_name != name and other.get("loaded") == task["loaded"]:
                 raise ValueError(
                     f"model '{name}' is also model '{other_name}' of the pool: leave one out, or "
                     "set method.verify=false"
@@ -525,7 +522,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             return  # after one task, it may be that task
         earlier_tasks = tasks_of(self.merged_manifest)
         for step, saved in enumerate(earlier_tasks, self.first_step - len(earlier_tasks)):
-            if fingerprints.are_of(saved):
+            if is_same_model(saved, task):
                 raise ValueError(
                     f"model '{name}' is in '{MERGED}' already, as step {step} ('{saved['name']}'): "
                     "leave it out, or set method.verify=false"
@@ -536,7 +533,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         saved = base_of(manifest)
         is_same = None
         if saved is not None:
-            is_same = self._fingerprints[PRETRAINED].are_of(saved)
+            is_same = is_same_model(saved, self._inputs[PRETRAINED])
         if is_same is None:
             self.refuse_unlike(merged)
         elif not is_same:

@@ -5,7 +5,7 @@ merged before.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 from fusion_bench import BaseModelPool
@@ -213,38 +213,15 @@ def _path_of(modelpool: BaseModelPool, name: str) -> str | None:
     return getattr(entry, "pretrained_model_name_or_path", None)
 
 
-class Fingerprints(NamedTuple):
-    """What a model of a pool is known by."""
-
-    loaded: str  # of the weights as they are loaded, without those drawn at random
-    files: str | None  # of the folder that it comes from, as in a merge of folders
-
-    @property
-    def recorded(self) -> Input:
-        """What a manifest has of them."""
-        return {"fingerprint": self.files or self.loaded, "loaded": self.loaded}
-
-    def are_of(self, saved: Input) -> bool | None:
-        """Tell whether the model is an input that a manifest has; None if nothing can be said."""
-        if "fingerprint" not in saved:
-            return None
-        if {saved["fingerprint"], saved.get("loaded")} & {self.loaded, self.files or self.loaded}:
-            return True
-        if self.files is None and "loaded" not in saved:
-            # What is loaded may have another dtype than its files, or tensors that they lack.
-            return None
-        return False
-
-
-def fingerprints_of(
+def identify(
     modelpool: BaseModelPool, name: str, model: nn.Module, missing_keys: Collection[str]
-) -> Fingerprints:
+) -> Input:
     """Return what a model of a pool is known by, given the model and the keys of weights that were
     drawn at random, which differ from run to run.
     """
-    files = None
+    identity = Input(loaded=fingerprint_of_stored(model, missing_keys))
     path = _path_of(modelpool, name)
     if path is not None and Path(path).expanduser().is_dir():
         with suppress(ValueError):  # without safetensors
-            files = Checkpoint.open(path).fingerprint
-    return Fingerprints(fingerprint_of_stored(model, missing_keys), files)
+            identity["fingerprint"] = Checkpoint.open(path).fingerprint
+    return identity

@@ -245,8 +245,8 @@ def run_differences(saved: _SavedRun, run: Mapping[str, Any]) -> list[Difference
             run_values[key] = run["inputs"].get(name, {}).get("source")
             continue
         # What a run has not read yet, it does not depend on.
-        if "fingerprint" in inputs[name] and "fingerprint" in run["inputs"][name]:
-            saved_values[key] = inputs[name].get("loaded")
+        if "loaded" in inputs[name] and "loaded" in run["inputs"][name]:
+            saved_values[key] = inputs[name]["loaded"]
             run_values[key] = run["inputs"][name]["loaded"]
     differing = differences(saved_values, run_values)
     saved_scoring = saved.get("scoring")

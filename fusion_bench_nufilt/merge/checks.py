@@ -136,9 +136,7 @@ def _refuse_other_base(plan: Plan) -> None:
     if plan.merged is None or saved is None or plan.base.is_absent:
         return
     identity = plan.pretrained.checkpoint.identity()
-    is_same = is_same_model(saved, identity)
-    # A pool's model in memory may have another dtype than its files, and tensors that they lack.
-    if is_same is None or ("source" in saved and not is_same):
+    if is_same_model(saved, identity) is None:
         return
     differing = input_differences("base", saved, identity)
     if differing:

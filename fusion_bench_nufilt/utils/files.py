@@ -436,7 +436,9 @@ class Input(TypedDict, total=False):
     revision: str  # its commit on the hub
     #: Of its tensors, see :mod:`fusion_bench_nufilt.utils.fingerprint`.
     fingerprint: str
-    loaded: str  # that of a pool's model as it was loaded, which may be of another dtype
+    #: That of a pool's model as it was loaded, which may have another dtype than its files, and
+    #: tensors that they lack; without files, the only one.
+    loaded: str
     hub: dict[str, str]  # the hub's digests of its files of weights
     #: The ``sha256`` of files beside the weights, which change a merge, too.
     files: dict[str, dict[str, Any]]

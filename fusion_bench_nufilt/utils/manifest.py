@@ -384,8 +384,12 @@ def is_same_model(one: Input, other: Input) -> bool | None:
     """Tell by their content whether two inputs are the same weights, by whatever names; None if
     nothing can be said, since they are not known by the same.
     """
-    if "fingerprint" in one and "fingerprint" in other:
-        return one["fingerprint"] == other["fingerprint"]
+    digests = [{model.get("fingerprint"), model.get("loaded")} - {None} for model in (one, other)]
+    if digests[0] & digests[1]:
+        return True
+    for key in ("fingerprint", "loaded"):
+        if key in one and key in other:
+            return False
     # One of them is still on the hub.
     if "hub" in one and "hub" in other:
         return one["hub"] == other["hub"]
