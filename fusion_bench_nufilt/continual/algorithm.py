@@ -108,8 +108,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     verify: bool
 
     def __init__(self, **kwargs: Any) -> None:
-        # FusionBench would report those of the protocol as unused.
-        _, other_options = split_options([ProtocolConfig], kwargs)
+        # FusionBench would report these as unused.
+        _, other_options = split_options(self.option_kinds, kwargs)
         option_names = set(self._config_mapping.values())
         unknown_names = other_options.keys() - option_names
         if unknown_names:
@@ -268,10 +268,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._inputs: dict[str, Input] = {}
         for name in modelpool.all_model_names:
             self._inputs[name] = {"name": name, "source": source_of(modelpool, name)}
-        if self.folder is not None:
-            # By what is known without loading; `begin` compares the weights as well.
-            self.folder.refuse_other_run(self._description())
-            self._saved_step = self.folder.newest_step(self.first_step, self._last_step)
         self.scores = self._scores(taskpool)
         # Data that are missing are told before any model is downloaded.
         scoring = None
@@ -279,12 +275,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             with self.stopwatch.part(SCORING):
                 # As JSON has it, to be compared with what is read from a file.
                 scoring = json.loads(json.dumps(self.scores.evaluator.description))
-            if self.folder is not None:
-                self.folder.refuse_other_run({**self._description(), "scoring": scoring})
         training_data = self.training_data()
         if self.folder is not None:
             for name, data in training_data.items():
                 self._training_data[name] = describe_items(data)
+            # By what is known without a model; `begin` compares the weights as well.
+            self.folder.refuse_other_run({**self._description(), "scoring": scoring})
+            self._saved_step = self.folder.newest_step(self.first_step, self._last_step)
         # Its download may take minutes.
         log.info("loading %s", PRETRAINED)
         pretrained, self.missing_in_pretrained = self._load(modelpool, PRETRAINED)

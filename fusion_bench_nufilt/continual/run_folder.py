@@ -229,14 +229,9 @@ def run_differences(saved: _SavedRun, run: Mapping[str, Any]) -> list[Difference
 
     Models and training data are compared by their content, which may have come from another place.
     """
-    saved_values = {"method": saved.get("method"), "order": saved.get("order")}
-    saved_values |= saved.get("settings", {})
-    run_values = {"method": run["method"], "order": run["order"], **run["settings"]}
-    data = saved.get("training_data", {})
-    # Early in a run, its data have not been looked at yet.
-    for task, items in run.get("training_data", {}).items():
-        saved_values[f"training data of '{task}'"] = data.get(task)
-        run_values[f"training data of '{task}'"] = items
+    compared = ("method", "order", "training_data")
+    saved_values = {key: saved.get(key) for key in compared} | saved.get("settings", {})
+    run_values = {key: run.get(key) for key in compared} | run["settings"]
     inputs = saved.get("inputs", {})
     for name in {**inputs, **run["inputs"]}:
         key = f"model '{name}'"

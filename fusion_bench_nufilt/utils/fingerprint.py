@@ -44,7 +44,7 @@ def fingerprint_files(files: Iterable[TensorFile]) -> str:
                 bounds.append((first + start, first + stop))
                 keys_of_bounds.append(key)
         for key, piece in zip(keys_of_bounds, file.pieces(bounds), strict=True):
-            pieces[key] = pieces.get(key, b"") + piece
+            pieces[key] = pieces.get(key, b"") + bytes(raw_bytes(piece))
     return _digest(tensors, pieces)
 
 

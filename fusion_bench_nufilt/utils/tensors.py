@@ -129,8 +129,8 @@ class TensorFile:
 
     def chunks(self, info: TensorInfo) -> Iterator[Tensor]:
         """Read a tensor's bytes, a bounded number at a time."""
-        for start in range(info.start, info.stop, CHUNK_BYTES):
-            yield self._bytes(start, min(start + CHUNK_BYTES, info.stop))
+        starts = range(info.start, info.stop, CHUNK_BYTES)
+        return self.pieces((start, min(start + CHUNK_BYTES, info.stop)) for start in starts)
 
     def elements(self, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Read some elements of a tensor, without their shape."""
@@ -139,19 +139,29 @@ class TensorFile:
         last_byte = info.start + stop * dtype.itemsize
         return self._bytes(first_byte, last_byte).view(dtype)
 
-    def pieces(self, bounds: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Read small pieces of the file, given where each starts and stops."""
+    def pieces(self, bounds: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
+        """Read the bytes of pieces of the file, given where each starts and stops."""
         try:
             # Opened once, and without a buffer, which would read more than the pieces.
             with open(self.path, "rb", buffering=0) as file:
                 for start, stop in bounds:
+                    buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+                    unread = buffer.numpy().data
                     file.seek(start)
-                    piece = file.read(stop - start)
-                    if len(piece) < stop - start:
-                        raise self._ended_early()
-                    yield piece
+                    while len(unread) > 0:  # one call reads 2 GB at most
+                        count = file.readinto(unread)
+                        if not count:
+                            raise ValueError(
+                                f"'{self.path}' ended before its header says: was it changed "
+                                "during the run?"
+                            )
+                        unread = unread[count:]
+                    yield buffer
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise ValueError(
+                f"'{self.path}' can't be read: {error.strerror or error}; once it is back, the "
+                "same command goes on"
+            ) from error
 
     def checksums(self) -> list[list[int]]:
         """Return where the header and each tensor start and stop, and the CRC-32 of these bytes."""
@@ -159,31 +169,8 @@ class TensorFile:
         ranges = [(0, len(self.header)), *sorted(bounds)]
         return [[start, stop, file_checksum(self.path, start, stop)] for start, stop in ranges]
 
-    def _ended_early(self) -> ValueError:
-        return ValueError(
-            f"'{self.path}' ended before its header says: was it changed during the run?"
-        )
-
     def _bytes(self, start: int, stop: int) -> Tensor:
-        buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        unread = buffer.numpy().data
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(start)
-                while len(unread) > 0:  # one call reads 2 GB at most
-                    count = file.readinto(unread)
-                    if not count:
-                        raise self._ended_early()
-                    unread = unread[count:]
-        except OSError as error:
-            raise self._unreadable(error) from error
-        return buffer
-
-    def _unreadable(self, error: OSError) -> ValueError:
-        return ValueError(
-            f"'{self.path}' can't be read: {error.strerror or error}; once it is back, the same "
-            "command goes on"
-        )
+        return next(self.pieces([(start, stop)]))
 
 
 def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:

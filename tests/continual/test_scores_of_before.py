@@ -113,5 +113,5 @@ def test_a_merge_that_was_trained_on_other_data_is_refused(tmp_path):
         logging_to(tmp_path, Trained()).run(models)
     other = logging_to(tmp_path, Trained())
     other.items = (1, 3)
-    with pytest.raises(ValueError, match=r"training data of 'a'\.sha256 is not the same"):
+    with pytest.raises(ValueError, match=r"training_data\.a\.sha256 is not the same"):
         other.run(models)

@@ -18,7 +18,7 @@ from fusion_bench_nufilt.continual.content import refuse_other_spelling
 from fusion_bench_nufilt.continual.precision import widened
 from fusion_bench_nufilt.continual.stopwatch import DATA
 from fusion_bench_nufilt.methods.options import ProtocolConfig
-from fusion_bench_nufilt.utils.options import option, options_of, split_options, takes_options
+from fusion_bench_nufilt.utils.options import option, options_of, takes_options
 
 from .task_data import classifier, clip_pool, load_train_set
 
@@ -53,8 +53,7 @@ class SequentialFineTuning(ContinualMergingAlgorithm):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        _, other_options = split_options([FineTuningConfig], kwargs)
-        super().__init__(**other_options)
+        super().__init__(**kwargs)
 
     def training_data(self) -> dict[str, Any]:
         names = self.modelpool.train_dataset_names

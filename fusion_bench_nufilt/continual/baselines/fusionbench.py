@@ -27,7 +27,6 @@ from fusion_bench_nufilt.utils.options import (
     check_positive,
     option,
     options_of,
-    split_options,
     takes_options,
 )
 from fusion_bench_nufilt.utils.tensors import compute_dtype
@@ -144,8 +143,7 @@ class BatchMethodBaseline(_Baseline):
     """
 
     def __init__(self, base_method: DictConfig, **kwargs: Any) -> None:
-        _, other_options = split_options([RuleConfig], kwargs)
-        super().__init__(**other_options)
+        super().__init__(**kwargs)
 
     def training_data(self) -> dict[str, Any]:
         needs_data = getattr(import_object(self.base_method._target_), "uses_training_data", False)

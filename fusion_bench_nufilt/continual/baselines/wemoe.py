@@ -25,7 +25,6 @@ from fusion_bench_nufilt.utils.options import (
     check_choices,
     option,
     options_of,
-    split_options,
     takes_options,
 )
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
@@ -247,8 +246,7 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        _, other_options = split_options([WEMoEConfig], kwargs)
-        super().__init__(**other_options)
+        super().__init__(**kwargs)
 
     @property
     def _options(self) -> WEMoEConfig:
