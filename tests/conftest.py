@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import hydra
+import jinja2
 import pytest
 import torch
 from hypothesis import settings
@@ -107,6 +108,14 @@ def adapters_without_cards():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeftModel, "create_or_update_model_card", leave_out)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def templates_compiled_once():
+    """A card's template is compiled for every merge, which takes a tenth of a tiny one's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2, "Template", cache(jinja2.Template))
         yield
 
 

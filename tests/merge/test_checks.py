@@ -116,8 +116,16 @@ def rename(folder, function):
         index.write_text(json.dumps({**content, "weight_map": renamed}))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("model", ["base", "task1", "adapter"])
+@pytest.mark.parametrize(
+    ("wrapper", "model"),
+    [
+        ("module.", "base"),
+        ("_orig_mod.", "adapter"),
+        ("_orig_mod. of every block", "task1"),
+        ("_fsdp_wrapped_module.", "adapter"),
+        ("_checkpoint_wrapped_module.", "base"),
+    ],
+)
 def test_the_wrapper_that_a_model_was_saved_from_is_named_with_what_takes_it_out(
     tmp_path, wrapper, model
 ):

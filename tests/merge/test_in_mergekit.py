@@ -126,8 +126,7 @@ def test_options_weights_and_the_seed_are_parameters_of_the_file(folder, method)
     assert same(*both(folder))
 
 
-@pytest.mark.parametrize("method", ["nufilt", "tsv_stream"])
-@pytest.mark.parametrize("weights", [{}, {"task2": 0.7}])
+@pytest.mark.parametrize(("method", "weights"), [("nufilt", {}), ("tsv_stream", {"task2": 0.7})])
 def test_in_float32_the_rounding_of_the_models_is_known_as_in_nufilt_merge(
     tmp_path, monkeypatch, method, weights
 ):

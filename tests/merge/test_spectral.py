@@ -30,9 +30,8 @@ def algorithm(method="spectral", **config):
     return LayerwiseMergingAlgorithm(method, **targets, shuffle_order=False, **config)
 
 
-@pytest.mark.parametrize("make", [clip, t5, llama])
-def test_float32_folders_give_the_algorithms_bits(tmp_path, make):
-    models = save_stream(tmp_path, make())
+def test_folders_give_the_algorithms_bits(tmp_path):
+    models = save_stream(tmp_path, t5())
     loaded = type(models["_pretrained_"]).from_pretrained(merge(tmp_path, ramp=0.4))
     assert same(loaded.state_dict(), algorithm(ramp=0.4).run(models).state_dict())
 
@@ -44,7 +43,7 @@ def layers(folder):
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    [("spectral", torch.bfloat16), *((name, torch.float32) for name in ORDER_FREE)],
+    [(name, torch.bfloat16 if name == "spectral" else torch.float32) for name in ORDER_FREE],
 )
 def test_a_stream_at_once_is_the_stream_one_by_one(tmp_path, method, dtype):
     def merge(*args, **options):
