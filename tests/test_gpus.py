@@ -1,7 +1,6 @@
 """Laws of merges on GPUs, which are simulated here."""
 
 import itertools
-import json
 import subprocess
 import sys
 import threading
@@ -19,11 +18,10 @@ from fusion_bench_nufilt.continual.baselines import finetuning
 from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_of
 from fusion_bench_nufilt.continual.stopwatch import Stopwatch
 from fusion_bench_nufilt.merge import merge_folders, strength
-from fusion_bench_nufilt.merge.engine import Worker, do_jobs
+from fusion_bench_nufilt.merge.engine import Worker
 from fusion_bench_nufilt.merge.kept_state import kept_state
-from fusion_bench_nufilt.merge.output import Output, work_folder
-from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, task_strengths
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.merge.output import Output
+from fusion_bench_nufilt.merge.planned import layer_jobs, task_strengths
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models.model import ModelWeights
@@ -36,7 +34,7 @@ from tests.continual.helpers import pool
 from tests.merge.helpers import RANKS, merge, plan, save_stream, tensors
 from tests.nufilt.matrices import random_layer
 from tests.pairs import pairs
-from tests.simulated_gpus import SOLVERS, LateLibrary, simulated
+from tests.simulated_gpus import SOLVERS, LateLibrary, allow, simulated
 from tests.tiny_models import build, clip
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, max_steps=5)
@@ -52,8 +50,6 @@ ONE_BLOCK = {
 }
 CLIP_CONFIG = hf.CLIPVisionConfig(**ONE_BLOCK, image_size=16, patch_size=8)
 SMALL_CLIP = build(hf.CLIPVisionModel, CLIP_CONFIG, 0)
-OWN = ORDER_FREE
-SOLVED = [name for name in OWN if name != "sum"]
 
 
 @pytest.fixture
@@ -107,8 +103,7 @@ def on_first_solve(error):
 # --- NUFILT ---
 
 
-@pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+@pytest.mark.parametrize(("solver", "devices"), zip(["adam", "closed_form"], DEVICES, strict=True))
 def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_and_down_once(
     gpus, solver, devices
 ):
@@ -177,6 +172,7 @@ def test_the_peak_is_at_most_the_forecast_and_at_least_half_of_it(gpus, shape, r
     assert 0.5 <= gpus.peak[0] / (3 * Nufilt(config, []).working_bytes(shape, 4)) <= 1
 
 
+NO_ROOM = r"no room on device 'cuda:\d'; choose device=cpu"
 OUT_OF_MEMORY = [
     torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
@@ -208,15 +204,11 @@ def test_a_layer_for_which_a_gpu_has_no_room_is_named_whatever_said_so(gpus, err
             raise type(error)(*error.args)
 
     gpus.before = fail
-    with pytest.raises(
-        ValueError,
-        match=r"layer 'layer0' \(20, 12\): no room on device 'cuda:0'; choose device=cpu",
-    ):
+    with pytest.raises(ValueError, match=rf"layer 'layer0' \(20, 12\): {NO_ROOM}"):
         fuse_layers(*models([(20, 12)]), CONFIG, device="cuda:0")
 
 
-@pytest.mark.parametrize("low_rank", [False, True])
-@pytest.mark.parametrize("solver", ["adam", "closed_form"])
+@pytest.mark.parametrize(("solver", "low_rank"), [("adam", False), ("closed_form", True)])
 def test_the_cpu_takes_over_whatever_solver_fails(gpus, solver, low_rank, caplog):
     config = replace(CONFIG, solver=solver)
     pretrained, merged, task = models()
@@ -236,6 +228,20 @@ def test_the_cpu_takes_over_whatever_solver_fails(gpus, solver, low_rank, caplog
 
 
 # --- every method, on models in memory and in folders ---
+
+
+@pytest.fixture
+def spectra(monkeypatch):
+    """The devices on which layers are measured for the strength of a task."""
+    spectrum_of = strength._spectrum_of
+    devices = []
+
+    def noted(base, task, layer, device):
+        devices.append(str(device))
+        return spectrum_of(base, task, layer, device)
+
+    monkeypatch.setattr(strength, "_spectrum_of", noted)
+    return devices
 
 
 def in_memory(name, models, **options):
@@ -268,38 +274,28 @@ def test_models_in_memory_are_merged_on_gpus_as_on_the_cpu(gpus, method):
         assert len(gpus.gpus) == count
 
 
-@pytest.mark.parametrize("method", ["nufilt", *OWN])
-def test_folders_are_merged_on_gpus_as_on_the_cpu(gpus, method, stream, monkeypatch):
-    spectrum_of = strength._spectrum_of
-    measured = []
-
-    def noted(*arguments):
-        measured.append(arguments)
-        return spectrum_of(*arguments)
-
-    monkeypatch.setattr(strength, "_spectrum_of", noted)
+@pytest.mark.parametrize("method", ["nufilt", "best", "sum"])
+def test_folders_are_merged_on_gpus_as_on_the_cpu(gpus, method, stream, spectra):
     expected = tensors(merge(stream, TASKS, out="cpu", method=method))
     layers = 7
-    shapes = [tuple(value.shape) for key, value in expected.items() if "proj" in key]
-    tried_devices = DEVICES[1:]
-    if method == "nufilt":
-        tried_devices = DEVICES
-    for devices in tried_devices:
+    shapes = {tuple(value.shape) for key, value in expected.items() if "proj" in key}
+    for devices in DEVICES[method != "nufilt" :]:
         gpus.reset()
-        measured.clear()
+        spectra.clear()
         out = merge(stream, TASKS, out=devices, method=method, settings={"device": devices})
         assert_as_on_the_cpu(method, tensors(out), expected)
         assert len(gpus.gpus) == devices.count("cuda")
-        assert len(shapes) == layers
         transfers = 3 * layers  # the base and two tasks
         if method == "best":
-            # The base and a task, each time that a layer is measured for the strength of a task.
-            assert len(measured) >= 2 * layers
-            transfers += 2 * len(measured)
-        assert sum(gpus.up[shape] for shape in set(shapes)) == transfers
+            # The base and a task, each time that a layer is measured for the strength of a task:
+            # on the CPU, one layer after another took seven times as long as the merge.
+            assert len(spectra) >= 2 * layers
+            assert set(spectra) == {"cuda:0", "cuda:1"}
+            transfers += 2 * len(spectra)
+        assert sum(gpus.up[shape] for shape in shapes) == transfers
 
 
-@pytest.mark.parametrize("method", [*SOLVED, "nufilt"])
+@pytest.mark.parametrize("method", ["best", "nufilt"])
 def test_the_cpu_takes_over_for_every_method_whose_solver_fails(gpus, method, caplog, stream):
     expected = tensors(merge(stream, TASKS, out="cpu", method=method))
     gpus.before = failing_solvers
@@ -324,13 +320,13 @@ def test_a_batch_waits_for_its_own_stream_and_for_nothing_else(gpus, monkeypatch
         assert callers == set()
 
 
-@pytest.mark.parametrize("method", ["nufilt", *OWN])
-def test_a_layer_too_large_for_the_gpu_is_named_by_every_method(gpus, method, stream):
+@pytest.mark.parametrize("method", ["nufilt", "best"])
+def test_a_layer_too_large_for_the_gpu_is_named(gpus, method, stream):
     gpus.capacity = 3000  # a layer of 32 x 32 has 4096 bytes
-    no_room = r"layer '.*' \(\d+, \d+\): no room on device '{}'; choose device=cpu"
-    with pytest.raises(ValueError, match=no_room.format(r"cuda:\d")):
+    too_large = rf"layer '.*' \(\d+, \d+\): {NO_ROOM}"
+    with pytest.raises(ValueError, match=too_large):
         in_memory(method, pool(2, SMALL_CLIP), devices="all")
-    with pytest.raises(ValueError, match=no_room.format("cuda:1")):
+    with pytest.raises(ValueError, match=too_large):
         merge(stream, TASKS, method=method, settings={"device": "cuda:1"})
     assert not (stream / "out").exists()
 
@@ -344,15 +340,13 @@ def test_a_gpu_that_has_room_for_some_layers_merges_folders_in_smaller_batches(g
     assert_as_on_the_cpu("nufilt", merged, expected)
 
 
-@pytest.mark.parametrize("method", ["nufilt", "spectral"])
-def test_several_gpus_begin_with_a_solver_library_that_loads_late(gpus, method, stream):
-    for start in (
-        lambda: in_memory(method, pool(2, SMALL_CLIP), devices="all"),
-        lambda: merge(stream, TASKS, method=method, **BOTH),
-    ):
-        gpus.before = LateLibrary()
-        start()
-        assert gpus.before.loaded.is_set()
+def test_several_gpus_begin_with_a_solver_library_that_loads_late(gpus, stream):
+    gpus.before = LateLibrary()
+    in_memory("nufilt", pool(2, SMALL_CLIP), devices="all")
+    assert gpus.before.loaded.is_set()
+    gpus.before = LateLibrary()
+    merge(stream, TASKS, method="spectral", **BOTH)
+    assert gpus.before.loaded.is_set()
 
 
 def test_the_host_s_work_for_a_gpu_has_all_threads(gpus, monkeypatch, stream):
@@ -384,38 +378,20 @@ def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
     assert devices == {"cuda"}
 
 
-def test_strengths_of_tasks_are_measured_on_the_gpus(gpus, monkeypatch, stream):
-    """On the CPU, one layer after another took seven times as long as the merge."""
-    spectrum_of = strength._spectrum_of
-    devices = Counter()
-
-    def measured(base, task, layer, device):
-        devices[str(device)] += 1
-        return spectrum_of(base, task, layer, device)
-
-    monkeypatch.setattr(strength, "_spectrum_of", measured)
-    merge(stream, TASKS, method="best", **BOTH)
-    assert devices["cuda:0"] > 0
-    assert devices["cuda:1"] > 0
-    assert set(devices) == {"cuda:0", "cuda:1"}
-
-
-@pytest.mark.parametrize(
-    "error", [torch.cuda.OutOfMemoryError("CUDA out of memory."), RuntimeError("cusolver error")]
-)
-def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, stream, error):
+def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, stream):
     planned = plan(stream, TASKS, method="best", settings={"device": "cuda:0"})
     expected = task_strengths(kept_state(plan(stream, TASKS, method="best")))
-    failed = []
+    for error in (torch.cuda.OutOfMemoryError, RuntimeError):
+        failed = []
 
-    def fail(name, tensors):
-        if name in SOLVERS:
-            failed.append(name)
-            raise type(error)(*error.args)
+        def fail(name, tensors, error=error, failed=failed):
+            if name in SOLVERS:
+                failed.append(name)
+                raise error("cusolver error")
 
-    gpus.before = fail
-    assert task_strengths(kept_state(planned)) == expected
-    assert failed
+        gpus.before = fail
+        assert task_strengths(kept_state(planned)) == expected
+        assert failed
 
 
 # --- batches of folders: one is read, one solved and one written at a time ---
@@ -495,13 +471,10 @@ def test_batches_that_overlap_have_the_bits_of_batches_one_after_another(gpus, m
     assert all(torch.equal(value, overlapping[key]) for key, value in in_sequence.items())
 
 
-@pytest.mark.parametrize("room", [1, 2])
-def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
-    gpus, monkeypatch, single, room
-):
+def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(gpus, monkeypatch, single):
     planned = plan(single, TASKS, settings={"device": "cuda:0"})
     needed = sorted(job.solving_memory for job in layer_jobs(kept_state(planned)))
-    gpus.capacity = gpus.live[0] + sum(needed[-room:])
+    gpus.capacity = gpus.live[0] + sum(needed[-2:])
     active = []
     forecasts = []  # of the active batches, whenever one begins
 
@@ -524,50 +497,29 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(
 @pytest.mark.parametrize(
     ("where", "name", "devices"),
     [
-        (ModelWeights, "weight", *DEVICES[1:]),
+        (ModelWeights, "weight", DEVICES[1]),
         (Nufilt, "update", DEVICES[0]),
-        (Output, "add", *DEVICES[1:]),
+        (Output, "add", DEVICES[1]),
+        (None, "progress", DEVICES[0]),  # as by Ctrl-C in the caller's thread
     ],
 )
-def test_an_error_in_any_stage_ends_the_merge_with_its_message_and_the_next_run_goes_on(
+def test_an_error_in_any_stage_ends_the_merge_with_its_message_and_all_threads(
     gpus, monkeypatch, single, where, name, devices
 ):
-    expected = tensors(merge(single, TASKS, out="expected", settings={"device": devices}))
-    threads = all_threads()
-
-    def fail(number):
+    def fail(number, total=0):
         if number == 4:
             raise ValueError("model 'task1', layer 'x': damaged")
 
-    with monkeypatch.context() as patch:
-        hook(patch, where, name, fail)
-        with pytest.raises(ValueError, match=r"^model 'task1', layer 'x': damaged$"):
-            merge(single, TASKS, settings={"device": devices})
-    assert all_threads() == threads
+    threads = set(threading.enumerate())
+    planned = plan(single, TASKS, settings={"device": devices})
+    progress = fail
+    if where is not None:
+        hook(monkeypatch, where, name, fail)
+        progress = allow
+    with pytest.raises(ValueError, match=r"^model 'task1', layer 'x': damaged$"):
+        merge_folders(planned, single / "out", progress)
+    assert set(threading.enumerate()) == threads
     assert not (single / "out").exists()
-    journal = (work_folder(single / "out") / "journal.jsonl").read_text().splitlines()
-    params = [json.loads(line.partition(" ")[2])["param"] for line in journal[1:]]
-    done = sum("_proj" in param for param in params)
-    updates = []
-    with monkeypatch.context() as patch:
-        hook(patch, Nufilt, "update", updates.append)
-        merged = tensors(merge(single, TASKS, settings={"device": devices}))
-    assert all(torch.equal(value, merged[key]) for key, value in expected.items())
-    assert len(updates) == len(TASKS) * (7 - done)
-
-
-def test_ctrl_c_in_the_caller_s_thread_leaves_no_thread(gpus, single):
-    def stop(done, total):
-        raise KeyboardInterrupt
-
-    threads = all_threads()
-    with pytest.raises(KeyboardInterrupt):
-        merge_folders(plan(single, TASKS, settings={"device": "cuda:0"}), single / "out", stop)
-    assert all_threads() == threads
-
-
-def all_threads():
-    return set(threading.enumerate())
 
 
 def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
@@ -609,32 +561,6 @@ def test_two_gpus_share_equal_batches_evenly(gpus, monkeypatch, tmp_path):
     merge(tmp_path, ["task1"], **BOTH)
     assert solved.total() == layers
     assert layers / max(solved.values()) >= 0.8 * 2
-
-
-@pytest.mark.parametrize(("workers", "started"), [(1, 0), (2, 2)])
-def test_layers_on_the_cpu_are_merged_by_its_workers_alone(monkeypatch, stream, workers, started):
-    threads = torch.get_num_threads()
-    planned = plan(stream, TASKS)
-    starts = []
-    start = threading.Thread.start
-
-    def counted_start(thread):
-        starts.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", counted_start)
-    torch.set_num_threads(workers)
-    try:
-        list(
-            do_jobs(
-                layer_jobs(kept_state(planned)),
-                machine_of(planned),
-                lambda record, pieces: list(pieces),
-            )
-        )
-    finally:
-        torch.set_num_threads(threads)
-    assert len(starts) == started
 
 
 # --- what runs beside layer-wise methods ---
