@@ -2,8 +2,8 @@
 # make test       lint, types, the documentation and the tests
 # make test-oldest  some of the tests, with the lowest versions that pyproject.toml allows
 # make test-slow  the tests that take minutes: kills, clusters, notebooks, a browser
-# make nightly    bad inputs, random corruptions and kills, and a table of what became of them; FusionBench's own
-#                 distribution with the contribution, and the newest Python
+# make nightly    bad inputs, random corruptions and kills; FusionBench's own distribution with the contribution, and
+#                 the newest Python
 # make oracle     merges drawn at random, compared with formulas and laws: CASES=1000 SEED=0 MINUTES=60
 # make docs       the documentation in outputs/site; a broken link or reference fails
 # make figures    the demo's numbers and pictures in README and pages, from this machine
@@ -64,9 +64,8 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --numprocesses $(JOBS) --dist worksteal
 
 nightly: $(READY) $(OLDEST)/.ready
-	$(BIN)/python -m pytest -m nightly --ignore tests/adversary
+	$(BIN)/python -m pytest -m nightly
 	$(OLDEST)/bin/python -m pytest -m "nightly and oldest"
-	$(BIN)/python -m pytest tests/adversary -m "nightly or not nightly" --tally
 
 oracle: $(READY)
 	ORACLE_CASES=$(CASES) ORACLE_SEED=$(SEED) ORACLE_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/oracle \

@@ -1,8 +1,7 @@
-"""Good inputs to spoil, and the tally of a run."""
+"""Good inputs to spoil."""
 
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,37 +10,6 @@ from transformers import LlamaForCausalLM
 from tests.merge.helpers import merge, save_stream, tensors
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import llama
-
-GOOD = ("cases", "clean refusals", "merged as if nothing were wrong", "kills", "kills resumed")
-BAD = (
-    "tracebacks",
-    "hangs",
-    "wrong results",
-    "inputs or foreign files changed",
-    "work folders damaged",
-)
-COUNTS: Counter[str] = Counter()
-
-
-def expect(condition: object, otherwise: str, message: object = "") -> None:
-    """Fail, and count what went wrong, unless the condition holds."""
-    COUNTS[otherwise] += not condition
-    assert condition, f"{otherwise}: {message}"
-
-
-def pytest_addoption(parser):
-    parser.addoption("--tally", action="store_true", help="end with what became of the bad inputs")
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if config.getoption("tally", False):
-        terminalreporter.section("bad inputs")
-        terminalreporter.write_line(
-            "\n".join(f"{name:32} {COUNTS[name]:6}" for name in (*GOOD, *BAD))
-        )
-        from tests.adversary import entry_points
-
-        terminalreporter.write_line(entry_points.report())
 
 
 @pytest.fixture(scope="session")
@@ -74,12 +42,10 @@ def contents(folder: Path) -> dict[str, object]:
     """All there is in a folder, links unfollowed."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
-        content = (
-            os.readlink(path)
-            if path.is_symlink()
-            else path.read_bytes()
-            if path.is_file()
-            else None
-        )
+        content: object = None
+        if path.is_symlink():
+            content = os.readlink(path)
+        elif path.is_file():
+            content = path.read_bytes()
         found[str(path.relative_to(folder))] = content
     return found

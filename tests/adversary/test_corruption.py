@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.merge.output import work_folder
-from tests.adversary.conftest import COUNTS, expect
 from tests.merge.helpers import interrupt, merge, same, tensors
 
 # Those whose every change must be found, or have no effect on the weights, and those that may mean
@@ -28,13 +27,10 @@ WORK = [
     "model/model-00003-of-00006.safetensors",
 ]
 
-KINDS, PLACES = (
-    st.sampled_from(["replace", "insert", "delete", "cut"]),
-    st.floats(0, 1, exclude_max=True),
-)
-EDITS = st.lists(
-    st.tuples(KINDS, PLACES, st.binary(min_size=1, max_size=4)), min_size=1, max_size=3
-)
+KINDS = st.sampled_from(["replace", "insert", "delete", "cut"])
+PLACES = st.floats(0, 1, exclude_max=True)
+BYTES = st.binary(min_size=1, max_size=4)
+EDITS = st.lists(st.tuples(KINDS, PLACES, BYTES), min_size=1, max_size=3)
 
 
 def corrupt(source: Path, folder: Path, file: Path, edits) -> None:
@@ -59,18 +55,13 @@ def check(good: Path, folder: Path, expected, file: str, edits) -> None:
     before = (folder / file).read_bytes()
     tasks = ["task1", "lora" if file.startswith("lora") else "task2"]
     more = {"merged": "one"} if file.startswith("one") else {}
-    COUNTS["cases"] += 1
     try:
         out = merge(folder, tasks[1:] if more else tasks, **more)
     except (ValueError, OSError) as error:
-        expect(str(error), "tracebacks", "an error without a word")
-        COUNTS["clean refusals"] += 1
-    except Exception as error:
-        expect(False, "tracebacks", repr(error))
+        assert str(error)
     else:
-        expect(file in MEANINGFUL or same(tensors(out), expected), "wrong results", file)
-        COUNTS["merged as if nothing were wrong"] += 1
-    expect((folder / file).read_bytes() == before, "inputs or foreign files changed", file)
+        assert file in MEANINGFUL or same(tensors(out), expected)
+    assert (folder / file).read_bytes() == before
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +76,7 @@ def interrupted(good, tmp_path_factory):
 def check_work_folder(interrupted: Path, folder: Path, expected, file: str, edits) -> None:
     """A work folder damaged anywhere: what is damaged is made again."""
     corrupt(interrupted, folder, work_folder(Path("out")) / file, edits)
-    COUNTS["cases"] += 1
-    out = merge(folder, ["task1", "task2"])
-    expect(same(tensors(out), expected), "work folders damaged", file)
-    COUNTS["merged as if nothing were wrong"] += 1
+    assert same(tensors(merge(folder, ["task1", "task2"])), expected)
 
 
 def corrupt_each(number, files, check, *arguments):

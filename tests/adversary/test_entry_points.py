@@ -8,9 +8,8 @@ from datetime import date
 
 import pytest
 
-from tests.adversary import entry_points
 from tests.adversary.cases import cases, good_folder
-from tests.adversary.entry_points import Case, sample, spoilt
+from tests.adversary.entry_points import FINE, Case, sample, spoilt
 
 FAST, NIGHTLY = 50, 2000  # cases
 
@@ -36,32 +35,23 @@ def checks_only(monkeypatch, inputs):
     monkeypatch.chdir(inputs)
 
 
-def faults(some: list[Case], folder) -> list[str]:
-    found = [(case, spoilt(case, folder)) for case in some]
-    return [
-        f"{case.entry_point}: {case.name}: {outcome}"
-        for case, outcome in found
-        if outcome not in entry_points.FINE
-    ]
+def check(some: list[Case], folder, about: str) -> None:
+    faults = []
+    for case in some:
+        outcome = spoilt(case, folder)
+        if outcome not in FINE:
+            faults.append(f"{case.entry_point}: {case.name}: {outcome}")
+    assert not faults, "\n".join([about, *faults])
 
 
 @pytest.mark.slow
 def test_a_sample_of_bad_input_is_refused_by_name_or_does_nothing(checks_only, inputs):
     every = [case for case in cases(inputs) if case.quick]
-    assert (
-        faults(sample(every, FAST // len({case.entry_point for case in every}), seed=0), inputs)
-        == []
-    )
+    check(sample(every, FAST, seed=0), inputs, f"{FAST} of {len(every)} cases")
 
 
 @pytest.mark.nightly
 def test_bad_input_is_refused_by_name_or_does_nothing(checks_only, inputs):
-    every, entry_points.SEED = (
-        cases(inputs),
-        int(os.environ.get("NUFILT_SEED", date.today().toordinal())),
-    )  # others every night
-    some = sample(every, NIGHTLY // len({case.entry_point for case in every}), entry_points.SEED)
-    found = faults(some, inputs)
-    assert not found, "\n".join(
-        [f"{len(some)} of {len(every)} cases, NUFILT_SEED={entry_points.SEED}", *found]
-    )
+    every = cases(inputs)
+    seed = int(os.environ.get("NUFILT_SEED", date.today().toordinal()))  # others every night
+    check(sample(every, NIGHTLY, seed), inputs, f"of {len(every)} cases, NUFILT_SEED={seed}")
