@@ -36,11 +36,15 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 @cache
+def parsed(file):
+    return ast.parse(file.read_text())
+
+
+@cache
 def import_nodes(file, inside_functions):
-    tree = ast.parse(file.read_text())
-    nodes = tree.body
+    nodes = parsed(file).body
     if inside_functions:
-        nodes = ast.walk(tree)
+        nodes = ast.walk(parsed(file))
     return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
@@ -109,7 +113,7 @@ def test_the_mathematics_of_nufilt_imports_torch_alone():
     for name in mathematics:
         file = PACKAGE / "nufilt" / f"{name}.py"
         assert libraries_of(file) <= {"torch", *sys.stdlib_module_names}
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.module in mathematics, name
 
@@ -163,7 +167,7 @@ SHARED_NAMES = {"compare"}
 def test_no_two_public_functions_or_classes_have_one_name():
     homes = {}
     for module, file in MODULES.items():
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file).body:
             is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
             if is_definition and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
@@ -176,12 +180,12 @@ TESTS = PACKAGE.parent / "tests"
 
 def test_a_file_of_tests_says_in_its_first_line_what_it_tests():
     for file in sorted(TESTS.rglob("test_*.py")):
-        assert ast.get_docstring(ast.parse(file.read_text())), file
+        assert file.read_text().startswith('"""'), file
 
 
 def thresholds(file):
     """Yield the line, from 0, of each constant of a module that is a fraction, or two."""
-    for statement in ast.parse(file.read_text()).body:
+    for statement in parsed(file).body:
         if isinstance(statement, ast.Assign):
             numbers = [node for node in ast.walk(statement) if isinstance(node, ast.Constant)]
             if 1 <= len([number for number in numbers if isinstance(number.value, float)]) <= 2:

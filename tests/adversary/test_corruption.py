@@ -55,12 +55,14 @@ def check(good: Path, folder: Path, expected, file: str, edits) -> None:
     before = (folder / file).read_bytes()
     tasks = ["task1", "lora" if file.startswith("lora") else "task2"]
     more = {"merged": "one"} if file.startswith("one") else {}
+    outcome = "merged"
     try:
         out = merge(folder, tasks[1:] if more else tasks, **more)
     except (ValueError, OSError) as error:
-        assert str(error)
+        outcome = str(error)
     else:
         assert file in MEANINGFUL or same(tensors(out), expected)
+    assert outcome
     assert (folder / file).read_bytes() == before
 
 
@@ -92,11 +94,11 @@ def corrupt_each(number, files, check, *arguments):
     run()
 
 
-@pytest.mark.parametrize("number", [15, pytest.param(350, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [8, pytest.param(350, marks=pytest.mark.nightly)])
 def test_corrupted_inputs_are_refused_or_merged_rightly(good, tmp_path, expected, number):
     corrupt_each(number, FILES + MEANINGFUL, check, good, tmp_path / "inputs", expected)
 
 
-@pytest.mark.parametrize("number", [15, pytest.param(150, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [8, pytest.param(150, marks=pytest.mark.nightly)])
 def test_a_corrupted_work_folder_gives_the_same_result(interrupted, tmp_path, expected, number):
     corrupt_each(number, WORK, check_work_folder, interrupted, tmp_path / "inputs", expected)

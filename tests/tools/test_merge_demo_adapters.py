@@ -3,9 +3,12 @@
 import runpy
 import sys
 
+import pytest
+
 from tests.conftest import REPO
 
 
+@pytest.mark.slow
 def test_adapters_of_the_demo_are_one_adapter(demo, tmp_path, monkeypatch, capsys):
     script = str(REPO / "tools" / "merge_demo_adapters.py")
     out = tmp_path / "adapter"
