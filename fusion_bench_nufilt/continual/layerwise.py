@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.merge.checks import (
     check_made_from,
     check_same_base,
-    check_shapes,
     check_state,
     check_task,
     other_options,
@@ -299,7 +298,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 missing_heads[0],
             )
         plan = self._plan([task], self.first_step + self.names.index(name))
-        check_shapes(draft.selection, task, draft.architecture)
         for warning in check_task(plan, task, draft.architecture, plan.averaged):
             log.warning("%s", warning)
         for warning in check_same_base(plan):

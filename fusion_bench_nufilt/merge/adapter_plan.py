@@ -42,7 +42,7 @@ from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
-from .checks import check_shapes
+from .checks import check_tensors
 from .draft import Draft, add_own_head
 from .kept_state import KeptStateOfAdapter, open_kept
 from .plan import DTYPES, FactorKeys, Files, Plan, SavedTensor, Selection
@@ -108,8 +108,7 @@ def plan_adapter(
     covered = architecture.coverage(selection.layers, targets)
     draft.selection = dataclasses.replace(selection, coverage=covered)
     for task in opened:
-        check_shapes(draft.selection, task, architecture)
-        task.check_layers(selection.layers, draft.pretrained, architecture, can_exclude=True)
+        check_tensors(draft.selection, task, architecture)
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)
     method = draft.method(method_class, options, settings.seed)

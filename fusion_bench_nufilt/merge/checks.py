@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
+from fusion_bench_nufilt.models.adapters import with_peft
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
-from fusion_bench_nufilt.models.layers import Layer, exclude_hint
+from fusion_bench_nufilt.models.layers import Layer, exclude_hint, with_same_ending
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
@@ -106,15 +108,30 @@ def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collecti
     for param, shape in base.params.items():
         if param not in merged.params and param in computed:
             continue
-        merged_shape = merged.params.get(param)
-        if merged_shape != shape:
-            raise ValueError(
-                f"the merged model '{merged.source.name}' was not made from the base "
-                f"'{base.source.name}': '{param}' is {merged_shape} there and {shape} in the base"
-            )
+        if merged.params.get(param) != shape:
+            _refuse(merged, base, param, shape, "it was not made from this base")
         if base.source.tensors[base.keys[param]].dtype in FLOATS:
             float_keys.append(merged.keys[param])
     merged.source.check_floats(float_keys)
+
+
+def _refuse(
+    model: ModelWeights,
+    base: ModelWeights,
+    param: str,
+    expected: tuple[int, ...] | None,
+    reason: str,
+) -> NoReturn:
+    """Refuse a model for a tensor that is in it or in the base alone, or in another shape."""
+    shape = model.params.get(param)
+    label = f"{model.kind} '{model.source.name}'"
+    of_base = f"the base '{base.source.name}'"
+    problem = f"{label}, tensor '{param}': shape {shape} differs from {expected} of {of_base}"
+    if shape is None:
+        problem = f"{label} lacks '{param}' {expected} of {of_base}"
+    if expected is None:
+        problem = f"{label} changes '{param}', which {of_base} lacks"
+    raise ValueError(f"{problem}: {reason}")
 
 
 def check_contents(plan: Plan) -> None:
@@ -233,49 +250,112 @@ def verify_merged(plan: Plan) -> list[str]:
     return warnings
 
 
-def check_shapes(
+def check_tensors(
     selection: Selection,
     task: ModelWeights,
     architecture: Architecture,
     *,
     can_exclude: bool = True,
 ) -> None:
-    """Refuse a task whose tensors have other shapes than the base's.
+    """Refuse a task that lacks layers of the base, updates what the base lacks, or has tensors in
+    other shapes than the base's.
 
     ``can_exclude`` tells whether the user has options that leave tensors out.
     """
-    pretrained = selection.pretrained
-    task.source.check_unwrapped(set(task.params) - set(pretrained.params))
-    selection.base.check_unwrapped(set(pretrained.params) - set(task.params))
+    base = selection.pretrained
+    task.source.check_unwrapped(set(task.params) - set(base.params))
+    selection.base.check_unwrapped(set(base.params) - set(task.params))
     # An empty tensor is a lost one, unless the base's is empty, too.
-    with_elements = {param for param, shape in pretrained.params.items() if 0 not in shape}
+    with_elements = {param for param, shape in base.params.items() if 0 not in shape}
     keys_with_elements = []
     for param, key in task.keys.items():
         if param in with_elements or architecture.packed_params(param):
             keys_with_elements.append(key)
     task.source.check_not_empty(keys_with_elements)
     for param, shape in task.params.items():
+        expected = base.params.get(param)
         # The parts of a tensor that was not split, since it has another shape.
-        packed_params = architecture.packed_params(param)
-        expected = architecture.shape(param) if packed_params else pretrained.params.get(param)
+        if architecture.packed_params(param):
+            expected = architecture.shape(param)
         if expected is None:
-            task.check_base_has(param, pretrained, architecture)
-            continue
-        if shape == expected:
-            continue
-        reason = "it comes from another base, its vocabulary was changed, or it is a head"
-        if can_exclude:
-            reason += " that --heads can name"
-        if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
-            # The same sizes, with the last two exchanged.
-            reason = (
-                "transformers 5 saves these experts transposed: load the other model with "
-                "it and save it again"
-            )
+            if task.is_update(param):
+                reason = _why_base_lacks(param, task, base, architecture)
+                _refuse(task, base, param, None, reason)
+        elif shape != expected:
+            reason = _why_of_other_shape(shape, expected, can_exclude=can_exclude)
+            _refuse(task, base, param, expected, reason)
+    lost = [layer for layer in selection.layers if not task.has(layer.param)]
+    if lost:
+        reason = _why_layers_are_lost(lost, selection, task, architecture, can_exclude=can_exclude)
+        _refuse(task, base, lost[0].param, base.params[lost[0].param], reason)
+    if selection.layers and not any(layer.param in task.params for layer in selection.layers):
         raise ValueError(
-            f"model '{task.source.name}', tensor '{param}': shape {shape} differs from {expected} "
-            f"of the base '{selection.base.name}': {reason}"
+            f"adapter '{task.source.name}' changes none of the {len(selection.layers)} layers to "
+            f"merge: it is of {format_names(task.params)}"
         )
+
+
+def _why_base_lacks(
+    param: str, task: ModelWeights, base: ModelWeights, architecture: Architecture
+) -> str:
+    """Return why an adapter updates what the base lacks."""
+    renamed = with_same_ending(param, base.params)
+    if renamed:
+        return (
+            f"it was trained on another class of the model, where this is '{renamed[0]}'; with "
+            f"that class, {with_peft(task.checkpoint, architecture)}"
+        )
+    if any(task.is_update(other) for other in base.params):
+        return "give as the base the model with that layer, on which the adapter was trained"
+    return "it is for another base"
+
+
+def _why_of_other_shape(
+    shape: tuple[int, ...], expected: tuple[int, ...], *, can_exclude: bool
+) -> str:
+    if len(shape) == 3 and shape == (expected[0], *expected[:0:-1]):
+        # The same sizes, with the last two exchanged.
+        return (
+            "transformers 5 saves these experts transposed: load the other model with it and save "
+            "it again"
+        )
+    reason = "it comes from another base, its vocabulary was changed, or it is a head"
+    if can_exclude:
+        reason += " that --heads can name"
+    return reason
+
+
+def _why_layers_are_lost(
+    lost: Sequence[Layer],
+    selection: Selection,
+    task: ModelWeights,
+    architecture: Architecture,
+    *,
+    can_exclude: bool,
+) -> str:
+    for key in task.source.whole:
+        if not architecture.naming.is_of_other_layout(key):
+            continue
+        # What transformers 5 loads is joined: the other one is to be saved so.
+        divided = task.source.name
+        if architecture.naming.is_of_loaded(key):
+            divided = selection.base.name
+        return (
+            f"it has '{key}': one of the two stores experts one by one, and the other joined. Load "
+            f"'{divided}' with transformers 5, and save it with "
+            "save_pretrained(FOLDER, save_original_format=False)"
+        )
+    renamed = with_same_ending(lost[0].param, task.params.keys() - selection.pretrained.params)
+    if renamed:
+        return (
+            f"it has '{renamed[0]}', which the base lacks: its tensors are named otherwise, rename "
+            "them as the base's are"
+        )
+    reason = f"layers that it lacks: {len(lost)}"
+    if can_exclude:
+        names = [layer.name for layer in selection.layers if layer.param in task.params]
+        reason += exclude_hint([layer.name for layer in lost], names)
+    return reason
 
 
 def check_task(
@@ -286,11 +366,12 @@ def check_task(
     *,
     can_exclude: bool = True,
 ) -> list[str]:
-    """Refuse a task that lacks layers of the base or has no numbers in them, and return warnings.
+    """Refuse a task that is not of the base, or has no numbers in the layers, and return warnings.
 
-    Its shapes have passed :func:`check_shapes`. ``averaged`` has the other tensors that the task
-    is to change, and ``can_exclude`` tells whether the user has an option that leaves layers out.
+    ``averaged`` has the other tensors that the task is to change; ``can_exclude`` is that of
+    :func:`check_tensors`.
     """
+    check_tensors(selection, task, architecture, can_exclude=can_exclude)
     name = task.source.name
     pretrained = selection.pretrained
     merged_params = {layer.param for layer in selection.layers}
@@ -300,8 +381,6 @@ def check_task(
     unread = [file for file in task.source.unread_weights if "/" not in file]
     if unread:
         warnings.append(f"'{name}' has {format_names(unread)} beside its weights: not read")
-    warnings += task.check_base(selection.base)
-    task.check_layers(selection.layers, pretrained, architecture, can_exclude=can_exclude)
     task.source.check_floats(key for param, key in task.keys.items() if param in changed)
     extra = []
     for param in task.params:
@@ -316,7 +395,7 @@ def check_task(
     if absent:
         warnings.append(f"'{name}' is left out of the mean of {format_names(absent)}")
     rule = selection.targets.other_params
-    warnings += task.check_outside(merged_params, pretrained, rule, architecture)
+    warnings += task.check_uses(pretrained, merged_params, rule, architecture)
     return warnings
 
 
@@ -518,7 +597,6 @@ def check_module(
         )
     base.tie(architecture)
     task.tie(architecture)
-    check_shapes(selection, task, architecture, can_exclude=False)
     averaged = selection.averaged_at(1)
     for warning in check_task(selection, task, architecture, averaged, can_exclude=False):
         log.info("%s", warning)

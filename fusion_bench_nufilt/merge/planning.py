@@ -33,7 +33,6 @@ from .checks import (
     check_merged,
     check_module_files,
     check_same_base,
-    check_shapes,
     check_state,
     check_task,
     verify_merged,
@@ -132,8 +131,6 @@ def _plan_model(
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
     vocabulary = _join_vocabularies(draft, models, settings.tokenizer, small_files)
-    for task in models.tasks:
-        check_shapes(draft.selection, task, architecture)
     if settings.tokenizer is not None:
         # It may be a path, which manifests do not record.
         settings = dataclasses.replace(settings, tokenizer=vocabulary.tokenizer)

@@ -24,7 +24,6 @@ from .architecture import Architecture
 from .checkpoint import Checkpoint, config_at_hand
 from .experts import Expert, ExpertRows, find_experts, find_saved_experts
 from .heads import labels
-from .layers import Layer, with_same_ending
 from .model import COPY_HEAD, ModelWeights
 from .names import module_of
 from .peft_layers import (
@@ -39,7 +38,7 @@ from .peft_layers import (
     place_of,
     without_prefix,
 )
-from .source import Source, format_names
+from .source import format_names
 
 # peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
 _SAVED = ".modules_to_save."
@@ -138,7 +137,7 @@ class LoraAdapter(ModelWeights):
         if unknown:
             raise ValueError(
                 f"adapter '{self.source.name}': {format_names(unknown)}: no LoRA of a linear "
-                f"layer; {_with_peft(self.checkpoint, architecture)}"
+                f"layer; {with_peft(self.checkpoint, architecture)}"
             )
 
     def _pairs(
@@ -185,7 +184,7 @@ class LoraAdapter(ModelWeights):
         except UnknownLayersError as error:
             raise ValueError(
                 f"adapter '{self.source.name}' {error}, {_ONLY_LORA}"
-                f"{_with_peft(self.checkpoint, architecture)}"
+                f"{with_peft(self.checkpoint, architecture)}"
             ) from error
         experts = find_experts(self.checkpoint, architecture, factors, layers)
         for module, (key_a, key_b) in factors.items():
@@ -265,7 +264,7 @@ class LoraAdapter(ModelWeights):
         if rows == 0:
             raise ValueError(
                 f"adapter '{name}' has rows for the tokens {numbers} of '{param}', which the base "
-                f"is not known to have: {_with_peft(self.checkpoint, architecture)}"
+                f"is not known to have: {with_peft(self.checkpoint, architecture)}"
             )
         if max(numbers) >= rows:
             raise ValueError(
@@ -530,40 +529,9 @@ class LoraAdapter(ModelWeights):
 
     # What is checked before a merge
 
-    def check_layers(
-        self,
-        layers: Sequence[Layer],
-        base: ModelWeights,
-        architecture: Architecture,
-        *,
-        can_exclude: bool,
-    ) -> None:
-        if layers and all(layer.param not in self.params for layer in layers):
-            raise ValueError(
-                f"adapter '{self.source.name}' changes none of the {len(layers)} layers to merge: "
-                f"it is of {format_names(self.params)}"
-            )
-
-    def check_base_has(self, param: str, base: ModelWeights, architecture: Architecture) -> None:
-        if param not in self.updates:
-            return
-        adapter = f"adapter '{self.source.name}'"
-        lacks = f"'{base.source.name}' has no '{param}'"
-        renamed = with_same_ending(param, base.params)
-        if renamed:
-            raise ValueError(
-                f"{adapter} was trained on another class of the model: {lacks}, but "
-                f"'{renamed[0]}'; with that class, {_with_peft(self.checkpoint, architecture)}"
-            )
-        if not base.params.keys().isdisjoint(self.updates):
-            raise ValueError(
-                f"{adapter} changes '{param}', which the base '{base.source.name}' lacks, and "
-                "other layers that it has: give as the base the model with that layer, on which "
-                "the adapter was trained"
-            )
-        raise ValueError(f"{adapter} is for another base: {lacks}")
-
-    def check_base(self, base: Source) -> list[str]:
+    def check_uses(
+        self, base: ModelWeights, layers: Collection[str], rule: str, architecture: Architecture
+    ) -> list[str]:
         warnings = []
         if self.rows_of_embedding:
             others = format_names(self.rows_of_embedding)
@@ -572,22 +540,15 @@ class LoraAdapter(ModelWeights):
                 f"into {others}, as do we: the model's class ties the two, and its files do not"
             )
         trained_on = self.checkpoint.adapter_config.get("base_model_name_or_path")
-        if not trained_on:
-            return warnings
         # A local folder may be called anything, and its config.json may still have the hub's name.
-        given = [base.name, base.label, base.config.get("_name_or_path")]
-        names = {base_name_key(name) for name in given if isinstance(name, str)}
-        if base_name_key(trained_on) in names:
-            return warnings
-        return [
-            *warnings,
-            f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the base "
-            f"given is '{base.name}': make sure that these are the same model",
-        ]
-
-    def check_outside(
-        self, layers: Collection[str], base: ModelWeights, rule: str, architecture: Architecture
-    ) -> list[str]:
+        source = base.source
+        given = [source.name, source.label, source.config.get("_name_or_path")]
+        given_names = {base_name_key(name) for name in given if isinstance(name, str)}
+        if trained_on and base_name_key(trained_on) not in given_names:
+            warnings.append(
+                f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the "
+                f"base given is '{source.name}': make sure that these are the same model"
+            )
         outside = [param for param in self.updates if param not in layers]
         dora = [param for param in outside if param in self.magnitudes]
         if dora and rule != "pretrained":
@@ -596,15 +557,14 @@ class LoraAdapter(ModelWeights):
                 could_be_layers = ""
             raise ValueError(
                 f"adapter '{self.source.name}' changes {format_names(dora)} by DoRA outside the "
-                f"merged layers: {could_be_layers}{_with_peft(self.checkpoint, architecture)}"
+                f"merged layers: {could_be_layers}{with_peft(self.checkpoint, architecture)}"
             )
         if rule != "pretrained":
-            return []
+            return warnings
         ignored = [name for name in self.params if name in base.params and name not in layers]
         ignored += [name for name in self.left_out if name not in ignored]
         with_rows = [name for name in ignored if name in self.gives_rows_of]
         ignored = [name for name in ignored if name not in with_rows]
-        warnings = []
         for names, extent in ((ignored, ""), (with_rows, " but for the rows of its new tokens")):
             if names:
                 listing = format_names(names)
@@ -703,7 +663,7 @@ def _check_config(checkpoint: Checkpoint, architecture: Architecture) -> None:
     if config.get("peft_type") != "LORA":
         raise ValueError(
             f"{adapter} is of type {config.get('peft_type')}, {_ONLY_LORA}"
-            f"{_with_peft(checkpoint, architecture)}"
+            f"{with_peft(checkpoint, architecture)}"
         )
     initialisation = str(config.get("init_lora_weights", True))
     # In lower case, as peft compares them.
@@ -740,7 +700,7 @@ def _check_alone(checkpoint: Checkpoint) -> None:
         )
 
 
-def _with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
+def with_peft(adapter: Checkpoint, architecture: Architecture) -> str:
     """Return the end of a message about an adapter that only peft can merge.
 
     Into a weight that several modules share, peft adds the updates of all of them.

@@ -27,7 +27,6 @@ from .architecture import (
     untie_parameter,
 )
 from .checkpoint import Checkpoint
-from .layers import Layer, exclude_hint, with_same_ending
 from .source import MatchedRows, Source
 
 
@@ -255,66 +254,12 @@ class ModelWeights:
 
     # What is checked before a merge
 
-    def check_layers(
-        self,
-        layers: Sequence[Layer],
-        base: "ModelWeights",
-        architecture: Architecture,
-        *,
-        can_exclude: bool,
-    ) -> None:
-        """Raise a ValueError if the model lacks layers that it needs for a merge.
-
-        ``can_exclude`` tells whether the user has an option that leaves layers out.
-        """
-        lost = [layer for layer in layers if layer.param not in self.params]
-        if not lost:
-            return
-        first = lost[0]
-        lacks = (
-            f"model '{self.source.name}' lacks layer '{first.param}' {base.params[first.param]} of "
-            "the base"
-        )
-        self._check_layout(lacks, base, architecture)
-        renamed = with_same_ending(first.param, self.params.keys() - base.params.keys())
-        if renamed:
-            raise ValueError(
-                f"{lacks} and has '{renamed[0]}', which the base lacks: its tensors are named "
-                "otherwise, rename them as the base's are"
-            )
-        hint = ""
-        if can_exclude:
-            names = [layer.name for layer in layers if layer.param in self.params]
-            hint = exclude_hint([layer.name for layer in lost], names)
-        raise ValueError(f"{lacks}, one of {len(lost)}{hint}")
-
-    def _check_layout(self, lacks: str, base: "ModelWeights", architecture: Architecture) -> None:
-        """Refuse a model that stores joined what the base stores one by one, or the reverse."""
-        for key in self.source.whole:
-            if not architecture.naming.is_of_other_layout(key):
-                continue
-            # What transformers 5 loads is joined: the other one is to be saved so.
-            divided = self.source.name
-            if architecture.naming.is_of_loaded(key):
-                divided = base.source.name
-            raise ValueError(
-                f"{lacks} and has '{key}': one of the two stores experts one by one, and the other "
-                f"joined. Load '{divided}' with transformers 5, and save it with "
-                "save_pretrained(FOLDER, save_original_format=False)"
-            )
-
-    def check_base_has(self, param: str, base: "ModelWeights", architecture: Architecture) -> None:
-        """Raise a ValueError if the model updates a tensor, which the base lacks."""
-
-    def check_base(self, base: Source) -> list[str]:
-        """Return a warning if the model says that it was trained on another base than the given."""
-        return []
-
-    def check_outside(
-        self, layers: Collection[str], base: "ModelWeights", rule: str, architecture: Architecture
+    def check_uses(
+        self, base: "ModelWeights", layers: Collection[str], rule: str, architecture: Architecture
     ) -> list[str]:
-        """Return warnings of what the model changes outside the layers to merge, given by param,
-        where ``rule`` applies.
+        """Return warnings if the model says that it was trained on another base, or changes what
+        the merge leaves: what is not among the params of ``layers``, and not taken over by
+        ``rule``.
         """
         return []
 

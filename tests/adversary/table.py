@@ -302,9 +302,9 @@ def weights() -> Iterator[Row]:
         for name, shape in shapes.items():
             says = {
                 "base": "base'|the base",
-                "task2": rf"task2' lacks layer '{UP}'|task2' has 1 empty tensors: '{UP}'|"
+                "task2": rf"task2' lacks '{UP}'|task2' has 1 empty tensors: '{UP}'|"
                 rf"'{UP}': shape .* differs from \(64, 32\) of the base",
-                "one": "merged model '.*one' was not made from the base|files lack",
+                "one": "not made from this base|files lack",
             }[model]
             yield Row(f"a layer of {model} is {name}", change(model, UP, shape), says, arguments)
         control = do.rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")
@@ -357,7 +357,7 @@ def other_tensors() -> Iterator[Row]:
     yield Row(
         "merged from another base",
         shorter,
-        f"one' was not made from the base '.*base': '.*{EMBEDDING}'",
+        f"one', tensor '.*{EMBEDDING}': .*not made from this base",
         MORE,
     )
     nan = {

@@ -203,7 +203,7 @@ def spoil(model, value):
 
 
 LACKS = (
-    rf"model 'task3' lacks layer '{re.escape(TOWER)}"
+    rf"model 'task3' lacks '{re.escape(TOWER)}"
     r"encoder\.layers\.1\.self_attn\.k_proj\.weight' \(32, 32\)"
 )
 SHAPE = (

@@ -166,7 +166,7 @@ def test_layers_under_other_names_are_to_be_renamed_and_not_to_be_left_out(tmp_p
     expected = tensors(merge(tmp_path, ["task1"], "expected"))
     other_names = {key: OTHER_NAMES[names](key.removeprefix(prefix)) for key in expected}
     rename(tmp_path / "task1", other_names.get)
-    message = r"lacks layer '.*' .* and has '.*', .* rename them as the base's are$"
+    message = r"lacks '.*' .*: it has '.*', .* rename them as the base's are$"
     with pytest.raises(ValueError, match=message):
         plan(tmp_path, ["task1"])
     base_names = {other: key for key, other in other_names.items()}

@@ -252,7 +252,7 @@ def test_a_classifier_without_its_output_layer_is_refused_though_the_base_has_on
     base.save_pretrained(tmp_path / "base")
     finetuned(base, 1, scale=0.002).save_pretrained(tmp_path / "task1")
     change(tmp_path / "task1", "classifier.weight", lambda value: None)
-    with pytest.raises(ValueError, match=r"task1' lacks layer 'classifier\.weight'"):
+    with pytest.raises(ValueError, match=r"task1' lacks 'classifier\.weight'"):
         merge(tmp_path, ["task1"], **LINEAR)
 
 

@@ -185,7 +185,7 @@ def swap_the_base(folder):
             llama,
             ["q_proj"],
             swap_the_base,
-            "adapter '.*' is for another base: '.*base' has no '.*self_attn",
+            "adapter '.*' changes '.*self_attn.*', which the base '.*base' lacks: it is for",
         ),
         (
             llama,
