@@ -28,7 +28,7 @@ class AnalysisConfig:
     seed: int = option(42, "Seed of the task order and of the samples drawn.")
 
     def __post_init__(self) -> None:
-        check_whole(self, "data_rank", "task_rank", "samples", least=1)
+        check_whole(self, "data_rank", "task_rank", "samples")
         check_choices(self)
         if self.data_rank > self.task_rank:
             ranks = f"r_d = {self.data_rank} and r_v = {self.task_rank}"

@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
@@ -85,7 +85,7 @@ def compare(
         ValueError: a method cannot be built, ``out`` holds other settings or models, nothing can be
             scored, or a run's process has other models or data than this one.
     """
-    _check(specs, overrides, evaluate, jobs, engine)
+    _check(specs, overrides, jobs, engine)
     everywhere = [f"modelpool={modelpool}", *overrides]
     pools = tuple(without_method(everywhere))
     with quiet():
@@ -122,14 +122,8 @@ def compare(
     return compare_runs(store.settings, experiment.tasks, list(seeds), references, by_spec, preset)
 
 
-def _check(
-    specs: Sequence[RunSpec], overrides: Sequence[str], evaluate: str, jobs: int, engine: Engine
-) -> None:
+def _check(specs: Sequence[RunSpec], overrides: Sequence[str], jobs: int, engine: Engine) -> None:
     check_specs(specs)
-    if evaluate not in get_args(Evaluate):
-        raise ValueError(
-            f"evaluate must be one of {', '.join(get_args(Evaluate))}, got '{evaluate}'"
-        )
     for override in overrides:
         if key_of(override) in ("method", "modelpool"):
             raise ValueError(

@@ -211,11 +211,6 @@ class _MethodConfigs:
             yield from self._tree(prefix + group)
 
     def _unknown(self, name: str) -> str:
+        of_fusion_bench = {path for path in self._tree() if not path.startswith("continual/")}
         continual_methods = {*METHODS, *self._names("continual")} - {*_GENERIC}
-        names = {path for path in self._tree() if not path.startswith("continual/")}
-        batch_methods = names - continual_methods
-        continual = ", ".join(sorted(continual_methods))
-        batch = ", ".join(sorted(batch_methods))
-        lists = f"continual methods: {continual}\n"
-        lists += f"batch methods of FusionBench, run continually: {batch}"
-        return unknown("method", name, continual_methods | batch_methods, lists)
+        return unknown("method", name, of_fusion_bench | continual_methods)

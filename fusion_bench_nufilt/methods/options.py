@@ -304,12 +304,12 @@ class Settings:
             if not is_list or not all(map(is_number, self.weights)):
                 raise ValueError(f"weights must be a list of numbers, got {self.weights!r}")
         if self.step is not None:
-            check_whole(self, "step", least=1, most=10**6)
+            check_whole(self, "step", most=10**6)
         self._check_adapter()
         if self.state is not None and not isinstance(self.state, bool):
             raise ValueError(f"state must be true or false, got {self.state!r}")
         if self.max_memory is not None:
-            check_whole(self, "max_memory", least=1, most=2**62)
+            check_whole(self, "max_memory", most=2**62)
         if self.engine == "local":  # a cluster's workers choose their own devices
             from fusion_bench_nufilt.utils.devices import check_devices
 
@@ -326,7 +326,7 @@ class Settings:
         if not isinstance(self.adapter, bool):
             raise ValueError(f"adapter must be true or false, got {self.adapter!r}")
         if self.rank is not None:
-            check_whole(self, "rank", least=1)
+            check_whole(self, "rank")
         if self.adapter:
             if self.tokenizer is not None:
                 raise ValueError("tokenizer is for a model, and the result is an adapter")
@@ -412,7 +412,7 @@ class ProtocolConfig:
         check_seed(self.seed)
         check_choices(self)
         if self.num_merged is not None:
-            check_whole(self, "num_merged", least=1)
+            check_whole(self, "num_merged")
 
 
 _warn_once = cache(logging.getLogger(__name__).warning)

@@ -176,23 +176,17 @@ def _in_yaml(choice: Any) -> str:
     return repr(choice)
 
 
-def check_whole(
-    options: Any, *names: str, least: int = 0, most: int = 2**31, otherwise: str = ""
-) -> None:
-    """Raise a ValueError if an option is not a whole number in the range; ``otherwise`` says what
-    else is allowed.
-    """
+def check_whole(options: Any, *names: str, most: int = 2**31) -> None:
+    """Raise a ValueError if an option is not a whole number above zero."""
     for name in names:
         value = getattr(options, name)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if is_whole and least <= value <= most:
+        if is_whole and 1 <= value <= most:
             continue
-        limits = f">= {least}"
+        limits = ">= 1"
         # The upper bound is named only where it is exceeded: it is far beyond what makes sense.
         if is_whole and value > most:
             limits += f" and <= {most}"
-        if otherwise:
-            limits += f", {otherwise}"
         raise ValueError(f"{name} must be a whole number {limits}, got {value!r}")
 
 
