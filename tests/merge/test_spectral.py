@@ -14,6 +14,7 @@ from transformers import CLIPVisionModel
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.merge.basis import resize_lists
 from fusion_bench_nufilt.methods import ORDER_FREE
 from tests.cli.helpers import nufilt
 from tests.merge import helpers
@@ -23,6 +24,12 @@ from tests.tiny_models import clip, llama, t5
 
 plan = partial(helpers.plan, method="spectral")
 merge = partial(helpers.merge, method="spectral")
+
+
+def test_lists_of_directions_are_cut_or_filled_with_zeros():
+    value = torch.arange(1.0, 7).reshape(2, 3)
+    assert resize_lists(value, "ko", 1).tolist() == [[1, 2, 3]]
+    assert resize_lists(value, "ok", 4).tolist() == [[1, 2, 3, 0], [4, 5, 6, 0]]
 
 
 def algorithm(method="spectral", **config):

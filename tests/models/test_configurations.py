@@ -60,6 +60,7 @@ def test_longer_contexts_are_told_however_they_are_written():
     assert fields_of(of_version_4, wider)
 
 
+@pytest.mark.oldest
 def test_what_two_versions_of_transformers_write_is_the_same():
     of_version_4 = {"rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16"}
     rope = {"rope_theta": 1e6, "rope_type": "default"}

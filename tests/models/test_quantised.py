@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.merge.strength import measure_strengths
+from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,
@@ -137,6 +138,16 @@ def test_fp8_is_merged_to_the_bits_of_models_dequantised_by_hand(stream, scheme,
     wide = tensors(merge(stream, ["task1_wide", "task2"], "wide", base="base_wide", **options))
     out = merge(stream, ["task1", "task2"], **options)
     assert same(tensors(out), {key: value.bfloat16() for key, value in wide.items()})
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_elements_may_begin_and_end_inside_a_block(tmp_path, scheme):
+    save_stream(tmp_path, llama(), tasks=1)
+    quantise(tmp_path / "base", scheme)
+    checkpoint = Checkpoint.open(str(tmp_path / "base"))
+    expected = tensors(tmp_path / "base_wide")[UP].flatten()
+    for start, stop in [(0, 5), (70, 75), (13 * 32 + 3, 25 * 32 + 1), (1000, len(expected))]:
+        assert torch.equal(checkpoint.elements(UP, start, stop), expected[start:stop])
 
 
 def test_the_result_is_a_plain_model_in_bfloat16(stream):

@@ -23,7 +23,11 @@ from transformers import (
 )
 
 from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.models.adapters import adapter_config
+from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.peft_layers import PREFIX
+from fusion_bench_nufilt.models.reader import Reader
+from fusion_bench_nufilt.utils.tensors import TensorInfo
 from tests.merge.helpers import change_json, merge, plan
 from tests.oracle.test_classes import tiny_model
 from tests.released import released
@@ -94,6 +98,21 @@ def assert_answers(folder, kind, inputs, adapter, expected):
     found = answers(PeftModel.from_pretrained(base, adapter), inputs)
     assert (expected - before).abs().max() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_that_peft_takes_for_no_layer_is_refused():
+    model = llama()
+    reader = Reader(model, Architecture(llama()))
+    config = adapter_config([{}], None, {"model.layers.0.self_attn.q_proj": 2}, None)
+    sides = {"A": (2, 32), "B": (32, 2)}
+    infos = {}
+    for key, place in reader.wrap(config).items():
+        infos[key] = TensorInfo("", "F32", sides[place.part], 0, 0)
+    changed = ["model.layers.0.self_attn.q_proj.weight"]
+    reader.check(infos, changed)
+    infos[f"{PREFIX}model.extra.weight"] = TensorInfo("", "F32", (2, 2), 0, 0)
+    with pytest.raises(ValueError, match=r"it takes other tensors: '.*model\.extra"):
+        reader.check(infos, changed)
 
 
 def pixels(size=32):
