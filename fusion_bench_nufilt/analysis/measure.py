@@ -136,5 +136,5 @@ def measure_methods(
             log.warning("%s failed: %s", spec.label, run.error)
         else:
             result.losses += tracker.rows
-            scores = {"ACC": or_none(run.matrix.acc), "BWT": or_none(run.matrix.bwt)}
-            result.scores[spec.label] = scores
+            metrics = run.matrix.metrics()
+            result.scores[spec.label] = {name: or_none(metrics[name]) for name in ("ACC", "BWT")}

@@ -50,7 +50,7 @@ from fusion_bench_nufilt.models.model import (
 from fusion_bench_nufilt.models.source import MemorySource, module_source
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.pages.metrics import has_quantity
-from fusion_bench_nufilt.pages.write import read_table
+from fusion_bench_nufilt.pages.write import read_layers
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
 from fusion_bench_nufilt.utils.manifest import Difference, load_state, mean_key, read_heads
 from fusion_bench_nufilt.utils.options import (
@@ -427,7 +427,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             log.warning("'%s' is not there: it begins anew with step %d", file, step + 1)
             return
         try:
-            rows = read_table(file, "task layer step")
+            rows = read_layers(file)
         except ValueError as error:
             log.warning("%s: it begins anew with step %d", error, step + 1)
             return

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from .charts import by_depth, heat_maps, lines
 from .content import Json
 from .metrics import METRICS
-from .page import Outputs, Tables, render_page
+from .page import Layers, Outputs, render_page
 from .pictures import draw
 from .theme import Rows, cells
 
@@ -48,7 +48,7 @@ class AnalysisSummary(TypedDict):
     reading: list[str]  # sentences
 
 
-def analysis_outputs(content: AnalysisSummary, _: Tables) -> Outputs:
+def analysis_outputs(content: AnalysisSummary, _: Layers) -> Outputs:
     """Make the page, and each picture for which there are numbers."""
     drawings = {name: draw(chart) for name, chart in charts_of_analysis(content).items()}
     page = render_page(

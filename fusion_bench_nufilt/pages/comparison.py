@@ -7,10 +7,10 @@ import altair as alt
 from altair.typing import ChartType
 
 from .charts import dots, lines, score_maps
-from .comparison_tables import by_accuracy, main_table, overhead_tables, task_table
+from .comparison_tables import by_accuracy, main_table, mean_words, overhead_tables, task_table
 from .content import Comparison, Json, Method
 from .metrics import METRICS, Mean
-from .page import Outputs, Tables, render_page
+from .page import Layers, Outputs, render_page
 from .pictures import draw
 from .results import means, rows_with
 from .tables import print_table, to_csv
@@ -21,7 +21,7 @@ PICTURES = ("sensitivity", "stability_plasticity", "accuracy_matrices", "accurac
 MOST_CURVES = len(COLOURS)
 
 
-def comparison_outputs(results: Comparison, _: Tables) -> Outputs:
+def comparison_outputs(results: Comparison, _: Layers) -> Outputs:
     """Make all files; scores are fractions in ``.json`` and ``.csv`` files, and per cent
     elsewhere.
     """
@@ -149,15 +149,11 @@ def _mean_rows(results: Comparison, labels: Sequence[str], metrics: Sequence[str
     for metric in metrics:
         if not any(mean.count for mean in measured[metric]):
             continue
-        signed = METRICS[metric].signed
+        lowest = -100 if METRICS[metric].signed else 0
         for label, mean in measured[metric].items():
-            text = mean.percent(sign=signed)
-            part = results.missing_part(label, mean, metric)
-            if part:
-                text += f" ({part})"
-            row = {"panel": METRICS[metric].title, "name": label, "text": text}
-            row |= {"value": 100 * mean.mean, **_bar(mean, lowest=-100 if signed else 0)}
-            rows.append(row)
+            row: Json = {"panel": METRICS[metric].title, "name": label}
+            row["text"] = mean_words(results, label, mean, metric)
+            rows.append({**row, "value": 100 * mean.mean, **_bar(mean, lowest)})
     return rows
 
 

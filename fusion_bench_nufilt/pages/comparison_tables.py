@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
@@ -15,8 +14,6 @@ from .page import sentences
 from .results import means, rows_with
 from .tables import Table
 
-#: What columns are. A task may have the name of a metric.
-Columns = Literal["metric", "task"]
 _CHANGED = (
     "changed: how many tensors of the pretrained model have other values in the merged one, and "
     "the share of its parameters in them"
@@ -38,12 +35,12 @@ _SECONDS = ["merging_seconds", "data_seconds"]
 def main_table(results: Comparison) -> Table:
     """Tabulate the headline metrics, mean ± standard deviation over the seeds."""
     metrics = means(results.table, "metric", results.labels, HEADLINE)
-    words = _words_of_means(results, metrics, "metric")
     seconds = means(results.table, "metric", results.labels, _SECONDS)
 
     texts = pd.DataFrame(index=results.labels)
     for name in HEADLINE:
-        texts[METRICS[name].column] = words[name]
+        words = [mean_words(results, label, mean, name) for label, mean in metrics[name].items()]
+        texts[METRICS[name].column] = words
     extra_parameters = _first_values(results, "extra_parameters")
     texts["extra params"] = [_millions(number) for number in extra_parameters]
     texts["changed"] = _changed_words(results)
@@ -59,11 +56,12 @@ def main_table(results: Comparison) -> Table:
     of_merged += ["extra params", "changed", *(COSTS[name].title for name in _SECONDS)]
     texts.loc[list(results.references), of_merged] = ""
 
-    title = results.stream
-    table = _ranked(results, title, texts.fillna(""), metrics, "metric")
-    if "changed" not in table.texts:
-        return table
-    return replace(table, notes=[*table.notes, _CHANGED])
+    ranks = _ranks(results, metrics, HEADLINE)
+    ranks = ranks.rename(columns={name: METRICS[name].column for name in HEADLINE})
+    table = _table(results, results.stream, texts.fillna(""), ranks)
+    if "changed" in table.texts:
+        table.notes.append(_CHANGED)
+    return table
 
 
 def _changed_words(results: Comparison) -> list[str]:
@@ -84,30 +82,29 @@ def task_table(results: Comparison) -> Table:
     seeds.
     """
     scores = means(results.last_scores, "task", results.labels, results.tasks)
-    texts = _words_of_means(results, scores, "task")
+    texts = pd.DataFrame(index=results.labels)
+    for task in results.tasks:
+        words = []
+        for label, mean in scores[task].items():
+            other_metrics = results.unaveraged(label, task)
+            if mean.count == 0 and other_metrics:
+                words.append(_other_words(other_metrics))
+            else:
+                words.append(mean_words(results, label, mean))
+        texts[task] = words
     title = "Score (%) of each task after the last step"
-    return _ranked(results, title, texts, scores, "task")
+    return _table(results, title, texts, _ranks(results, scores))
 
 
-def _words_of_means(results: Comparison, numbers: pd.DataFrame, by: Columns) -> pd.DataFrame:
-    """Return means as words, in per cent; one that lacks scores says of how many it is, a task
-    without a score shows the metrics that it has, and a method whose runs all failed says so.
+def mean_words(results: Comparison, label: str, mean: Mean, metric: str = "") -> str:
+    """Return the mean of a metric, or of a task's score, in per cent, such as ``75.7 ± 0.3``; one
+    that lacks scores says of how many it is, and a method whose runs all failed says so.
     """
-    words = pd.DataFrame(index=numbers.index)
-    for name in numbers:
-        metric = name if by == "metric" else ""
-        signed = by == "metric" and METRICS[name].signed
-        words[name] = [mean.percent(sign=signed) for mean in numbers[name]]
-        for label, mean in numbers[name].items():
-            part = results.missing_part(label, mean, metric)
-            if part:
-                words.loc[label, name] += f" ({part})"
-            if by == "task" and mean.count == 0:
-                other_metrics = results.unaveraged(label, name)
-                if other_metrics:
-                    words.loc[label, name] = _other_words(other_metrics)
-    words.loc[results.failed] = "failed"
-    return words
+    if label in results.failed:
+        return "failed"
+    words = mean.percent(sign=metric != "" and METRICS[metric].signed)
+    part = results.missing_part(label, mean, metric)
+    return f"{words} ({part})" if part else words
 
 
 def _other_words(other_metrics: Mapping[str, Mean]) -> str:
@@ -119,35 +116,41 @@ def _other_words(other_metrics: Mapping[str, Mean]) -> str:
     return ", ".join(words)
 
 
-def _ranked(
-    results: Comparison, title: str, texts: pd.DataFrame, numbers: pd.DataFrame, by: Columns
-) -> Table:
+def _ranks(results: Comparison, numbers: pd.DataFrame, metrics: Sequence[str] = ()) -> pd.DataFrame:
     """Rank the methods that finished every seed, need no data and lack no score; numbers shown as
-    equal rank equally, and where all are equal, none is the best.
+    equal rank equally, and a column in which all are equal is left out.
 
-    The texts and the numbers have the same rows; columns of metrics have their titles in the texts.
+    Columns are ``metrics``, or else tasks, one of which may have the name of a metric.
     """
     compared = []
     for label, method in results.methods.items():
         # The mean of fewer seeds is one over other orders, and data are what the others do without.
         if method.data == "none" and method.complete:
             compared.append(label)
-    ranks = pd.DataFrame(index=[results.labels.index(label) for label in compared])
+    ranks = pd.DataFrame(index=compared)
     for name in numbers:
-        metric = name if by == "metric" else ""
         shown_numbers = {}
         for label in compared:
             mean = numbers.loc[label, name]
             # The tasks that it lacks may be the ones on which the others score least.
-            if not results.missing_part(label, mean, metric):
+            if not results.missing_part(label, mean, name if metrics else ""):
                 # No number is better than one that reads the same.
-                shown_numbers[results.labels.index(label)] = as_shown(mean.mean)
+                shown_numbers[label] = as_shown(mean.mean)
         column = pd.Series(shown_numbers, dtype=float)
         column = column.rank(method="dense", ascending=False)
         if column.max() > 1:
-            ranks[METRICS[name].column if metric else name] = column
-    texts = _filled(texts.rename_axis("method"))
+            ranks[name] = column
+    return ranks
+
+
+def _table(
+    results: Comparison, title: str, texts: pd.DataFrame, ranks: pd.DataFrame | None = None
+) -> Table:
+    """Return the columns in which some row has a value, with the notes of a comparison."""
+    texts = texts.loc[:, ~texts.isin(["", "-", "failed"]).all()].rename_axis("method")
     notes = _notes(results)
+    if ranks is None:
+        return Table(title, texts, notes=notes)
     if not ranks.empty:
         notes.insert(1, _RANKED)
     return Table(title, texts, ranks, len(results.references), notes)
@@ -155,25 +158,15 @@ def _ranked(
 
 def overhead_tables(results: Comparison) -> list[Table]:
     """Tabulate the cost of merging the whole stream, with the set-up of data and without loading
-    and scoring.
+    and scoring, means over the seeds; other presets have no such table.
 
     Iterations are per step, and "subspaces" is the time outside the solver and the set-up of data.
-    Other presets have no such table.
     """
     if results.preset != "overhead":
         return []
-    title = f"Cost of merging {counted(len(results.tasks), 'model')}"
-    words = _cost_words(results.table, list(results.methods))
-    words.loc[results.failed, "ACC %"] = "failed"
-    memory_note = "memory: most in use between scorings, with all that stays loaded"
-    seconds_note = "total: merging and set-up of data, without loading, saving and scoring"
-    return [Table(title, _filled(words), notes=[*_notes(results), seconds_note, memory_note])]
-
-
-def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
-    """Return the costs of methods, means over the seeds, and their ACC."""
-    costs = means(table, "metric", labels, _COSTS).map(lambda mean: mean.mean)
-    words = pd.DataFrame(index=pd.Index(labels, name="method"))
+    labels = list(results.methods)
+    costs = means(results.table, "metric", labels, _COSTS).map(lambda mean: mean.mean)
+    words = pd.DataFrame(index=labels)
     for name in _COSTS:
         if name == "data_seconds":
             merging_seconds = costs["total_seconds"] - costs["data_seconds"].fillna(0)
@@ -183,14 +176,13 @@ def _cost_words(table: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
         words[COSTS[name].title] = [
             shown_number(cost / COSTS[name].unit, digits) for cost in costs[name]
         ]
-    accuracy = means(table, "metric", labels, ["ACC"])["ACC"]
+    accuracy = means(results.table, "metric", labels, ["ACC"])["ACC"]
     words[METRICS["ACC"].column] = [mean.percent() for mean in accuracy]
-    return words
-
-
-def _filled(texts: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns in which some row has a value."""
-    return texts.loc[:, ~texts.isin(["", "-", "failed"]).all()]
+    words.loc[results.failed, METRICS["ACC"].column] = "failed"
+    table = _table(results, f"Cost of merging {counted(len(results.tasks), 'model')}", words)
+    table.notes.append("total: merging and set-up of data, without loading, saving and scoring")
+    table.notes.append("memory: most in use between scorings, with all that stays loaded")
+    return [table]
 
 
 def _first_values(results: Comparison, metric: str) -> "pd.Series[int]":

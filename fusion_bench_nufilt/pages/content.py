@@ -219,10 +219,10 @@ class Comparison:
         if mean.count == 0:
             return ""
         if label in self.references:
-            counts = [self._scored_by_single_models(label)]
+            scores = list(self.references[label].values())
+            counts = [(len(scores) - scores.count(None), len(scores))]
         else:
-            finished = self.methods[label].finished.values()
-            matrices = [run.matrix for run in finished if run.matrix is not None]
+            matrices = [run.matrix for run in self.methods[label].finished.values() if run.matrix]
             if mean.count < len(matrices):
                 return f"{mean.count} of {len(matrices)} seeds"
             counts = [matrix.task_counts()[metric or "ACC"] for matrix in matrices]
@@ -230,10 +230,6 @@ class Comparison:
         if metric and scored_tasks < tasks:
             return f"{scored_tasks} of {tasks} tasks"
         return ""
-
-    def _scored_by_single_models(self, label: str) -> tuple[int, int]:
-        scores = list(self.references[label].values())
-        return len(scores) - scores.count(None), len(scores)
 
     @property
     def scored(self) -> str:
@@ -295,12 +291,9 @@ class Comparison:
         scores = means(self.last_scores, "task", list(self.methods), self.tasks)
         methods = {}
         for label, method in self.methods.items():
-            row: Json = {"overrides": method.overrides}
+            row: Json = {"overrides": method.overrides, "data": method.data}
             for name in names:
                 row[name] = metrics.loc[label, name].as_json()
-            for name in ("iterations", "extra_parameters", "changed_tensors"):
-                row[name] = _first_value(self.table, label, name)
-            row["data"] = method.data
             row["runs"] = {}
             for seed, run in method.runs.items():
                 fields_of_run = asdict(run)
@@ -313,11 +306,3 @@ class Comparison:
         return {
             key: value for key, value in content.items() if value is not None or key == "preset"
         }
-
-
-def _first_value(measured: pd.DataFrame, label: str, metric: str) -> int | None:
-    """Return a number that is the same for all seeds; None where there is none."""
-    values = rows_with(measured, method=label, metric=metric)["value"]
-    if values.empty:
-        return None
-    return int(values.iloc[0])

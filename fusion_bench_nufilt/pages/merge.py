@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 from fusion_bench_nufilt.utils.files import Count, CoverageShares, LayerStep, Share
 
 from .layers import layer_charts, layer_means, strongest_layers
-from .page import Outputs, Tables, render_page
+from .page import Layers, Outputs, render_page
 from .pictures import draw
 from .results import layer_rows
 
@@ -27,7 +27,7 @@ class MergeContent(TypedDict):
     layers: NotRequired[dict[str, list[LayerStep]]]
 
 
-def merge_outputs(content: MergeContent, _: Tables) -> Outputs:
+def merge_outputs(content: MergeContent, _: Layers) -> Outputs:
     """Make the page; refuse a saved step of a run, whose layers are in the log directory."""
     if "layers" not in content:
         raise ValueError(

@@ -240,27 +240,38 @@ class AccuracyMatrix:
 
     def metrics(self) -> dict[str, float]:
         """Return every metric of :data:`METRICS`; NaN where it could not be measured."""
-        return {
-            "ACC": self.acc,
-            "BWT": self.bwt,
-            "zero_shot": self.zero_shot,
-            "plasticity": self.plasticity,
-        }
+        metrics = {}
+        for name, values in self._task_values().items():
+            metrics[name] = Mean.of(values).mean
+        # Each step counts the same, however many tasks are still to come.
+        ahead = [Mean.of(scores[step:]).mean for step, scores in enumerate(self.values[:-1], 1)]
+        metrics["zero_shot"] = float(np.mean(ahead)) if ahead else math.nan
+        return metrics
 
     def task_counts(self) -> dict[str, tuple[int, int]]:
         """Return for every metric of how many tasks it is the mean, and of how many with all
         scores.
         """
-        measured = ~np.isnan(self.values)
-        count = len(self.tasks)
-        last = measured[-1]
-        diagonal = np.diagonal(measured)
-        ahead = [measured[:number, number].all() for number in range(1, count)]
+        counts = {}
+        for name, values in self._task_values().items():
+            counts[name] = (int(np.isfinite(values).sum()), len(values))
+        return counts
+
+    def _task_values(self) -> dict[str, NDArray[np.float64]]:
+        r"""Return the numbers of tasks of which metrics are means, NaN where there is none.
+
+        They are :math:`a_i(\theta_T)`, and without the last task, whose own step is the last one,
+        :math:`a_i(\theta_T) - a_i(\theta_i)`; the mean of :math:`a_i` before step i; and
+        :math:`a_i(\theta_i)`.
+        """
+        last = self.values[-1]
+        own = np.diagonal(self.values)
+        before = [self.values[:step, step].mean() for step in range(1, len(self.tasks))]
         return {
-            "ACC": (int(last.sum()), count),
-            "BWT": (int((last & diagonal)[:-1].sum()), count - 1),
-            "zero_shot": (sum(map(bool, ahead)), count - 1),
-            "plasticity": (int(diagonal.sum()), count),
+            "ACC": last,
+            "BWT": (last - own)[:-1],
+            "zero_shot": np.array(before),
+            "plasticity": own,
         }
 
     def summary(self) -> str:
@@ -300,20 +311,6 @@ class AccuracyMatrix:
         write_json(folder / "accuracy_matrix.json", {**about, **scores})
 
     @property
-    def acc(self) -> float:
-        r"""ACC :math:`= \operatorname{mean}_i a_i(\theta_T)` over the tasks that have a final
-        score, else NaN.
-        """
-        return Mean.of(self.values[-1]).mean
-
-    @property
-    def plasticity(self) -> float:
-        r"""Mean score of each task right after its own step, :math:`\operatorname{mean}_i
-        a_i(\theta_i)`, else NaN.
-        """
-        return Mean.of(np.diagonal(self.values)).mean
-
-    @property
     def mean_seen(self) -> NDArray[np.float64]:
         """``(T,)``: after each step, the mean score of the tasks merged so far; NaN unless all of
         them were scored.
@@ -327,24 +324,3 @@ class AccuracyMatrix:
             if seen.size:
                 means[step - 1] = seen.mean()
         return means
-
-    @property
-    def zero_shot(self) -> float:
-        r"""Mean score of the tasks that are still to come, :math:`\operatorname{mean}_{i<T}
-        \operatorname{mean}_{j>i} a_j(\theta_i)`, else NaN.
-
-        It is no forward transfer, which would be a difference from the pretrained model's scores.
-        """
-        if len(self.tasks) == 1:
-            return math.nan
-        ahead = [Mean.of(scores[step:]).mean for step, scores in enumerate(self.values[:-1], 1)]
-        return float(np.mean(ahead))
-
-    @property
-    def bwt(self) -> float:
-        r"""BWT :math:`= \frac{1}{T-1} \sum_{i<T} [a_i(\theta_T) - a_i(\theta_i)]` of tasks with
-        both, else NaN.
-        """
-        changes = self.values[-1] - np.diagonal(self.values)
-        # The last task's own step is the last one, so that its change is always 0.
-        return Mean.of(changes[:-1]).mean

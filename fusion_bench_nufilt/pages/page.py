@@ -15,7 +15,8 @@ from .pictures import for_page
 from .tables import number_table
 
 PAGE = "index.html"
-Tables = Mapping[str, pd.DataFrame]  # the content of CSV files, by name
+#: The content of ``layers.csv`` beside the file that a page is made of, if there is one.
+Layers = pd.DataFrame | None
 
 
 class Outputs(NamedTuple):

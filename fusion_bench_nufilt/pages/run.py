@@ -10,7 +10,7 @@ from fusion_bench_nufilt.utils.files import Score, Seconds
 from .charts import score_maps
 from .layers import layer_charts
 from .metrics import AccuracyMatrix
-from .page import Outputs, Tables, render_page
+from .page import Layers, Outputs, render_page
 from .pictures import draw
 from .results import layer_rows
 from .tables import to_csv
@@ -35,7 +35,7 @@ class RunContent:
         AccuracyMatrix.from_rows(self.tasks, self.accuracy_matrix)
 
 
-def run_outputs(run: RunContent, tables: Tables) -> Outputs:
+def run_outputs(run: RunContent, measured: Layers) -> Outputs:
     """Make ``accuracy_matrix.csv``, with fractions, a picture of it and the page."""
     matrix = AccuracyMatrix.from_rows(run.tasks, run.accuracy_matrix)
     fractions = pd.DataFrame(matrix.values, columns=matrix.tasks)
@@ -45,8 +45,8 @@ def run_outputs(run: RunContent, tables: Tables) -> Outputs:
     summary = matrix.summary()
     picture = draw(score_maps({f"{run.method}: {summary}, scored on {run.scored}": matrix}))
     layers = {}
-    if "layers" in tables:
-        charts = layer_charts(layer_rows(tables["layers"]))
+    if measured is not None:
+        charts = layer_charts(layer_rows(measured))
         layers = {name: draw(chart) for name, chart in charts.items()}
     page = render_page(
         "run.html",

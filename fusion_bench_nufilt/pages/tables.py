@@ -26,7 +26,7 @@ class Table:
     #: The index has the names of the rows, and its name is the header above them. It is no column:
     #: columns may be tasks, and a task may have any name.
     texts: pd.DataFrame
-    #: By the number of the row and the column: 1 for the best and 2 for the second best.
+    #: By the names of the row and the column: 1 for the best and 2 for the second best.
     ranks: pd.DataFrame = field(default_factory=pd.DataFrame)
     references: int = 0  # the number of rows at the top that are single models
     notes: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Table:
         such as ``**{}**``.
         """
         templates = {1.0: best, 2.0: second}
-        ranks = self.ranks.reindex(index=range(len(self.texts)), columns=self.texts.columns)
+        ranks = self.ranks.reindex(index=self.texts.index, columns=self.texts.columns)
         rows = []
         for number, name in enumerate(self.texts.index):
             row = [escaped(printable(name))]

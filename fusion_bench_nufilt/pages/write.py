@@ -3,7 +3,7 @@ merge.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ from .analysis import AnalysisSummary, analysis_outputs
 from .comparison import comparison_outputs
 from .content import Comparison
 from .merge import MergeContent, merge_outputs
-from .page import PAGE, Outputs, Tables
+from .page import PAGE, Layers, Outputs
 from .pictures import save_picture
 from .run import RunContent, run_outputs
 
 log = logging.getLogger(__name__)
 
 #: The columns of tables that hold no numbers.
-_NAMES = ["method", "task", "layer", "shape", "kind", "data", "vector"]
+_NAMES = ["task", "layer", "shape"]
 
 
 class Kind(NamedTuple):
@@ -31,29 +31,27 @@ class Kind(NamedTuple):
 
     content: type  # of the file that identifies it
     advice: str  # for when that file is damaged
-    make: Callable[[Any, Tables], Outputs]
-    tables: Mapping[str, str] = {}  # columns that each CSV file beside it must have
+    make: Callable[[Any, Layers], Outputs]
     pictures: tuple[str, ...] = ("png",)
 
 
-_LAYERS = {"layers": "task layer step"}
 #: By the file that tells what a folder is; the first that is there decides.
 KINDS = {
-    "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs, _LAYERS),
+    "accuracy_matrix.json": Kind(RunContent, "run the method again", run_outputs),
     "results.json": Kind(Comparison, "run the comparison again", comparison_outputs),
     "analysis.json": Kind(
-        AnalysisSummary, "run the analysis again", analysis_outputs, pictures=("png", "pdf")
+        AnalysisSummary, "run the analysis again", analysis_outputs, ("png", "pdf")
     ),
     MANIFEST: Kind(MergeContent, "merge again", merge_outputs),
 }
 
 
-def read_table(file: Path, columns: str) -> pd.DataFrame:
-    """Read a CSV file; a ValueError names a column that is missing or not finite."""
+def read_layers(file: Path) -> pd.DataFrame:
+    """Read ``layers.csv``; a ValueError names a column that is missing or not finite."""
     try:
         # A task may be called 1 or NA.
         rows = pd.read_csv(file, dtype=str, keep_default_na=False, na_values=[""])
-        missing = set(columns.split()) - set(rows)
+        missing = {"task", "layer", "step"} - set(rows)
         if missing:
             raise ValueError(f"it has no column '{min(missing)}'")
         for column in rows.columns.difference(_NAMES):
@@ -95,13 +93,10 @@ def write_results(folder: Path) -> list[str]:
             f"'{folder}' is the folder of no run, comparison, analysis or merge: it has none of "
             f"{names}"
         )
-    tables = {}
-    for table, columns in kind.tables.items():
-        file = folder / f"{table}.csv"
-        if file.is_file():
-            tables[table] = read_table(file, columns)
+    file = folder / "layers.csv"
+    layers = read_layers(file) if file.is_file() else None
     try:
-        outputs = kind.make(content, tables)
+        outputs = kind.make(content, layers)
     except ValueError as error:
         raise ValueError(f"'{folder / name}' has no page: {error}") from error
     except Exception as error:  # whatever the drawing libraries make of the content

@@ -171,9 +171,9 @@ def test_scores_of_a_run_before_that_are_damaged_are_none(tmp_path, caplog):
             (tmp_path / name).write_text(json.dumps(content))
 
     write(good)
-    assert folder.finished_scores(scoring).acc == 0.5
+    assert folder.finished_scores(scoring).metrics()["ACC"] == 0.5
     more = {**scoring, "taskpool": {"tasks": ["a", "b"]}, "test_data": {"a": {"items": 1}, "b": 2}}
-    assert folder.finished_scores(more).acc == 0.5
+    assert folder.finished_scores(more).metrics()["ACC"] == 0.5
     assert folder.finished_scores({**scoring, "test_data": {"a": {"items": 2}}}) is None
     assert caplog.text == ""
     for damaged in (

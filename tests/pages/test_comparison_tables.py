@@ -232,7 +232,7 @@ def test_ten_seeds_of_three_tasks_say_how_many_orders_they_are():
     first = main_table(result).notes[0]
     assert first.endswith(f"over seeds 42-51, which are {len(orders)} orders of the tasks")
     # The text below the title of the page counts the orders, too.
-    page = comparison_outputs(result, {}).page
+    page = comparison_outputs(result, None).page
     assert f"{len(orders)} task orders" in page
     assert "10 task orders" not in page
 

@@ -22,7 +22,7 @@ from tests.pages.sizes import comparison_of
 
 def page_of(content):
     """The page of a comparison, made without pictures as files."""
-    return comparison_outputs(content, {}).page
+    return comparison_outputs(content, None).page
 
 
 def table(header, rows):
@@ -143,7 +143,7 @@ def test_a_note_stands_once_on_a_page():
 
 
 def test_one_method_and_one_task_have_no_plural_and_no_picture_of_what_is_forgotten():
-    outputs = comparison_outputs(comparison_of(1, 1, seeds=(42,)), {})
+    outputs = comparison_outputs(comparison_of(1, 1, seeds=(42,)), None)
     text = re.sub("<style>.*?</style>|<svg.*?</svg>", "", outputs.page, flags=re.DOTALL)
     text += outputs.texts["table.md"]
     assert "some_pool: 1 method<" in text
@@ -167,12 +167,12 @@ def test_the_page_of_a_merge_has_the_strongest_layers_first_over_all_its_steps(f
 
 def test_the_page_of_a_merge_that_began_at_another_step_names_the_task_of_each(folders):
     content = json.loads((folders["merge"] / "nufilt.json").read_text())
-    assert "the steps before are on the page" in merge_outputs(content, {}).page
+    assert "the steps before are on the page" in merge_outputs(content, None).page
     content |= {"tasks": content["tasks"][1:], "step": 12}
     for reports in content["layers"].values():
         for report in reports:
             report["step"] += 9
-    page = merge_outputs(content, {}).page
+    page = merge_outputs(content, None).page
     steps = rows_of(re.search("<table.*?</table>", page, re.DOTALL)[0])
     assert [html.unescape(row[0]) for row in steps] == ["11 + letters", f"12 + {TASKS[2]}"]
     assert "the steps before are on the page" not in page

@@ -8,7 +8,7 @@ import pytest
 from fusion_bench_nufilt.pages.layers import layer_charts
 from fusion_bench_nufilt.pages.results import layer_rows
 from fusion_bench_nufilt.pages.run import RunContent, run_outputs
-from fusion_bench_nufilt.pages.write import read_table, write_results
+from fusion_bench_nufilt.pages.write import read_layers, write_results
 from tests.pages.charts import legend, rows_of
 from tests.pages.helpers import PARTS, TASKS, run_folder
 
@@ -30,7 +30,7 @@ def test_a_task_may_be_called_like_another_column_of_the_csv():
     scores = [[0.9, None, None], [0.8, 0.7, None], [0.7, 0.6, 0.5]]
     names = ["step", "merged_task", "task"]
     run = RunContent("NUFILT", {}, {}, {}, [], names, scores, "all test data")
-    header, *rows = run_outputs(run, {}).texts["accuracy_matrix.csv"].splitlines()
+    header, *rows = run_outputs(run, None).texts["accuracy_matrix.csv"].splitlines()
     assert header == "step,merged_task,step,merged_task,task"
     assert rows == ["1,step,0.9,,", "2,merged_task,0.8,0.7,", "3,task,0.7,0.6,0.5"]
 
@@ -38,7 +38,7 @@ def test_a_task_may_be_called_like_another_column_of_the_csv():
 def test_a_task_may_have_a_name_that_reads_as_a_missing_number_or_as_a_number(tmp_path):
     file = tmp_path / "layers.csv"
     file.write_text("step,task,layer,overlap\n1,NA,fc,0.5\n2,null,fc,\n3,1,fc,0.25\n")
-    rows = read_table(file, "step task layer")
+    rows = read_layers(file)
     assert list(rows["task"]) == ["NA", "null", "1"]
     assert list(rows["overlap"].isna()) == [False, True, False]
 
@@ -48,7 +48,7 @@ def test_the_numbers_of_a_table_are_read_to_the_last_bit_and_steps_stay_whole(tm
     numbers = [1 / 3, 8.988465674311579e-308, 0.1 + 0.2, -7e22]
     table = pd.DataFrame({"step": [1, 2, 3, 10], "task": "a", "layer": "fc", "overlap": numbers})
     table.to_csv(tmp_path / "layers.csv", index=False)
-    rows = read_table(tmp_path / "layers.csv", "step task layer")
+    rows = read_layers(tmp_path / "layers.csv")
     assert rows.to_csv(index=False) == table.to_csv(index=False)
     assert list(rows["overlap"]) == numbers
 

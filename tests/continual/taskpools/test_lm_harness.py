@@ -147,8 +147,8 @@ def test_a_stream_of_language_models_has_its_matrix(folder):
         null_rank=4, lora_rank=4, max_steps=2, evaluate="every_step"
     )
     algorithm.run(models, pool(folder, {"one": "nufilt_cats", "two": "nufilt_dogs"}))
-    assert 0 <= algorithm.matrix.acc <= 1
-    assert -1 <= algorithm.matrix.bwt <= 1
+    assert 0 <= algorithm.matrix.metrics()["ACC"] <= 1
+    assert -1 <= algorithm.matrix.metrics()["BWT"] <= 1
 
 
 def test_what_lm_eval_lacks_is_named_before_any_model_is_loaded(folder, tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_metric_of_unknown_scale_or_that_is_better_if_lower_is_shown_and_in_no
     algorithm = NufiltContinualMergingAlgorithm(null_rank=4, lora_rank=4, max_steps=1)
     algorithm.run(models, taskpool)
     assert algorithm.matrix.missing == ["one"]
-    assert 0 <= algorithm.matrix.acc <= 1
+    assert 0 <= algorithm.matrix.metrics()["ACC"] <= 1
     shown = unaveraged(algorithm.scores.last_report, algorithm.matrix.missing)
     assert list(shown["one"]) == [metric]
 
