@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
-from fusion_bench_nufilt.continual.evaluation import score
+from fusion_bench_nufilt.continual.evaluation import TasksByName, score
 from fusion_bench_nufilt.pages import run as run_page
 from fusion_bench_nufilt.pages.tables import print_matrix
 from fusion_bench_nufilt.utils.manifest import load_checkpoint
@@ -128,6 +128,28 @@ def test_tasks_of_the_pool_beyond_the_stream_are_in_the_final_report_only():
     pool = V01Pool([*TASKS, "unseen"])
     run(pool, "diagonal")
     assert [call for call in pool.evaluated if call[1] == "unseen"] == [(4, "unseen")]
+
+
+class Harness(TasksByName):
+    """It has a task of one model, and remembers how many items it was asked for."""
+
+    task_names = ("a",)
+    batch_size = 3
+
+    def evaluate(self, model, tasks=None, limit=None):
+        self.limit = limit
+        return {}
+
+    def load_test_data(self):
+        return {}
+
+
+@pytest.mark.parametrize(("fast", "limit"), [(True, 3), (False, None)])
+def test_a_harness_that_is_told_so_scores_one_batch(fast, limit):
+    harness = Harness()
+    harness.fast_dev_run = fast
+    Evaluator(harness).report(Counter(), [])
+    assert harness.limit == limit
 
 
 def test_a_score_is_accuracy_or_spearmans_rho():

@@ -21,6 +21,7 @@ from fusion_bench_nufilt.utils.files import (
 )
 from fusion_bench_nufilt.utils.manifest import (
     add_head,
+    is_same_model,
     load_checkpoint,
     read_heads,
     read_manifest,
@@ -300,3 +301,15 @@ def test_the_temporary_file_of_a_process_of_another_host_stays(tmp_path, monkeyp
     other.__exit__(None, None, None)
     assert target.read_text() == "of the other host"
     assert everything_in(tmp_path) == ["run.json"]
+
+
+def test_inputs_are_the_same_or_not_by_what_both_are_known_by():
+    files = {"name": "folder", "fingerprint": "1"}
+    of_pool = {"name": "a", "fingerprint": "1", "loaded": "2"}
+    in_memory = {"name": "b", "loaded": "2"}
+    assert is_same_model(files, of_pool) is True
+    assert is_same_model(of_pool, in_memory) is True
+    assert is_same_model(files, {"name": "c", "loaded": "1"}) is True
+    assert is_same_model(files, in_memory) is None
+    assert is_same_model(files, {"name": "d", "fingerprint": "3", "loaded": "2"}) is False
+    assert is_same_model(in_memory, {"name": "e", "loaded": "4"}) is False

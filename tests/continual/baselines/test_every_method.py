@@ -56,7 +56,14 @@ CASES = [("clip", name) for name in NAMES]
 CASES += [("t5", name) for name in NAMES if name not in METHODS]
 CASES += [(family, "nufilt") for family in ("t5", "llama")]
 CASES += [(family, name) for name, family in REFUSED]
-CASES = list(dict.fromkeys(CASES))
+#: Of the other methods of FusionBench each second one is quick on CLIPs, and the rest on T5s.
+ON_BOTH = {"nufilt", "opcm", "adamerging", "lora_wemoe", "sequential_finetuning"}
+BY_TURNS = [name for name in NAMES if name not in METHODS and name not in ON_BOTH]
+SLOW = [("t5", name) for name in BY_TURNS[::2]] + [("clip", name) for name in BY_TURNS[1::2]]
+CASES = [
+    pytest.param(*case, marks=pytest.mark.slow) if case in SLOW else case
+    for case in dict.fromkeys(CASES)
+]
 # They merge linear layers, spectral voting the rest in another way.
 LINEAR = ("knots_ties", "spectral")
 STEPS = {

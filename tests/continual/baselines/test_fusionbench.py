@@ -304,12 +304,11 @@ def test_a_weight_with_two_names_is_shifted_once():
         torch.testing.assert_close(value, 2 * other.state_dict()[key] - base.state_dict()[key])
 
 
-@pytest.mark.parametrize("name", ["opcm", "weight_average"])
-def test_a_continual_method_of_fusionbench_begins_again_and_says_so(tmp_path, name, caplog):
+def test_a_continual_method_of_fusionbench_begins_again_and_says_so(tmp_path, caplog):
     models = {name: model.bfloat16() for name, model in pool(3).items()}
 
     def run(folder, on_step=None):
-        done = logging_to(folder, baseline(name)).run(models, on_step=on_step)
+        done = logging_to(folder, baseline("opcm")).run(models, on_step=on_step)
         manifest = finished_step(folder / "checkpoints" / "merged_model_2").whole()
         return done, manifest["files"]["model.safetensors"]
 

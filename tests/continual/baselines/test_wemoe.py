@@ -219,21 +219,6 @@ def test_the_same_seed_gives_the_same_bits():
     assert not same(one, other)
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, step):
-    models, taskpool = texts()
-    options = {"shuffle_order": False, "rule": "released", "lr": 0.01, "max_steps": 2}
-    whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
-    with pytest.raises(InterruptedRunError):
-        logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, interrupt_after(step))
-    steps = []
-    resumed = logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, noting(steps))
-    assert steps == list(range(step + 1, 3))
-    assert same(whole, resumed)
-    assert all(module.ranks == [32, 32] for _, module in resumed.mixtures())
-    assert resumed.config.experts == whole.config.experts
-
-
 class KilledWhileScoring(GLUE):
     """A pool that is interrupted when it scores for the nth time."""
 
@@ -255,15 +240,22 @@ class KilledWhileScoring(GLUE):
         return task
 
 
-@pytest.mark.parametrize("scoring", [1, 2])
-def test_a_run_that_is_killed_while_it_scores_goes_on_with_the_same_bits(tmp_path, scoring):
-    models, taskpool = texts()
-    options = {"shuffle_order": False, "rule": "released", "lr": 0.01, "max_steps": 1}
-    whole = on_cpu(LoRAWEMoE(**options)).run(models, taskpool)
+@pytest.mark.parametrize("stop", ["step 1", "scoring 2"])
+def test_a_run_that_goes_on_has_the_same_bits(tmp_path, stop):
+    models, _ = texts()
+    options = {"shuffle_order": False, "rule": "released", "lr": 0.01, "max_steps": 2}
+    whole = on_cpu(LoRAWEMoE(**options)).run(models, KilledWhileScoring(0))
+    taskpool = KilledWhileScoring(2 if stop == "scoring 2" else 0)
+    on_step = interrupt_after(1) if stop == "step 1" else None
     with pytest.raises(InterruptedRunError):
-        logging_to(tmp_path, LoRAWEMoE(**options)).run(models, KilledWhileScoring(scoring))
-    resumed = logging_to(tmp_path, LoRAWEMoE(**options)).run(models, KilledWhileScoring(0))
-    assert same(whole, resumed)
+        logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, on_step)
+    steps = []
+    resumed = logging_to(tmp_path, LoRAWEMoE(**options))
+    merged = resumed.run(models, KilledWhileScoring(0), noting(steps))
+    assert steps == ([2] if stop == "step 1" else [])
+    assert same(whole, merged)
+    assert all(module.ranks == [32, 32] for _, module in merged.mixtures())
+    assert merged.config.experts == whole.config.experts
 
 
 def test_what_it_cannot_do_is_refused_before_any_work():
