@@ -19,7 +19,7 @@ from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_o
 from fusion_bench_nufilt.continual.stopwatch import Stopwatch
 from fusion_bench_nufilt.merge import merge_folders, strength
 from fusion_bench_nufilt.merge.engine import Worker
-from fusion_bench_nufilt.merge.kept_state import kept_state
+from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.output import Output
 from fusion_bench_nufilt.merge.planned import layer_jobs, task_strengths
 from fusion_bench_nufilt.methods.nufilt import Nufilt
@@ -380,7 +380,7 @@ def test_a_weight_is_looked_at_where_it_is_computed(gpus, monkeypatch, stream):
 
 def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, stream):
     planned = plan(stream, TASKS, method="best", settings={"device": "cuda:0"})
-    expected = task_strengths(kept_state(plan(stream, TASKS, method="best")))
+    expected = task_strengths(KeptState(plan(stream, TASKS, method="best")))
     for error in (torch.cuda.OutOfMemoryError, RuntimeError):
         failed = []
 
@@ -390,7 +390,7 @@ def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, strea
                 raise error("cusolver error")
 
         gpus.before = fail
-        assert task_strengths(kept_state(planned)) == expected
+        assert task_strengths(KeptState(planned)) == expected
         assert failed
 
 
@@ -473,7 +473,7 @@ def test_batches_that_overlap_have_the_bits_of_batches_one_after_another(gpus, m
 
 def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(gpus, monkeypatch, single):
     planned = plan(single, TASKS, settings={"device": "cuda:0"})
-    needed = sorted(job.solving_memory for job in layer_jobs(kept_state(planned)))
+    needed = sorted(job.solving_memory for job in layer_jobs(KeptState(planned)))
     gpus.capacity = gpus.live[0] + sum(needed[-2:])
     active = []
     forecasts = []  # of the active batches, whenever one begins

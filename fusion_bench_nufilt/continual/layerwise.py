@@ -25,7 +25,7 @@ from fusion_bench_nufilt.merge.checks import (
 )
 from fusion_bench_nufilt.merge.draft import Draft, take_head
 from fusion_bench_nufilt.merge.engine import MergedLayer, Pieces, do_jobs
-from fusion_bench_nufilt.merge.kept_state import kept_state
+from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.other_params import new_heads, tensors_in_memory
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import Plan
@@ -52,7 +52,7 @@ from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.pages.metrics import has_quantity
 from fusion_bench_nufilt.pages.write import read_layers
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
-from fusion_bench_nufilt.utils.manifest import Difference, load_state, mean_key, read_heads
+from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads, state_key
 from fusion_bench_nufilt.utils.options import (
     options_of,
     split_options,
@@ -204,7 +204,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for param in names:
                 first_params[param] = architecture.first(names)
         carry_over(architecture, self._mean_counts, first_params)
-        carry_over(architecture, self._states, first_params, mean_key)
+        carry_over(architecture, self._states, first_params, state_key)
 
     @property
     def solving_share(self) -> float | None:
@@ -248,20 +248,20 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self.head_tensors[task] = load(self.files[head["file"]])
         architecture = self._draft.architecture
         carry_over(architecture, self._mean_counts, self._first_params)
-        carry_over(architecture, self._states, self._first_params, mean_key)
+        carry_over(architecture, self._states, self._first_params, state_key)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), merged_manifest=manifest)
         for warning in check_state(plan, source):
             log.warning("%s", warning)
-        kept = kept_state(plan)
-        earlier_keys = kept.earlier_keys()
-        self._states = {key: self._states[stored] for key, stored in earlier_keys.items()}
+        kept = KeptState(plan)
+        keys = kept.keys()
+        self._states = {key: value for key, value in self._states.items() if key in keys}
         if self.folder is not None and folder == self.folder.checkpoint(step - 1):
             self._read_reports(step - 1)
         # Of a method that keeps nothing but the weight, a state is the weight in float32.
-        if self.method.is_stateless:
+        if not self.method.keeps_sums:
             layers = [layer for layer in plan.layers if kept.is_needed(layer)]
-            self._holds_float32 = any(layer.keys[0] in self._states for layer in layers)
+            self._holds_float32 = any(kept.has_state(layer) for layer in layers)
 
     def differences_from(self, manifest: Manifest) -> list[Difference]:
         return other_options(
@@ -354,7 +354,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             self._holds_float32 = affords_state(plan, next(merged.parameters()).device)
             plan = self._plan([model], step, merged_weights)
         self._keep_heads(plan)
-        kept = kept_state(plan)
+        kept = KeptState(plan)
         names_kept = set()
         if plan.keeps_state:
             names_kept = {layer.name for layer in plan.layers if kept.is_needed(layer)}
@@ -363,13 +363,13 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
         def pieces(layer: Layer, result: MergedLayer, weigh: Callable[[], Tensor]) -> Pieces:
             # The weight of a step that nobody reads is not computed, unless it is the state.
-            if self.method.is_stateless or self.is_used(step):
+            if not self.method.keeps_sums or self.is_used(step):
                 weight = as_stored(plan, layer, result, weigh())
                 yield (merged_source.write, merged_weights.keys[layer.param]), weight
             if layer.name in names_kept:
                 # The state stays with the model, whichever GPU computed the layer.
                 device = layer.view.read(pretrained).device
-                for key, value in kept.by_key(layer, result.state).items():
+                for key, value in kept.by_key(layer, result).items():
                     yield (self._states.__setitem__, key), value.to(device)
 
         def add(record: Record, pieces_of_layer: Pieces) -> None:
@@ -398,12 +398,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         for layer in plan.layers:
             # What an earlier merge kept in float32 is in the model now.
             if layer.name not in names_kept:
-                for tensor in kept.of_layer(layer).values():
-                    self._states.pop(tensor.key, None)
+                for part in kept.of_layer(layer):
+                    self._states.pop(state_key(layer.name, part), None)
         mean_counts = plan.mean_counts
         for param in mean_counts:
             if param not in means:
-                self._states.pop(mean_key(param), None)
+                self._states.pop(state_key(param), None)
         self._mean_counts |= mean_counts
         # Whichever device is free takes the next layers, so that they end in any order.
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})

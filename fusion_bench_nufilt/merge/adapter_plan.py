@@ -44,7 +44,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .checks import check_tensors
 from .draft import Draft, add_own_head
-from .kept_state import KeptStateOfAdapter, open_kept
+from .kept_state import KeptState, open_kept
 from .plan import DTYPES, FactorKeys, Files, Plan, SavedTensor, Selection
 
 # The ranks that vLLM has for its option max_lora_rank end here.
@@ -92,7 +92,7 @@ def plan_adapter(
     opened = models.tasks
     state = None
     if merged_checkpoint is not None:
-        state = open_kept(merged_checkpoint, merged_manifest, architecture, method_class)
+        state = open_kept(merged_checkpoint, merged_manifest, architecture)
     adapters = models.adapters
     draft = Draft(architecture, models.base, targets)
     lasting: list[ModelWeights] = []
@@ -389,10 +389,10 @@ def _keys(
 def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
     """Return the rank of each tensor in the result that has factors, by param."""
     ranks = {}
-    kept = KeptStateOfAdapter(plan)
+    kept = KeptState(plan)
     for layer in plan.layers:
         if any(layer.param in adapter.updates for adapter in adapters):
-            ranks[layer.param] = min(kept.shape_in_basis(layer))
+            ranks[layer.param] = min(kept.shape_in_basis(layer) or layer.view.shape)
     for param in plan.other_keys:
         if param not in plan.saved_tensors:
             total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0

@@ -41,7 +41,7 @@ from fusion_bench_nufilt.utils.manifest import (
 from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
-from .kept_state import kept_state
+from .kept_state import KeptState
 from .plan import Plan, Selection
 
 log = logging.getLogger(__name__)
@@ -196,20 +196,20 @@ def check_state(plan: Plan, name: str) -> list[str]:
     """Check that the method can go on from the state beside the merged model of this name."""
     method = plan.method
     made_by = plan.merged_manifest.get("method", method.label)  # a variant has its method's label
-    if made_by != method.label and not method.is_stateless:
+    if made_by != method.label and method.keeps_sums:
         raise ValueError(
             f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
             f"from: merge all of its tasks again with {method.name}, or go on with its own method"
         )
     # None is the default, with which methods that need sums keep them.
     had_state = plan.merged_manifest.get("settings", {}).get("state")
-    if plan.state is None and had_state is False and not method.is_stateless:
+    if plan.state is None and had_state is False and method.keeps_sums:
         remedy = "merge its tasks again without --no-state, or all at once with the new ones"
         raise ValueError(
             f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
             f"{remedy}"
         )
-    return kept_state(plan).check(name)
+    return KeptState(plan).check(name)
 
 
 def verify_merged(plan: Plan) -> list[str]:

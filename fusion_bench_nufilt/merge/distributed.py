@@ -19,7 +19,7 @@ from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
 
 from .engine import Worker, batches, memory_limit
-from .kept_state import KeptState, kept_state
+from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
 from .planned import jobs_in_files, layer_jobs, machine_of
@@ -78,7 +78,7 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    all_jobs = jobs_in_files(kept_state(local_plan), plan.layers, strengths)
+    all_jobs = jobs_in_files(KeptState(local_plan), plan.layers, strengths)
     jobs = {job.name: job for job in all_jobs}
     machine = machine_of(local_plan)
     worker = Worker(machine, memory_limit(all_jobs, machine))

@@ -449,7 +449,7 @@ class Worker:
     def _merged_weight(self, merged: MergedLayer, device: torch.device) -> Tensor:
         """Return the merged weight of a layer ``(d_o, d_i)``."""
         rule = merged.job.rule
-        if rule.is_stateless:  # it has been solved
+        if not rule.keeps_sums:  # it has been solved
             return merged.state["weight"]
         rule = rule.for_stack([merged.job.name])
         state = {key: value[None] for key, value in merged.state.items()}

@@ -32,7 +32,7 @@ from fusion_bench_nufilt.utils.tensors import end_of_file
 from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import CPU, do_jobs
-from .kept_state import KeptState, kept_state
+from .kept_state import KeptState
 from .other_params import NOT_FINITE, head_files, tensors_in_files
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
@@ -67,7 +67,7 @@ def merge_folders(
     check_disk(plan, out)
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
-    kept = kept_state(plan)
+    kept = KeptState(plan)
     with (
         disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
         closing(_open_output(kept, out)) as output,

@@ -2,19 +2,17 @@
 of each layer (for NUFILT, the layer itself), and the running means of tensors outside the layers,
 where the model rounds them.
 
-:class:`KeptState` alone decides what these tensors are called, and which shapes and dtypes they
-have. It reads those of an earlier merge, and makes those of this one.
+:class:`KeptState` alone decides which shapes and dtypes these tensors have. It reads those of an
+earlier merge, and makes those of this one. Beside a model, a layer's are in its own outputs and
+inputs; beside an adapter, in bases of the tasks' directions, which are kept with them.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from fusion_bench_nufilt.methods.base import LayerMethod, State
-from fusion_bench_nufilt.methods.registry import METHODS
+from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
@@ -22,178 +20,190 @@ from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.manifest import STATE_FILE, mean_key
+from fusion_bench_nufilt.utils.manifest import STATE_FILE, state_key
 from fusion_bench_nufilt.utils.tensors import TensorInfo, describe, make_header, read_header
 
 from .basis import LayerInBasis, along_axes, resize_lists
+from .engine import MergedLayer
 from .plan import Plan, is_rounded
 
-
-class KeptTensor(NamedTuple):
-    """A tensor of the state."""
-
-    key: str  # in the file that this merge writes
-    param: str  # by which it is found in what an earlier merge kept
-    like: Tensor  # has its shape and dtype, and no values: it is on the meta device
+# The parts of a layer's state that are the bases in which the others are, beside an adapter.
+_OUTPUTS = "outputs"
+_INPUTS = "inputs"
 
 
 class KeptState:
-    """The state of a merge of models, whose layers it has in their own outputs and inputs."""
+    """The state of a merge, before its first task and after its last."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.method = plan.method
-        self._of_layers: dict[str, dict[str, KeptTensor]] = {}
+        self._of_layers: dict[str, State] = {}
 
     # Which tensors it has
 
-    def of_layer(self, layer: Layer) -> dict[str, KeptTensor]:
-        """Return the tensors of a layer's state, by their names in the method's."""
+    def of_layer(self, layer: Layer) -> State:
+        """Return the tensors of a layer's state, by their names: their shapes and dtypes without
+        values, on the meta device, where they take no memory.
+        """
         # As often as a layer is batched, read and written.
         if layer.param not in self._of_layers:
-            self._of_layers[layer.param] = self._tensors_of(layer)
+            self._of_layers[layer.param] = self._likes_of(layer)
         return self._of_layers[layer.param]
 
-    def _tensors_of(self, layer: Layer) -> dict[str, KeptTensor]:
-        if self.method.is_stateless:
-            key = layer.keys[0]
-            return {"weight": KeptTensor(key, layer.param, self._wide(key))}
+    def _likes_of(self, layer: Layer) -> State:
+        d_o, d_i = shape = layer.view.shape
+        is_adapter = self.plan.is_adapter
+        if is_adapter:
+            shape = self.shape_in_basis(layer) or shape
         dtype = self.plan.dtype(layer.keys[0])
-        tensors = {}
-        for name, like in self._method_state(layer, layer.view.shape, dtype).items():
-            key = f"{layer.name}.{name}"
-            tensors[name] = KeptTensor(key, key, like)
-        return tensors
-
-    def _method_state(self, layer: Layer, shape: tuple[int, int], dtype: torch.dtype) -> State:
-        """Return what the method keeps of a layer of a shape, on the meta device, where it takes no
-        memory.
-        """
         base = torch.empty((1, *shape), dtype=dtype, device="meta")
         stack = self.method.for_stack([layer.name]).init_state(base)
-        return {name: value[0] for name, value in stack.items()}
+        likes = {name: value[0] for name, value in stack.items()}
+        if not is_adapter:
+            return likes
+        # A list of directions has as many as all tasks can have filled.
+        length = min(d_o, d_i, self.plan.last_step * min(shape))
+        for name, like in likes.items():
+            likes[name] = resize_lists(like, self._axes(name), length)
+        likes[_OUTPUTS] = base.new_empty((d_o, shape[0]))
+        if "i" in self.method.sides_in_basis:
+            likes[_INPUTS] = base.new_empty((d_i, shape[1]))
+        return likes
 
-    def _wide(self, key: str) -> Tensor:
-        """Return the like of a tensor of the base in float32 at least."""
-        dtype = torch.promote_types(self.plan.dtype(key), torch.float32)
-        return torch.empty(self.plan.base.tensors[key].shape, dtype=dtype, device="meta")
+    def _axes(self, name: str) -> str:
+        """Return what the axes of a tensor of the method's state are."""
+        return self.method.state_axes.get(name, "")
 
     def is_needed(self, layer: Layer) -> bool:
         """Tell whether a layer has a state that the result's weight does not tell by itself."""
-        return not self.method.is_stateless or self.plan.rounds(layer.keys[0])
+        is_cut = self.plan.settings.rank is not None
+        return self.method.keeps_sums or is_cut or self.plan.rounds(layer.keys[0])
 
-    def means(self) -> dict[str, KeptTensor]:
-        """Return the running means that the model alone would round, by param."""
+    def means(self) -> State:
+        """Return the running means that the model alone would round, by param, without values."""
         plan = self.plan
-        if plan.targets.other_params != "mean":
-            return {}
-        means = {}
+        means: State = {}
+        if plan.targets.other_params != "mean" or plan.is_adapter:
+            return means
         for param, keys in plan.other_keys.items():
             if param in plan.averaged and plan.rounds(keys[0]):
-                key = mean_key(param)
-                like = self._wide(keys[0])
-                shape = plan.vocabulary.resized(param, like.shape)
-                means[param] = KeptTensor(key, key, like.new_empty(shape))
+                dtype = torch.promote_types(plan.dtype(keys[0]), torch.float32)
+                shape = plan.vocabulary.resized(param, plan.base.tensors[keys[0]].shape)
+                means[param] = torch.empty(shape, dtype=dtype, device="meta")
         return means
 
-    def needed(self) -> list[KeptTensor]:
-        """Return all that the model does not tell by itself, in the order of the file."""
-        tensors: list[KeptTensor] = []
+    def needed(self) -> State:
+        """Return all that the model does not tell by itself, by key, in the order of the file."""
+        tensors: State = {}
         for layer in self.plan.layers:
             if self.is_needed(layer):
-                tensors += self.of_layer(layer).values()
-        tensors += self.means().values()
+                for name, like in self.of_layer(layer).items():
+                    tensors[state_key(layer.name, name)] = like
+        for param, like in self.means().items():
+            tensors[state_key(param)] = like
         return tensors
 
     def layout(self) -> tuple[bytes, dict[str, TensorInfo]]:
         """Return the header and the tensors of the file, which are empty if there is none."""
-        tensors: dict[str, TensorInfo] = {}
-        if self.plan.keeps_state:
-            for tensor in self.needed():
-                tensors[tensor.key] = describe(tensor.like)
+        if not self.plan.keeps_state:
+            return b"", {}
+        tensors = {key: describe(like) for key, like in self.needed().items()}
         if not tensors:
             return b"", {}
         header = make_header(tensors)
         return header, read_header(STATE_FILE, header)
 
+    def keys(self) -> set[str]:
+        """Return the keys of all that a merge may go on from."""
+        keys = {state_key(param) for param in self.plan.other_keys}
+        for layer in self.plan.layers:
+            keys.update(self._keys_of(layer))
+        return keys
+
+    def _keys_of(self, layer: Layer) -> list[str]:
+        return [state_key(layer.name, name) for name in self.of_layer(layer)]
+
     def shape_in_basis(self, layer: Layer) -> tuple[int, int] | None:
         """Return the shape of a layer in the basis of its tasks' factors, in which it is merged, or
         None for one that is merged as it is.
         """
-        plan = self.plan
         sides = self.method.sides_in_basis
-        # What earlier tasks made of a layer has no factors.
-        if "o" not in sides or plan.merged is not None or plan.state is not None:
+        earlier = self._earlier_directions(layer)
+        ranks = [task.rank_of(layer.param) for task in self.plan.tasks]
+        if "o" not in sides or earlier is None:
             return None
-        num_directions = 0
-        for task in plan.tasks:
-            rank = task.rank_of(layer.param)
+        num_outputs, num_inputs = earlier
+        for rank in ranks:
             if rank is None:
                 return None
-            num_directions += rank
+            num_outputs += rank
+            num_inputs += rank
         d_o, d_i = layer.view.shape
         # With as many directions as the layer, a basis saves nothing.
-        if not 0 < num_directions < min(d_o, d_i):
+        if not self.plan.is_adapter and not 0 < num_outputs < min(d_o, d_i):
             return None
-        return num_directions, num_directions if "i" in sides else d_i
+        return min(d_o, num_outputs), min(d_i, num_inputs) if "i" in sides else d_i
+
+    def _earlier_directions(self, layer: Layer) -> tuple[int, int] | None:
+        """Return the numbers of the directions of outputs and inputs that the tasks of the merged
+        model have in a layer, or None if it has the layer in full.
+        """
+        plan = self.plan
+        if plan.merged is None:
+            return 0, 0
+        rank = plan.merged.rank_of(layer.param)
+        outputs = state_key(layer.name, _OUTPUTS)
+        if rank is None or plan.state is None or not self.has_state(layer):
+            return None if rank is None else (rank, rank)
+        num_outputs = plan.state.params[outputs][1]
+        inputs = state_key(layer.name, _INPUTS)
+        return num_outputs, plan.state.params.get(inputs, (0, num_outputs))[1]
 
     # What an earlier merge kept
 
-    def earlier_keys(self) -> dict[str, str]:
-        """Return the keys of what is kept beside the merged model, by the keys that this merge has
-        for the same tensors.
-        """
-        plan = self.plan
-        stored = plan.state.keys if plan.state else {}
-        params = {}  # by which the state has each tensor, by the key that this merge has for it
-        if plan.targets.other_params == "mean":
-            params = {mean_key(param): mean_key(param) for param in plan.other_keys}
-        for layer in plan.layers:
-            for tensor in self.of_layer(layer).values():
-                params[tensor.key] = tensor.param
-        return {key: stored[param] for key, param in params.items() if param in stored}
+    def has_state(self, layer: Layer) -> bool:
+        """Tell whether an earlier merge kept a state of a layer."""
+        if self.plan.state is None:
+            return False
+        names = [*self.method.state_names]
+        if self.plan.is_adapter:
+            names.append(_OUTPUTS)
+        return all(state_key(layer.name, name) in self.plan.state.keys for name in names)
 
     def read(self, layer: Layer, device: torch.device) -> State:
         """Read the state of a layer that an earlier merge kept, which is empty if it kept none."""
         earlier = self.plan.state
+        if earlier is None or not self.has_state(layer):
+            return {}
         state: State = {}
-        if earlier is None:
-            return state
-        for name, tensor in self.of_layer(layer).items():
-            if tensor.param in earlier.keys:
-                value = earlier.source.read(earlier.keys[tensor.param], device)
-                # A method may write to it, and what lies in memory is the caller's.
-                state[name] = value.to(tensor.like.dtype, copy=earlier.source.in_memory)
+        for name, like in self.of_layer(layer).items():
+            value = earlier.source.read(earlier.keys[state_key(layer.name, name)], device)
+            # A method may write to it, and what lies in memory is the caller's.
+            state[name] = value.to(like.dtype, copy=earlier.source.in_memory)
         return state
 
-    def has_state(self, layer: Layer) -> bool:
-        """Tell whether an earlier merge kept a state of a layer."""
-        stored = self.plan.state.keys if self.plan.state else {}
-        return any(tensor.param in stored for tensor in self.of_layer(layer).values())
-
-    def read_directions(self, layer: Layer, device: torch.device) -> tuple[LowRank | None, State]:
-        """Read the directions of the tasks that are merged into a layer, as two factors, and the
-        state in them, of which a layer that is merged in a basis has none here.
+    def read_in_basis(self, layer: Layer, device: torch.device) -> State:
+        """Read the state of a layer that the merged adapter changes, with the bases in which it is:
+        for NUFILT, the factors of its update, where nothing else was kept.
         """
-        return None, {}
+        state = self.read(layer, device)
+        if state or self.plan.merged is None or not self.plan.merged.rank_of(layer.param):
+            return state
+        no_values = torch.empty(0, dtype=torch.float32, device=device)
+        update = self.plan.merged.weight(layer.param, no_values)
+        assert isinstance(update, LowRank)
+        return {_OUTPUTS: update.left, "weight": update.right}
 
-    def turn(self, layer: Layer, state: State, likes: State, directions: LowRank) -> State:
-        """Return a state that was kept, in bases that have its directions ``(m, r)`` and
-        ``(r, n)``.
+    def turn(self, layer: Layer, state: State, likes: State, bases: Mapping[str, Tensor]) -> State:
+        """Return a state that was kept in other bases, given these in the new ones, by side.
 
-        ``likes`` is the state before the first task in these bases.
+        ``likes`` is the state before the first task in the new ones.
         """
-        if self.method.is_stateless:
-            return {"weight": directions.product()}
-        turns = {
-            "o": directions.left[:, : state["outputs"].shape[1]],
-            "i": directions.right[: state["inputs"].shape[1]].mT,
-        }
         turned = {}
         for name, like in likes.items():
-            axes = self.method.state_axes.get(name, "")
-            value = resize_lists(state[name], axes, min(layer.view.shape))
-            turned[name] = along_axes(value, axes, turns).to(like.dtype)
+            value = resize_lists(state[name], self._axes(name), min(layer.view.shape))
+            turned[name] = along_axes(value, self._axes(name), bases).to(like.dtype)
         return turned
 
     def check(self, name: str) -> list[str]:
@@ -201,42 +211,47 @@ class KeptState:
         and return warnings.
         """
         plan = self.plan
-        method = self.method
-        stored: dict[str, str] = {}
-        if plan.state is not None:
-            stored = plan.state.keys
-        missing = []
-        expected = {mean_key(param) for param in plan.other_keys}
+        stored = set(plan.state.keys) if plan.state else set()
+        missing: list[str] = []
         for layer in plan.layers:
-            for tensor in self.of_layer(layer).values():
-                expected.add(tensor.param)
-                if tensor.param in stored:
-                    self._check_like(tensor, tuple(tensor.like.shape))
-                # A weight that the model has in float32 needs no second copy beside it.
-                elif not method.is_stateless or self._is_rounded(tensor.param):
-                    missing.append(tensor.key)
+            if plan.merged is not None and plan.merged.rank_of(layer.param) == 0:
+                continue  # a merged adapter has nothing of it
+            for part, like in self.of_layer(layer).items():
+                key = state_key(layer.name, part)
+                if key not in stored:
+                    # A weight that the model has in float32 needs no second copy beside it.
+                    if self.method.keeps_sums or self._is_rounded(layer.param):
+                        missing.append(key)
+                elif not plan.is_adapter:  # of whose bases earlier tasks have a part
+                    self._check_like(key, like, tuple(like.shape))
         rounded_means = []
-        for param, tensor in self.means().items():
-            if tensor.param in stored:
-                self._check_like(tensor, self._shape_before(param))
+        for param, like in self.means().items():
+            if state_key(param) in stored:
+                self._check_like(state_key(param), like, self._shape_before(param))
             elif self._is_rounded_mean(param):
                 rounded_means.append(param)
-        unknown = sorted(stored.keys() - expected)
-        warnings = []
-        if method.is_stateless:
-            if plan.keeps_state and missing and plan.merged_manifest:
-                warnings.append(
-                    f"'{name}' does not have all merged layers in float32: going on from the "
-                    "rounded ones"
-                )
-        elif missing or unknown:
+        rounded_means += [param for param in plan.saved_tensors if self._is_rounded_mean(param)]
+        unknown = sorted(stored - self.keys())
+        if self.method.keeps_sums and (missing or unknown):
             # Sums of other layers, or of another method, are not those of these tasks.
             content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
             raise ValueError(
-                f"the merged model '{name}' has {content} in {STATE_FILE}: {method.label} goes on "
-                "from its own merges of the same layers only"
+                f"'{name}' has {content} in {STATE_FILE}: {self.method.label} goes on from its own "
+                "merges of the same layers only; merge its tasks again, or all at once with the "
+                "new ones"
             )
-        warnings += _warn_of_means(name, rounded_means, "--state from the first merge on")
+        warnings = []
+        if missing and plan.merged_manifest and (plan.keeps_state or self._was_cut()):
+            warnings.append(
+                f"'{name}' does not have all merged layers in float32: going on from the rounded "
+                "or cut ones"
+            )
+        if rounded_means:
+            warnings.append(
+                f"'{name}' does not have the means of {format_names(rounded_means)} in float32: "
+                "going on from the rounded ones; all tasks at once, or float32 from the first "
+                "merge on, avoid that"
+            )
         return warnings
 
     def _shape_before(self, param: str) -> tuple[int, ...]:
@@ -247,25 +262,32 @@ class KeptState:
         pretrained = self.plan.pretrained
         return pretrained.source.tensors[pretrained.keys[param]].shape
 
-    def _check_like(self, tensor: KeptTensor, shape: tuple[int, ...]) -> None:
+    def _check_like(self, key: str, like: Tensor, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that was kept in another shape or dtype than the plan needs."""
         earlier = self.plan.state
         assert earlier is not None
-        stored = earlier.source.tensors[earlier.keys[tensor.param]]
-        if stored.shape != shape or stored.dtype != describe(tensor.like).dtype:
-            dtype = str(tensor.like.dtype).removeprefix("torch.")
+        stored = earlier.source.tensors[earlier.keys[key]]
+        dtype = describe(like).dtype
+        if stored.shape != shape or stored.dtype != dtype:
             raise ValueError(
-                f"'{earlier.source.name}', tensor '{tensor.param}': {stored.dtype} {stored.shape} "
-                f"is not {dtype} {shape}, as the base's layer would be; remove that folder if the "
+                f"'{earlier.source.name}', tensor '{key}': {stored.dtype} {stored.shape} is not "
+                f"{dtype} {shape}, as the base's layer would be; remove that folder if the "
                 "weights beside it are right"
             )
 
+    def _was_cut(self) -> bool:
+        """Tell whether the merged model has updates in a smaller rank than they had."""
+        return self.plan.merged_manifest.get("settings", {}).get("rank") is not None
+
     def _is_rounded(self, param: str) -> bool:
-        """Tell whether the merged model has a tensor in fewer digits than float32."""
+        """Tell whether the merged model has a tensor cut, or in fewer digits than float32."""
         merged = self.plan.merged
         if merged is None:
             return self.plan.rounds(self.plan.pretrained.keys[param])
-        return is_rounded(merged.source.tensors[merged.keys[param]])
+        if param in merged.keys:
+            return is_rounded(merged.source.tensors[merged.keys[param]])
+        dtype = self.plan.merged_manifest.get("settings", {}).get("dtype")
+        return self._was_cut() or dtype in ("bfloat16", "float16")
 
     def _is_rounded_mean(self, param: str) -> bool:
         """Tell whether the merged model has the mean of a tensor in fewer digits than float32."""
@@ -279,182 +301,57 @@ class KeptState:
 
     # What this merge keeps
 
-    def expand(self, layer: Layer, merged: LayerInBasis, weight: Tensor) -> State:
-        """Return the state of a layer that was merged in a basis as it is kept; its merged weight
-        is given as it is stored.
-        """
-        if self.method.is_stateless:
-            return {"weight": layer.view.matrix(weight)}
-        state = {}
-        for name, tensor in self.of_layer(layer).items():
-            value = merged.basis.expand(merged.state[name], self.method.state_axes.get(name, ""))
-            state[name] = value.to(tensor.like.dtype)
-        return state
+    def by_key(
+        self, layer: Layer, merged: MergedLayer, weight: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the state of a layer by its keys in the file, which has a place for these shapes
+        and dtypes alone.
 
-    def by_key(self, layer: Layer, state: State) -> dict[str, Tensor]:
-        """Return a layer's state by its keys in the file, which has a place for these shapes and
-        dtypes alone.
+        ``weight`` is that of a layer that was merged in a basis, as the base has it.
         """
+        state = merged.state
+        if isinstance(merged, LayerInBasis):
+            state = self._from_basis(layer, merged, weight)
         tensors = {}
-        for name, tensor in self.of_layer(layer).items():
-            value = self._as_kept(layer, state[name], tensor.like)
+        for name, like in self.of_layer(layer).items():
+            value = state[name]
             # The header of the file is made from the state that a method starts with.
-            if value.shape != tensor.like.shape or value.dtype != tensor.like.dtype:
+            if value.shape != like.shape or value.dtype != like.dtype:
                 raise ValueError(
                     f"method {self.method.name}, layer '{layer.name}': '{name}' of its state is "
                     f"{value.dtype} {tuple(value.shape)} after the last task and was "
-                    f"{tensor.like.dtype} {tuple(tensor.like.shape)} before the first"
+                    f"{like.dtype} {tuple(like.shape)} before the first"
                 )
-            tensors[tensor.key] = value
+            tensors[state_key(layer.name, name)] = value
         return tensors
 
-    def _as_kept(self, layer: Layer, value: Tensor, like: Tensor) -> Tensor:
-        if self.method.is_stateless:
-            return layer.view.as_stored(value).to(like.dtype)
-        return value
-
-
-#: The keys of the bases in which the state of a layer is kept beside an adapter.
-_OUTPUTS = "%s.outputs"
-_INPUTS = "%s.inputs"
-
-
-class KeptStateOfAdapter(KeptState):
-    """The state of a merge of adapters, whose layers it has in bases of the tasks' directions, with
-    these bases.
-    """
-
-    def shape_in_basis(self, layer: Layer) -> tuple[int, int]:
-        num_directions = sum(task.rank_of(layer.param) or 0 for task in self.plan.tasks)
-        num_outputs, num_inputs = self._earlier_directions(layer)
-        d_o, d_i = layer.view.shape
-        d_o = min(d_o, num_directions + num_outputs)
-        if "i" in self.method.sides_in_basis:
-            d_i = min(d_i, num_directions + num_inputs)
-        return d_o, d_i
-
-    def _earlier_directions(self, layer: Layer) -> tuple[int, int]:
-        """Return the numbers of the directions of outputs and inputs that the tasks of the merged
-        adapter have in a layer.
-        """
-        plan = self.plan
-        if plan.state is not None and _OUTPUTS % layer.name in plan.state.params:
-            num_outputs = plan.state.params[_OUTPUTS % layer.name][1]
-            num_inputs = plan.state.params.get(_INPUTS % layer.name, (0, num_outputs))[1]
-            return num_outputs, num_inputs
-        if plan.merged is None:
-            return 0, 0
-        rank = plan.merged.rank_of(layer.param) or 0
-        return rank, rank
-
-    def _tensors_of(self, layer: Layer) -> dict[str, KeptTensor]:
-        shape = self.shape_in_basis(layer)
-        d_o, d_i = layer.view.shape
-        # A list of directions has as many as all tasks can have filled.
-        length = min(d_o, d_i, self.plan.last_step * min(shape))
-        tensors = {}
-        for name, value in self._method_state(layer, shape, torch.float32).items():
-            key = f"{layer.name}.{name}"
-            like = resize_lists(value, self.method.state_axes.get(name, ""), length)
-            tensors[name] = KeptTensor(key, key, like)
-        bases = {"outputs": (_OUTPUTS % layer.name, d_o, shape[0])}
-        if "i" in self.method.sides_in_basis:
-            bases["inputs"] = (_INPUTS % layer.name, d_i, shape[1])
-        for name, (key, height, width) in bases.items():
-            like = torch.empty((height, width), dtype=torch.float32, device="meta")
-            tensors[name] = KeptTensor(key, key, like)
-        return tensors
-
-    def is_needed(self, layer: Layer) -> bool:
-        settings = self.plan.settings
-        is_cut = settings.rank is not None or settings.dtype in ("bfloat16", "float16")
-        return not self.method.is_stateless or is_cut
-
-    def means(self) -> dict[str, KeptTensor]:
-        return {}
-
-    def read_directions(self, layer: Layer, device: torch.device) -> tuple[LowRank | None, State]:
-        """Read those of the merged adapter: for NUFILT, the factors of its update; for methods with
-        a state, the bases in which it was kept, filled with zeros to one number of directions.
-        """
-        plan = self.plan
-        if not any(self._earlier_directions(layer)):
-            return None, {}
-        if plan.state is None or _OUTPUTS % layer.name not in plan.state.keys:
-            assert plan.merged is not None
-            no_values = torch.empty(0, dtype=torch.float32, device=device)
-            update = plan.merged.weight(layer.param, no_values)
-            assert isinstance(update, LowRank)
-            return update, {}
-        state: State = {}
-        for name, tensor in self.of_layer(layer).items():
-            state[name] = plan.state.source.read(plan.state.keys[tensor.param], device)
-        right = state["weight"] if self.method.is_stateless else state["inputs"].mT
-        return _of_one_rank(state["outputs"], right), state
-
-    def check(self, name: str) -> list[str]:
-        warnings = self._check_layers(name)
-        means = [param for param in self.plan.saved_tensors if self._is_rounded_mean(param)]
-        return warnings + _warn_of_means(name, means, "float32 from the first merge on")
-
-    def _check_layers(self, name: str) -> list[str]:
-        plan = self.plan
-        method = self.method
-        assert plan.merged is not None
-        missing = []
-        for layer in plan.layers:
-            if plan.merged.rank_of(layer.param):
-                for tensor in self.of_layer(layer).values():
-                    if plan.state is None or tensor.key not in plan.state.keys:
-                        missing.append(tensor.key)
-        if not missing:
-            return []
-        if not method.is_stateless:
-            raise ValueError(
-                f"the merged adapter '{name}' has no '{missing[0]}' in {STATE_FILE}: "
-                f"{method.label} goes on from its own merges of the same layers only; merge its "
-                "tasks again, or all at once with the new ones"
-            )
-        settings = plan.merged_manifest.get("settings", {})
-        is_rounded = settings.get("dtype", "auto") not in ("auto", "float32")
-        if settings.get("rank") is not None or is_rounded:
-            return [f"'{name}' was cut or rounded, and {method.label} goes on from what is left"]
-        return []
-
-    def expand(self, layer: Layer, merged: LayerInBasis, weight: Tensor) -> State:
-        bases = {"outputs": merged.basis.outputs, "inputs": merged.basis.inputs}
+    def _from_basis(self, layer: Layer, merged: LayerInBasis, weight: Tensor | None) -> State:
+        """Return the state of a layer that was merged in a basis as it is kept."""
+        likes = self.of_layer(layer)
+        if self.plan.is_adapter:
+            state = {**merged.state, _OUTPUTS: merged.basis.outputs}
+            if merged.basis.inputs is not None:
+                state[_INPUTS] = merged.basis.inputs
+            for name in merged.state:
+                axes = self._axes(name)
+                if "k" in axes:
+                    length = likes[name].shape[axes.index("k")]
+                    state[name] = resize_lists(state[name], axes, length)
+            return state
+        if not self.method.keeps_sums:
+            assert weight is not None
+            return {"weight": layer.view.matrix(weight)}
         state = {}
-        for name, tensor in self.of_layer(layer).items():
-            axes = self.method.state_axes.get(name, "")
-            value = bases[name] if name in bases else merged.state[name]
-            assert value is not None
-            if "k" in axes:
-                value = resize_lists(value, axes, tensor.like.shape[axes.index("k")])
-            state[name] = value
+        for name, like in likes.items():
+            value = merged.basis.expand(merged.state[name], self._axes(name))
+            state[name] = value.to(like.dtype)
         return state
-
-    def _as_kept(self, layer: Layer, value: Tensor, like: Tensor) -> Tensor:
-        return value
-
-
-def kept_state(plan: Plan) -> KeptState:
-    """Return what the merge of a plan keeps."""
-    if plan.is_adapter:
-        return KeptStateOfAdapter(plan)
-    return KeptState(plan)
 
 
 def open_kept(
-    merged: Checkpoint,
-    merged_manifest: Manifest,
-    architecture: Architecture,
-    method_class: type[LayerMethod],
+    merged: Checkpoint, merged_manifest: Manifest, architecture: Architecture
 ) -> ModelWeights | None:
-    """Open what is kept beside a merged model, or return None if that is nothing from which the
-    method goes on.
-    """
-    if method_class.is_stateless and _has_sums(merged_manifest):
-        return None
+    """Open what is kept beside a merged model, or return None if that is nothing."""
     # The manifest lists all files, so that the hub is not asked for one that it lacks.
     if merged.revision is not None and STATE_FILE not in merged_manifest.get("files", {}):
         return None
@@ -462,30 +359,3 @@ def open_kept(
     if state is None:
         return None
     return ModelWeights(state, architecture)
-
-
-def _has_sums(merged_manifest: Manifest) -> bool:
-    """Tell whether a merged model is by a method that keeps sums, which NUFILT has no use for."""
-    for method in METHODS.values():
-        if method.label == merged_manifest.get("method"):
-            return not method.is_stateless
-    return False
-
-
-def _warn_of_means(name: str, params: Sequence[str], remedy: str) -> list[str]:
-    """Return the warning about means that the merged model of this name has rounded, if any."""
-    if not params:
-        return []
-    return [
-        f"'{name}' does not have the means of {format_names(params)} in float32: going on from the "
-        f"rounded ones; all tasks at once, or {remedy}, avoid that"
-    ]
-
-
-def _of_one_rank(left: Tensor, right: Tensor) -> LowRank:
-    """Return two matrices ``(d_o, m)`` and ``(n, d_i)`` as factors, with zeros where one of them
-    has fewer directions.
-    """
-    rank = max(left.shape[1], len(right))
-    left = pad(left, (0, rank - left.shape[1]))
-    return LowRank(left, pad(right, (0, 0, 0, rank - len(right))))

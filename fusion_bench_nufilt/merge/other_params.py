@@ -14,7 +14,7 @@ from torch import Tensor
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.manifest import mean_key, read_heads
+from fusion_bench_nufilt.utils.manifest import read_heads, state_key
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .engine import Blocks, Job, MergedLayer, Pieces, TaskInput
-from .kept_state import KeptState, KeptTensor
+from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
 from .planned import factors_by_key
@@ -89,7 +89,8 @@ class _Tensor:
             rule=self.rule,
             read=partial(self._read, start, stop),
             tasks=tasks,
-            first_step=self.plan.first_step,
+            # A step of a mean is a model in it.
+            first_step=self.plan.models_in_mean(self.param) + 1,
             pieces=lambda merged, merged_weight: pieces(merged_weight()),
         )
 
@@ -97,8 +98,6 @@ class _Tensor:
         theta_0 = self._base(start, stop)
         stack = job.rule.init_state(self._so_far(start, stop, theta_0)[None])
         state = {name: value[0] for name, value in stack.items()}
-        if "count" in state:
-            state["count"].fill_(self.plan.models_in_mean(self.param))
         return MergedLayer(job, theta_0, state, {"reports": []})
 
     def _base(self, start: int, stop: int) -> Tensor:
@@ -116,9 +115,9 @@ class _Tensor:
         if merged is None:
             return theta_0
         rounded = merged.elements(self.param, start, stop, theta_0)
-        if not self.is_averaged or state is None or mean_key(self.param) not in state.keys:
+        if not self.is_averaged or state is None or state_key(self.param) not in state.keys:
             return rounded.to(theta_0.dtype)
-        key = state.keys[mean_key(self.param)]
+        key = state.keys[state_key(self.param)]
         matched = merged.matched_rows.get(self.param)
         if matched is None:
             mean = state.source.elements(key, start, stop).to(rounded.device)
@@ -164,7 +163,7 @@ def tensors_in_files(kept: KeptState, params: Sequence[str]) -> list[Blocks]:
 def _pieces_in_files(
     plan: Plan, param: str, state_places: Mapping[str, TensorInfo], merge: Merge, record: Record
 ) -> Pieces:
-    mean_place = state_places.get(mean_key(param))
+    mean_place = state_places.get(state_key(param))
     for key in plan.other_keys[param]:
         tensor = _Tensor(plan, param, key)
         place = plan.places[key]
@@ -295,7 +294,7 @@ def tensors_in_memory(
 
 def _pieces_in_memory(
     tensor: _Tensor,
-    kept: KeptTensor | None,
+    kept: Tensor | None,
     write: Callable[[str, Tensor], object],
     write_state: Callable[[str, Tensor], object],
     merge: Merge,
@@ -310,7 +309,7 @@ def _pieces_in_memory(
     if tensor.tasks:
         yield (write, tensor.key), value
     if kept is not None:
-        yield (write_state, kept.key), value.to(kept.like.dtype)
+        yield (write_state, state_key(tensor.param)), value.to(kept.dtype)
 
 
 def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:

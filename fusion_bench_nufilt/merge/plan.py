@@ -238,7 +238,7 @@ class Plan(Selection):
     def keeps_state(self) -> bool:
         """Whether the result has what the next merge needs beside its model."""
         if self.settings.state is None:
-            return not self.method.is_stateless
+            return self.method.keeps_sums
         return self.settings.state
 
     def rounds(self, key: str) -> bool:

@@ -38,7 +38,7 @@ from .engine import (
     rounding_before,
     working_memory,
 )
-from .kept_state import KeptState, kept_state
+from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
 from .strength import measure_strengths
@@ -157,7 +157,7 @@ def _stored_memory(kept: KeptState, layer: Layer, in_basis: tuple[int, int] | No
     plan = kept.plan
     numel = math.prod(layer.view.shape)
     base_itemsize = plan.dtype(layer.keys[0]).itemsize
-    state_bytes = sum(tensor.like.nbytes for tensor in kept.of_layer(layer).values())
+    state_bytes = sum(like.nbytes for like in kept.of_layer(layer).values())
     if in_basis is not None:
         # The factors with their basis; at the end the base, widened, and its sum with the update.
         wide_itemsize = max(4, base_itemsize)
@@ -187,7 +187,7 @@ def _read(plan: Plan, kept: KeptState, layer: Layer, job: Job, device: torch.dev
     weight = plan.base.read(key, device)
     theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
     state = kept.read(layer, device)
-    if plan.method.is_stateless:
+    if not plan.method.keeps_sums:
         state = {"weight": _weight_so_far(plan, layer, theta_0, state)}
     elif not state:
         stack = plan.method.for_stack([layer.name]).init_state(theta_0[None])
@@ -240,20 +240,22 @@ def _read_in_basis(
             update = task.scaled(update, no_values)
             assert isinstance(update, LowRank)
             factors[number] = update.to(compute_dtype(no_values))
-    updates = list(factors.values())
-    earlier, kept_values = kept.read_directions(layer, device)
-    if earlier is not None:
-        updates.append(earlier.to(compute_dtype(no_values)))
-    basis, lefts, rights = Basis.of(
-        [update.left for update in updates],
-        [update.right for update in updates],
-        plan.method.sides_in_basis,
-    )
+    all_lefts = [update.left for update in factors.values()]
+    all_rights = [update.right for update in factors.values()]
+    earlier = kept.read_in_basis(layer, device)
+    if earlier:
+        all_lefts.append(earlier["outputs"])
+    if "inputs" in earlier:
+        all_rights.append(earlier["inputs"].mT)
+    basis, lefts, rights = Basis.of(all_lefts, all_rights, plan.method.sides_in_basis)
     zeros = no_values.new_zeros(job.shape_merged, dtype=compute_dtype(no_values))
     stack = plan.method.for_stack([layer.name]).init_state(zeros[None])
     state = {name: value[0] for name, value in stack.items()}
-    if earlier is not None:
-        state = kept.turn(layer, kept_values, state, LowRank(lefts[-1], rights[-1]))
+    if earlier:
+        bases = {"o": lefts[-1]}
+        if "inputs" in earlier:
+            bases["i"] = rights[-1].mT
+        state = kept.turn(layer, earlier, state, bases)
     in_basis = {}
     for number, left, right in zip(factors, lefts, rights, strict=False):
         in_basis[number] = LowRank(left.contiguous(), right.contiguous())
@@ -267,20 +269,19 @@ def _weight_so_far(plan: Plan, layer: Layer, theta_0: Tensor, kept: State) -> Te
     so_far = theta_0
     if plan.merged is not None:
         like = layer.view.as_stored(theta_0)
-        if not kept:
-            weight = plan.merged.weight(layer.param, like)
-        else:
-            weight = kept["weight"]
+        if kept:
+            like = layer.view.as_stored(kept["weight"])
             info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
-            rounded = weight.to(FLOATS[info.dtype])
-            stored = plan.merged.weight(layer.param, rounded)
-            assert isinstance(stored, Tensor)
+            like = like.to(FLOATS[info.dtype])
+        stored = plan.merged.weight(layer.param, like)
+        assert isinstance(stored, Tensor)
+        so_far = layer.view.matrix(stored)
+        if kept:
             # The model has the same weight rounded, which tells a state of other weights.
-            if rounded.dtype.itemsize < weight.dtype.itemsize:
+            if so_far.dtype.itemsize < kept["weight"].dtype.itemsize:
                 assert plan.state is not None
-                check_belongs(weight, stored, layer.name, plan.state.source)
-        assert isinstance(weight, Tensor)
-        so_far = layer.view.matrix(weight)
+                check_belongs(kept["weight"], so_far, layer.name, plan.state.source)
+            so_far = kept["weight"]
     # A task would be rounded with it: the result is rounded once, when it is written.
     return so_far.to(compute_dtype(theta_0))
 
@@ -325,15 +326,12 @@ def _pieces_in_files(
     weight = merged_weight()
     if not plan.is_adapter:
         weight = as_stored(plan, layer, merged, weight)
-    state = merged.state
-    if state_places and isinstance(merged, LayerInBasis):
-        state = kept.expand(layer, merged, weight)
-    weight = plan.vocabulary.grown_layer(layer.param, weight)
     pieces: list[tuple[TensorInfo, Tensor]] = []
     if state_places:
-        for key, value in kept.by_key(layer, state).items():
+        for key, value in kept.by_key(layer, merged, weight).items():
             if key in state_places:
                 pieces.append((state_places[key], value.cpu()))
+    weight = plan.vocabulary.grown_layer(layer.param, weight)
     if plan.is_adapter:
         assert isinstance(merged, LayerInBasis)
         update = merged.basis.product(weight)
@@ -355,7 +353,7 @@ def peak_memory(plan: Plan, workers: int | None = None) -> int:
     workers.
     """
     machine = machine_of(plan, workers)
-    return process_memory(machine.workers) + memory_limit(layer_jobs(kept_state(plan)), machine)
+    return process_memory(machine.workers) + memory_limit(layer_jobs(KeptState(plan)), machine)
 
 
 def affords_state(plan: Plan, device: torch.device) -> bool:
@@ -364,7 +362,7 @@ def affords_state(plan: Plan, device: torch.device) -> bool:
     """
     settings = dataclasses.replace(plan.settings, state=True)
     keeping = dataclasses.replace(plan, settings=settings)
-    state_bytes = sum(tensor.like.nbytes for tensor in kept_state(keeping).needed())
+    state_bytes = sum(like.nbytes for like in KeptState(keeping).needed().values())
     if not state_bytes:
         return False
     needed = state_bytes
@@ -386,7 +384,7 @@ def disk_bytes(plan: Plan) -> int:
     for task in plan.tasks:
         for key in task.head.values():
             total += task.source.tensors[key].nbytes
-    _, state_file = kept_state(plan).layout()
+    _, state_file = KeptState(plan).layout()
     for tensors in (*plan.files.values(), state_file):
         for info in tensors.values():
             total += info.nbytes

@@ -25,7 +25,7 @@ from fusion_bench_nufilt.models.vocabulary import (
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
-from fusion_bench_nufilt.utils.manifest import mean_key, read_manifest
+from fusion_bench_nufilt.utils.manifest import read_manifest, state_key
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
@@ -38,7 +38,7 @@ from .checks import (
     verify_merged,
 )
 from .draft import Draft
-from .kept_state import kept_state, open_kept
+from .kept_state import KeptState, open_kept
 from .plan import Plan, arrange_files, models_by_role, small_files_of
 from .planned import layer_jobs
 
@@ -115,7 +115,7 @@ def _plan_model(
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
-    models = _open_models(tasks, merged, architecture, settings, method_class)
+    models = _open_models(tasks, merged, architecture, settings)
     draft = Draft(architecture, checkpoint, targets)
     _tie(draft, models, settings)
     architecture = draft.architecture
@@ -166,7 +166,6 @@ def _open_models(
     merged: str | None,
     architecture: Architecture,
     settings: Settings,
-    method_class: type[LayerMethod],
 ) -> _Models:
     merged_model = None
     merged_manifest = Manifest()
@@ -176,7 +175,7 @@ def _open_models(
         checkpoint = _open("merged model", merged, advice)
         merged_manifest = read_manifest(checkpoint.folder)
         merged_model = ModelWeights(checkpoint, architecture)
-        state = open_kept(checkpoint, merged_manifest, architecture, method_class)
+        state = open_kept(checkpoint, merged_manifest, architecture)
     opened = []
     for name, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
         opened.append(_open_task(name, architecture, coefficient))
@@ -199,8 +198,7 @@ def _tie(draft: Draft, models: _Models, settings: Settings) -> None:
     if "mean_counts" in manifest:
         carry_over(architecture, manifest["mean_counts"], earlier)
     if models.state is not None:
-        models.state.tie(architecture)
-        carry_over(architecture, models.state.keys, earlier, mean_key)
+        carry_over(architecture, models.state.keys, earlier, state_key)
 
 
 def _open(role: str, name: str, advice: str) -> Checkpoint:
@@ -297,7 +295,7 @@ def _check_memory(plan: Plan) -> None:
     bound = plan.settings.max_memory
     if bound is None:
         return
-    largest = max(job.memory for job in layer_jobs(kept_state(plan)))
+    largest = max(job.memory for job in layer_jobs(KeptState(plan)))
     needed = process_memory(plan.settings.workers) + largest
     if needed > bound:
         raise ValueError(

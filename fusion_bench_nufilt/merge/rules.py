@@ -4,18 +4,17 @@ weight so far, in float32 at least until all tasks have joined.
 They are functions of single values, so that a tensor may be given in blocks of any shape.
 """
 
-from torch import Tensor, int64, lerp
+from torch import Tensor, lerp
 
 from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State
 from fusion_bench_nufilt.methods.task_vector import TaskVector
-from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
+from fusion_bench_nufilt.utils.tensors import compute_dtype, to_compute_dtype
 
 
 class Keep(LayerMethod):
     """The weight so far, whatever the tasks have."""
 
     name = "pretrained"
-    is_stateless = True
 
     def init_state(self, base: Tensor) -> State:
         return {"weight": base}
@@ -46,23 +45,14 @@ class First(Keep):
 
 
 class RunningMean(First):
-    """The mean of the tasks' weights, of which the state has the count, too; without a task, the
-    base's.
-    """
+    """The mean of the tasks' weights, whose number is the step; without a task, the base's."""
 
     name = "mean"
-
-    def init_state(self, base: Tensor) -> State:
-        return {**super().init_state(base), "count": base.new_zeros(len(base), dtype=int64)}
 
     def update(
         self, state: State, base: Tensor, task: TaskVector, step: int
     ) -> tuple[State, Measures]:
-        counts = state["count"] + 1
-        weights = []
-        for mean, new, count in zip(state["weight"], task.weights(), counts, strict=True):
-            weights.append(running_mean(mean, new, int(count)))
-        return {"weight": stack(weights), "count": counts}, {}
+        return {"weight": running_mean(state["weight"], task.weights(), step)}, {}
 
 
 #: By the values of the option `other_params`.

@@ -7,8 +7,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from .task_vector import TaskVector
@@ -55,10 +57,6 @@ class LayerMethod(ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults of this method that differ from those of :attr:`Options` and of
     :class:`fusion_bench_nufilt.methods.options.TargetConfig`."""
-    is_stateless: ClassVar[bool] = False
-    """Whether the state is the merged weight alone, ``{"weight": W}``, so that nothing is kept
-    beside the model.
-    """
     itemsize: ClassVar[int] = 4
     """Bytes per element in its computations: 4 for float32, 8 for float64."""
     solves_together: ClassVar[bool] = False
@@ -113,9 +111,22 @@ class LayerMethod(ABC):
         d_o, d_i = base.shape[-2:]
         return self.shapes.get(self.names[0], (d_o, d_i))
 
+    @cached_property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of what the method keeps of a layer."""
+        base = torch.empty((1, 2, 2), dtype=torch.float32, device="meta")
+        return tuple(self.for_stack(["layer"]).init_state(base))
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether it keeps more than the merged weight, ``{"weight": W}``, which the model has."""
+        return self.state_names != ("weight",)
+
     @abstractmethod
     def init_state(self, base: Tensor) -> State:
-        """Return the states of layers before the first task, given their pretrained weights."""
+        """Return the states of layers before the first task, given their pretrained weights; on the
+        meta device, too, which tells their names and shapes.
+        """
 
     @abstractmethod
     def update(
@@ -125,8 +136,7 @@ class LayerMethod(ABC):
 
         Args:
             state: the layers' states, whose shapes and dtypes the new ones have, and whose tensors
-                may be written to, unless the method is stateless: its state may be the pretrained
-                weight.
+                may be written to, but the merged weight, which may be the pretrained one.
             base: their pretrained weights.
             task: what the task changes in them.
             step: the number of the task in the stream, from 1.

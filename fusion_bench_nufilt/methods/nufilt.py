@@ -36,7 +36,6 @@ class Nufilt(LayerMethod):
     label = "NUFILT"
     citation = "null-space filtering ([Qiu et al., ICLR 2026](https://arxiv.org/abs/2509.21413))"
     Options = METHOD_TABLE[name].Options
-    is_stateless = True
     solves_together = True
     supports_low_rank = True
     sides_in_basis = "o"  # and not "i": A is drawn in the layer's own inputs

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.utils.files import parse_json
-from fusion_bench_nufilt.utils.manifest import mean_key
+from fusion_bench_nufilt.utils.manifest import state_key
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, compute_dtype, is_finite
 
 from .model import ModelWeights
@@ -105,10 +105,10 @@ class Vocabulary:
     def _row(self, param: str, holder: Holder) -> Tensor:
         """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
         row = self.models[holder.role].row(param, holder.row, self.models["base"])
-        if holder.role != "merged" or self.kept is None or mean_key(param) not in self.kept.keys:
+        if holder.role != "merged" or self.kept is None or state_key(param) not in self.kept.keys:
             return row
         source = self.kept.source
-        key = self.kept.keys[mean_key(param)]
+        key = self.kept.keys[state_key(param)]
         kept = source.elements(key, holder.row * len(row), (holder.row + 1) * len(row))
         check_belongs(kept, row, key, source)
         return kept

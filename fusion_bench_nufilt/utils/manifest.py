@@ -41,9 +41,9 @@ from .tensors import TensorFile, file_checksum
 STATE_FILE = "nufilt_state/model.safetensors"
 
 
-def mean_key(param: str) -> str:
-    """Return the key in the state of the running mean of a tensor outside the layers."""
-    return f"{param}.mean"
+def state_key(name: str, part: str = "weight") -> str:
+    """Return the key of a part of what is kept of a layer, or of a tensor outside the layers."""
+    return f"{name}.state.{part}"
 
 
 def save_checkpoint(

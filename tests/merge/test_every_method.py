@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 
-from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import VARIANTS
 from tests.merge.helpers import RANKS, manifest, merge, save_stream, tensors
 from tests.tiny_models import llama
@@ -157,7 +157,7 @@ def load(folder):
 
 def merge_any(folder, method, tasks, out, merged=None, settings=None, **options):
     options = {"target_modules": TARGETS, **options}
-    if METHODS[method].is_stateless:
+    if method not in ORDER_FREE:
         # The default ranks of NUFILT are those of wide layers.
         options = {**RANKS, **METHODS[method].defaults, **options}
     return merge(folder, tasks, out, merged, settings=settings, method=method, **options)

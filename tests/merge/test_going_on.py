@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import Settings
+from fusion_bench_nufilt.utils.manifest import state_key
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import (
     RANKS,
@@ -36,7 +37,8 @@ LAYER = "model.layers.0.mlp.up_proj"
 def change_state(folder, **tensors):
     state = load_file(folder / STATE)
     for name, function in tensors.items():
-        state[f"{LAYER}.{name}"] = function(state[f"{LAYER}.{name}"])
+        key = state_key(LAYER, name)
+        state[key] = function(state[key])
     save_file(state, folder / STATE)
 
 
@@ -124,7 +126,7 @@ def test_a_state_whose_directions_are_in_float32_is_refused(stream):
     directions = [key for key, value in state.items() if value.dtype == torch.float16]
     assert len(directions) == 28
     save_file(state | {key: state[key].float() for key in directions}, one / STATE)
-    with pytest.raises(ValueError, match=r"F32 .* is not float16"):
+    with pytest.raises(ValueError, match=r"F32 .* is not F16"):
         merge(stream, ["task2"], "on", merged="one", method="best", settings={"verify": False})
 
 

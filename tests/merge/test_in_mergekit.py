@@ -111,7 +111,7 @@ def test_best_gives_a_task_that_was_an_adapter_the_strength_that_nufilt_merge_gi
     write(folder, "best", tasks=("task1", "task9"))
     theirs, ours = both(folder)
     state = load_file(folder / "ours" / STATE)
-    assert state["model.layers.0.self_attn.q_proj.strength"] == 1.5
+    assert state["model.layers.0.self_attn.q_proj.state.strength"] == 1.5
     assert same(theirs, ours)
 
 

@@ -44,7 +44,8 @@ def test_a_float32_result_of_a_bfloat16_base_is_not_rounded_in_between(tmp_path)
     kept = merge(tmp_path, out="kept", settings={"state": True})
     state = load_file(kept / "nufilt_state" / "model.safetensors")
     assert state
-    assert same(state, {key: tensors(exact)[key] for key in state})
+    for key, value in state.items():
+        assert torch.equal(value, tensors(exact)[key.replace(".state.", ".")])
     merge(tmp_path, ["task1"], "one", settings={"dtype": "float32"})
     two = merge(tmp_path, ["task2", "task3"], "two", merged="one", settings={"dtype": "float32"})
     assert same(tensors(two), tensors(exact))

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.engine import Budget
-from fusion_bench_nufilt.merge.kept_state import kept_state
+from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.planned import layer_jobs
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES
@@ -34,7 +34,7 @@ from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.merge.engine import memory_limit
-from fusion_bench_nufilt.merge.kept_state import kept_state
+from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, peak_memory
 from fusion_bench_nufilt.utils.devices import process_memory
 
@@ -45,7 +45,7 @@ options = FusionConfig(null_rank=16, lora_rank=8, max_steps=1) if method == "nuf
 settings = Settings(weights=[0.5] * tasks if "weighted" in words else None)
 plan = plan_merge(f"{folder}/base", names, None, options, settings=settings, method=method)
 if "bounded" in words:  # there is room for one of the largest layers, not for two
-    limit = memory_limit(layer_jobs(kept_state(plan)), machine_of(plan))
+    limit = memory_limit(layer_jobs(KeptState(plan)), machine_of(plan))
     bound = process_memory(2) + 2 * limit // 3
     plan = replace(plan, settings=replace(plan.settings, max_memory=bound))
 alone, predicted = process_memory(workers=0), peak_memory(plan)
@@ -203,7 +203,7 @@ def test_what_a_layer_takes_is_forecast_and_little_more(tmp_path, method, shape,
     tasks = [f"{tmp_path}/task1", f"{tmp_path}/task2"]
     plan = plan_merge(f"{tmp_path}/base", tasks, settings=Settings(**settings), method=method)
     peak = live_peak(lambda: merge_folders(plan, tmp_path / "out"))
-    forecast = layer_jobs(kept_state(plan))[0].memory
+    forecast = layer_jobs(KeptState(plan))[0].memory
     if method in ("spectral", "tsv_stream"):
         bound *= 1.3  # for what lies unused in their heaps
     assert peak < forecast <= bound * peak, forecast / peak

@@ -35,7 +35,7 @@ def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monke
     tasks = [tensors(stream / name)[key] for name in ("task1", "task2", "task3")]
     expected = base + 0.3 * sum(task - base for task in tasks)
     torch.testing.assert_close(tensors(out)[f"{UP}.weight"], expected, rtol=0, atol=1e-6)
-    assert load_file(out / STATE)[f"{UP}.count"] == 3
+    assert load_file(out / STATE)[f"{UP}.state.count"] == 3
 
 
 def test_one_by_one_or_interrupted_it_is_the_same(stream):

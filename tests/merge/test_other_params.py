@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt.utils.manifest import state_key
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import (
     RANKS,
@@ -153,8 +154,8 @@ def test_means_one_at_a_time_are_those_at_once_which_are_the_exact_ones_rounded_
     weights = tensors(last)
     for key in others(weights):
         exact = torch.stack([models[task].state_dict()[key].double() for task in TASKS]).mean(0)
-        torch.testing.assert_close(means[f"{key}.mean"].double(), exact, rtol=1e-6, atol=1e-7)
-        assert torch.equal(weights[key], means[f"{key}.mean"].bfloat16())
+        torch.testing.assert_close(means[state_key(key)].double(), exact, rtol=1e-6, atol=1e-7)
+        assert torch.equal(weights[key], means[state_key(key)].bfloat16())
 
 
 @pytest.mark.parametrize("method", ["nufilt", "sum"])

@@ -16,7 +16,7 @@ from fusion_bench_nufilt.merge.checks import (
     verify_merged,
 )
 from fusion_bench_nufilt.merge.engine import batches, memory_limit
-from fusion_bench_nufilt.merge.kept_state import kept_state
+from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.planned import disk_bytes, layer_jobs, machine_of, peak_memory
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.architecture import Architecture
@@ -32,8 +32,8 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     sums_working = sums.method.working_bytes(shape, 4)
     weights_working = weights.method.working_bytes(shape, 4)
     numbers = 24  # three of them stand beside the votes
-    weights_memory = layer_jobs(kept_state(weights))[0].memory
-    more_memory = layer_jobs(kept_state(sums))[0].memory - weights_memory
+    weights_memory = layer_jobs(KeptState(weights))[0].memory
+    more_memory = layer_jobs(KeptState(sums))[0].memory - weights_memory
     assert more_memory == sums_working - weights_working + numbers
     more_disk = disk_bytes(sums) - disk_bytes(weights)
     assert more_disk == sum(4 * math.prod(each.view.shape) + numbers for each in sums.layers)
@@ -44,7 +44,7 @@ def test_a_sum_counts_wide_tasks_where_they_have_weights(stream):
     plain = plan(stream, method="sum")
     weighted = plan(stream, method="sum", settings={"weights": [0.5] * len(plain.tasks)})
     layer = plain.layers[0]
-    more = layer_jobs(kept_state(weighted))[0].memory - layer_jobs(kept_state(plain))[0].memory
+    more = layer_jobs(KeptState(weighted))[0].memory - layer_jobs(KeptState(plain))[0].memory
     # The base, the task, and what its weight makes of it, where a merged weight needs room for one.
     assert more == 2 * 4 * math.prod(layer.view.shape)
 
@@ -58,14 +58,14 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
     free = plan(stream, settings={"device": "cuda"})
 
     def batch_memory(planned):
-        batches_of_plan = batches(layer_jobs(kept_state(planned)), machine_of(planned))
+        batches_of_plan = batches(layer_jobs(KeptState(planned)), machine_of(planned))
         return [sum(job.memory for job in batch) for batch in batches_of_plan]
 
-    assert sorted(map(len, batches(layer_jobs(kept_state(free)), machine_of(free)))) == [2, 4, 8]
+    assert sorted(map(len, batches(layer_jobs(KeptState(free)), machine_of(free)))) == [2, 4, 8]
     at_once = sum(batch_memory(free))  # one is read, one solved and one written
     assert peak_memory(free) == 10**9 + at_once
     bounded = plan(stream, settings={"device": "cuda", "max_memory": peak_memory(free) - 1})
-    limit = memory_limit(layer_jobs(kept_state(bounded)), machine_of(bounded))
+    limit = memory_limit(layer_jobs(KeptState(bounded)), machine_of(bounded))
     assert max(batch_memory(bounded)) <= limit < at_once
     assert peak_memory(bounded) <= bounded.settings.max_memory
 

@@ -96,11 +96,11 @@ def test_an_adapter_counts_where_it_changes_a_layer(tmp_path):
     expected = tensors(merge(tmp_path, ["task1", "task9"], "full"))
     torch.testing.assert_close(tensors(out), expected, rtol=0, atol=1e-4)
     state = load_file(out / STATE)
-    assert state["model.layers.0.self_attn.q_proj.count"] == 2
-    assert state["model.layers.0.self_attn.k_proj.count"] == 1
+    assert state["model.layers.0.self_attn.q_proj.state.count"] == 2
+    assert state["model.layers.0.self_attn.k_proj.state.count"] == 1
 
 
-VOTES = "model.layers.0.mlp.up_proj.votes"
+VOTES = "model.layers.0.mlp.up_proj.state.votes"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ VOTES = "model.layers.0.mlp.up_proj.votes"
         ),
         (
             lambda state: {**state, VOTES: torch.zeros(3, 3)},
-            r"F32 \(3, 3\) is not float32 \(\d+, \d+\)",
+            r"F32 \(3, 3\) is not F32 \(\d+, \d+\)",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import strength
-from fusion_bench_nufilt.merge.kept_state import kept_state
+from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.planned import task_strengths
 from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import layer_scales
@@ -64,8 +64,8 @@ def test_the_strength_of_a_task_does_not_depend_on_its_weight_in_the_merge(folde
 
 def test_the_state_has_the_strengths_of_the_tasks_that_moved_a_layer(folder):
     state = load_file(merge(folder, ["task1", "adapter"], method="best") / STATE)
-    assert state["model.layers.0.self_attn.q_proj.strength"] == 1.5
-    assert state["model.layers.0.self_attn.k_proj.strength"] == 1.0
+    assert state["model.layers.0.self_attn.q_proj.state.strength"] == 1.5
+    assert state["model.layers.0.self_attn.k_proj.state.strength"] == 1.0
 
 
 def test_one_by_one_interrupted_or_sent_elsewhere_it_is_the_same(folder):
@@ -76,7 +76,7 @@ def test_one_by_one_interrupted_or_sent_elsewhere_it_is_the_same(folder):
     interrupt(folder, out="resumed", tasks=TASKS, method="best")
     assert hashes(merge(folder, TASKS, "resumed", method="best")) == hashes(whole)
     planned = plan(folder, TASKS, method="best")
-    assert task_strengths(kept_state(pickle.loads(pickle.dumps(planned)))) == [1.0, 0.5]
+    assert task_strengths(KeptState(pickle.loads(pickle.dumps(planned)))) == [1.0, 0.5]
 
 
 def test_a_strength_has_the_same_bits_on_any_number_of_threads(tmp_path):

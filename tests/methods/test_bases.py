@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import VARIANTS
 from fusion_bench_nufilt.nufilt import LowRank
 from fusion_bench_nufilt.utils.options import split_options
@@ -33,7 +33,7 @@ def merged(method, theta_0, tasks):
 def make(name, **arguments):
     kind = METHODS[name]
     defaults = dict(kind.defaults)
-    if kind.is_stateless:
+    if kind.name not in ORDER_FREE:
         defaults |= {"null_rank": 6, "lora_rank": 4, "task_rank": 3, "max_steps": 5}
     (options,), _ = split_options([kind.Options], defaults)
     return kind(options, ["layer"], **arguments)

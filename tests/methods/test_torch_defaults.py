@@ -9,7 +9,7 @@ import torch
 
 import fusion_bench_nufilt
 from fusion_bench_nufilt.merge.fuse import matrix_jobs
-from fusion_bench_nufilt.methods import METHODS
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import VARIANTS
 from fusion_bench_nufilt.nufilt import LowRank
 from tests.merge.helpers import algorithm, hashes, merge, same, save_stream
@@ -66,7 +66,7 @@ def stream():
 def merged_by(kind, layers, tasks):
     """Return the state and the weight of each layer."""
     options = {key: value for key, value in kind.defaults.items() if hasattr(kind.Options, key)}
-    if kind.is_stateless:
+    if kind.name not in ORDER_FREE:
         options |= SMALL
     method = kind(kind.Options(**options), list(layers))
     found = {}
