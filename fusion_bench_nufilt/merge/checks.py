@@ -24,6 +24,7 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer, exclude_hint, with_same_ending
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
+from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import CARD, MANIFEST, Input
 from fusion_bench_nufilt.utils.manifest import (
     STATE_FILE,
@@ -453,9 +454,8 @@ def check_same_base(plan: Plan) -> list[str]:
     warnings: list[str] = []
     merged_params = {layer.param for layer in plan.layers}
     for task in plan.tasks:
-        changed = merged_params | plan.averaged_of(task)
-        updated = _sample([layer for layer in plan.layers if task.is_update(layer.param)])
-        warnings += task.check_effect(changed, [layer.param for layer in updated])
+        if merged_params.union(plan.averaged_of(task)).isdisjoint(task.keys):
+            warnings += _check_factors(plan, task)
     models = []
     # The state of the model merged so far is compared with that model as its layers are read.
     for role, model in plan.models.items():
@@ -481,6 +481,23 @@ def check_same_base(plan: Plan) -> list[str]:
         if warning is not None:
             warnings.append(warning)
     return warnings
+
+
+def _check_factors(plan: Plan, task: ModelWeights) -> list[str]:
+    """Warn of an adapter that adds nothing to layers."""
+    updated = _sample([layer for layer in plan.layers if task.rank_of(layer.param)])
+    if not updated:
+        return []
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    for layer in updated:
+        update = task.weight(layer.param, nothing)
+        assert isinstance(update, LowRank)
+        if update.left.any() and update.right.any():
+            return []
+    return [
+        f"adapter '{task.source.name}' changes nothing in the {len(updated)} layers looked at: its "
+        "factors are zero, as before any training, or the lora_alpha in its adapter_config.json is"
+    ]
 
 
 def _sample(layers: Sequence[Layer]) -> list[Layer]:

@@ -573,21 +573,6 @@ class LoraAdapter(ModelWeights):
                 )
         return warnings
 
-    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> list[str]:
-        if not layers or self.magnitudes or not self.keys.keys().isdisjoint(changed):
-            return []
-        for param in layers:
-            update = self._update(param, torch.device("cpu"))
-            if update.left.any() and update.right.any():
-                return []
-        reason = "its factors are zero, as before any training"
-        if all(update.scaling == 0 for param in layers for update in self.updates[param]):
-            reason = "the lora_alpha in its adapter_config.json is 0"
-        return [
-            f"adapter '{self.source.name}' changes nothing in the {len(layers)} layers looked at: "
-            f"{reason}"
-        ]
-
 
 def _dora(theta_0: Tensor, update: LowRank, lengths: Tensor) -> Tensor:
     """Return rows of theta_0 + B A, each brought to the length that the adapter learned."""

@@ -263,12 +263,6 @@ class ModelWeights:
         """
         return []
 
-    def check_effect(self, changed: Collection[str], layers: Collection[str]) -> list[str]:
-        """Return a warning if the model adds nothing to some layers and brings no tensor of those
-        that the merge changes.
-        """
-        return []
-
 
 # What to do with an embedding that is one weight with the head, where a model has two.
 COPY_HEAD = (
