@@ -35,7 +35,7 @@ from fusion_bench_nufilt.models.peft_layers import (
     Place,
     skeleton,
 )
-from fusion_bench_nufilt.models.reader import Reader, reader_of
+from fusion_bench_nufilt.models.reader import INTO_A_MODEL, Reader, reader_of
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.files import Manifest
@@ -233,10 +233,7 @@ def _refuse_what_no_adapter_holds(
         elif of_heads:
             reason = f"has a head of its own ({format_names(of_heads)}), of which it can hold one"
         if reason:
-            raise ValueError(f"adapter '{adapter.source.name}' {reason}: {_INTO_A_MODEL}")
-
-
-_INTO_A_MODEL = "leave --adapter out, and name the base with --base, for a full model"
+            raise ValueError(f"adapter '{adapter.source.name}' {reason}: {INTO_A_MODEL}")
 
 
 def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
@@ -244,7 +241,7 @@ def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
     if full:
         raise ValueError(
             f"adapter '{adapter.source.name}' holds {format_names(full)} in full, which is merged "
-            f"as a layer and has no factors: {_INTO_A_MODEL}"
+            f"as a layer and has no factors: {INTO_A_MODEL}"
         )
 
 

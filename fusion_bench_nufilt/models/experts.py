@@ -22,7 +22,7 @@ from .peft_layers import PeftLayer, outer_module
 from .source import Source
 
 _OTHER_BASE = "it is for another base"
-_WITH_ITS_PEFT = "merge it into its base with the peft that trained it, and give that folder"
+_WITH_ITS_PEFT = "merge it into its base with what trained it, and give that folder"
 
 
 @dataclass(frozen=True)
@@ -188,20 +188,16 @@ def _check_order(adapter: Checkpoint, count: int, rank: int) -> None:
     September 2026, they were expert by expert. For one expert or rank 1, the two orders are the
     same.
     """
-    if min(count, rank) == 1:
-        return
     config: Mapping[str, Any] = adapter.adapter_config
     layout = config.get("lora_B_layout")
     is_marked = (config.get("auto_mapping") or {}).get("unsloth_fixed")
     base = str(config.get("base_model_name_or_path"))
-    if layout is None and not is_marked and not base.startswith("unsloth/"):
-        return  # of peft
-    if layout != "rank_major":
+    is_of_unsloth = layout is not None or is_marked or base.startswith("unsloth/")
+    if is_of_unsloth and layout != "rank_major" and min(count, rank) > 1:
         raise ValueError(
-            f"adapter '{adapter.name}' has lora_B_layout {layout}, and only rank_major can be "
-            "read, as peft has it, and unsloth since 17 September 2026: set it in "
-            "adapter_config.json if it was trained since, or else merge it into its base with the "
-            "unsloth that trained it, and give that folder"
+            f"adapter '{adapter.name}' has lora_B_layout {layout}, and only rank_major can be read "
+            "(if unsloth trained it since 17 September 2026, set that in adapter_config.json): "
+            f"{_WITH_ITS_PEFT}"
         )
 
 

@@ -33,7 +33,7 @@ _CLASSES = {
     "QUESTION_ANS": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
     "FEATURE_EXTRACTION": "MODEL_MAPPING",
 }
-_INTO_A_MODEL = "leave --adapter out, and name the base with --base, for a full model"
+INTO_A_MODEL = "leave --adapter out, and name the base with --base, for a full model"
 
 
 class Reader:
@@ -75,7 +75,7 @@ class Reader:
         if not names:
             raise ValueError(
                 f"the adapter would be for {self.class_name}, which has no '{param}': "
-                f"{_INTO_A_MODEL}"
+                f"{INTO_A_MODEL}"
             )
         return self._architecture.first(names)
 
@@ -152,7 +152,7 @@ class Reader:
 
         raise ValueError(
             f"the adapter can't be one that peft {peft.__version__} reads for {self.class_name}: "
-            f"{problem}; {_INTO_A_MODEL}"
+            f"{problem}; {INTO_A_MODEL}"
         ) from cause
 
 

@@ -24,7 +24,7 @@ pytest.importorskip("peft", minversion="0.21", reason="KaSA and others came with
 WORDS = torch.arange(12).reshape(1, 12)
 ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"
-WITH_ITS_PEFT = "merge it into its base with the peft that trained it, and give that folder"
+WITH_ITS_PEFT = "merge it into its base with what trained it, and give that folder"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
 
