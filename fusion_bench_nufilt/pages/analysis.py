@@ -147,7 +147,7 @@ def _measured(content: AnalysisSummary) -> dict[str, Json]:
         measured[method] = dict(row)
         for name in ("ACC", "BWT"):
             if row.get(name) is not None:
-                measured[method][METRICS[name].column] = 100 * row[name]
+                measured[method][METRICS[name].title] = 100 * row[name]
     return measured
 
 

@@ -40,7 +40,7 @@ def main_table(results: Comparison) -> Table:
     texts = pd.DataFrame(index=results.labels)
     for name in HEADLINE:
         words = [mean_words(results, label, mean, name) for label, mean in metrics[name].items()]
-        texts[METRICS[name].column] = words
+        texts[METRICS[name].title] = words
     extra_parameters = _first_values(results, "extra_parameters")
     texts["extra params"] = [_millions(number) for number in extra_parameters]
     texts["changed"] = _changed_words(results)
@@ -52,12 +52,12 @@ def main_table(results: Comparison) -> Table:
         for label, method in results.methods.items():
             texts.loc[label, "runs"] = f"{len(method.finished)}/{len(method.runs)}"
     # Single models are scored, and not merged.
-    of_merged = [METRICS[name].column for name in HEADLINE if name != "ACC"]
+    of_merged = [METRICS[name].title for name in HEADLINE if name != "ACC"]
     of_merged += ["extra params", "changed", *(COSTS[name].title for name in _SECONDS)]
     texts.loc[list(results.references), of_merged] = ""
 
     ranks = _ranks(results, metrics, HEADLINE)
-    ranks = ranks.rename(columns={name: METRICS[name].column for name in HEADLINE})
+    ranks = ranks.rename(columns={name: METRICS[name].title for name in HEADLINE})
     table = _table(results, results.stream, texts.fillna(""), ranks)
     if "changed" in table.texts:
         table.notes.append(_CHANGED)
@@ -177,8 +177,8 @@ def overhead_tables(results: Comparison) -> list[Table]:
             shown_number(cost / COSTS[name].unit, digits) for cost in costs[name]
         ]
     accuracy = means(results.table, "metric", labels, ["ACC"])["ACC"]
-    words[METRICS["ACC"].column] = [mean.percent() for mean in accuracy]
-    words.loc[results.failed, METRICS["ACC"].column] = "failed"
+    words[METRICS["ACC"].title] = [mean.percent() for mean in accuracy]
+    words.loc[results.failed, METRICS["ACC"].title] = "failed"
     table = _table(results, f"Cost of merging {counted(len(results.tasks), 'model')}", words)
     table.notes.append("total: merging and set-up of data, without loading, saving and scoring")
     table.notes.append("memory: most in use between scorings, with all that stays loaded")

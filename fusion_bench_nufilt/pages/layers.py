@@ -23,11 +23,11 @@ def layer_means(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     method measured.
     """
     norms = rows_with(rows, metric="task_norm").groupby(list(by))["value"]
-    columns = {LAYER_METRICS["task_norm"].column: norms.agg(_norm)}
+    columns = {LAYER_METRICS["task_norm"].title: norms.agg(_norm)}
     for name in _MEANS:
         values = rows_with(rows, metric=name)
         if len(values):
-            columns[LAYER_METRICS[name].column] = values.groupby(list(by))["value"].mean()
+            columns[LAYER_METRICS[name].title] = values.groupby(list(by))["value"].mean()
     return pd.DataFrame(columns).reset_index()
 
 
@@ -38,7 +38,7 @@ def _norm(norms: "pd.Series[float]") -> float:
 def strongest_layers(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the means of the layers that the tasks change most, the strongest first."""
     means = layer_means(rows, ["layer"])
-    return means.sort_values(LAYER_METRICS["task_norm"].column, ascending=False).head(_STRONGEST)
+    return means.sort_values(LAYER_METRICS["task_norm"].title, ascending=False).head(_STRONGEST)
 
 
 def layer_charts(rows: pd.DataFrame) -> dict[str, ChartType]:

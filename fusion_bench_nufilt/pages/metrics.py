@@ -16,7 +16,6 @@ class Metric(NamedTuple):
     """What a number of the long table says, and how it is shown."""
 
     title: str
-    column: str = ""  # the header of a table's column, where it is another
     unit: float = 1.0  # what is counted where it is shown, such as 10**9 bytes
     signed: bool = False  # whether it is shown with its sign, as a difference is
     headline: bool = False  # whether tables and the line below a matrix show it; files have all
@@ -27,7 +26,7 @@ class Metric(NamedTuple):
     @property
     def word(self) -> str:
         """Its name in a sentence."""
-        return self.column.removesuffix(" %")
+        return self.title.removesuffix(" %")
 
 
 #: What scores are of, unless a part of the data is asked for.
@@ -37,13 +36,11 @@ ALL_TEST_DATA = "all test data"
 #: fractions, and shown in per cent.
 METRICS = {
     "ACC": Metric(
-        "ACC (%)",
         "ACC %",
         headline=True,
         meaning="the mean score over all tasks after the last step",
     ),
     "BWT": Metric(
-        "BWT (%)",
         "BWT %",
         signed=True,
         headline=True,
@@ -51,13 +48,12 @@ METRICS = {
         "last one; below zero, tasks are forgotten",
     ),
     "zero_shot": Metric(
-        "zero-shot (%)",
         "zero-shot %",
         headline=True,
         meaning="the mean score of the tasks that are still to come, over the steps",
     ),
     "plasticity": Metric(
-        "each task right after its step (%)",
+        "each task right after its step %",
         meaning="the mean score of each task right after its own step",
     ),
 }
@@ -76,17 +72,11 @@ COSTS = {
 }
 #: What a method measures of a layer at a step, the columns of ``layers.csv`` that are drawn.
 LAYER_METRICS = {
-    "filtered_share": Metric(
-        "share of the task vector that the filter took",
-        "share filtered",
-        presence="protected_rank",
-    ),
-    "overlap": Metric(
-        "overlap of new and old subspaces", "overlap of subspaces", presence="protected_rank"
-    ),
+    "filtered_share": Metric("share filtered", presence="protected_rank"),
+    "overlap": Metric("overlap of subspaces", presence="protected_rank"),
     "loss_before": Metric("data-free loss before the adapter", presence="merged_norm"),
     "loss_after": Metric("data-free loss after it", presence="merged_norm"),
-    "task_norm": Metric("norm of the task vector", "norm of task vectors"),
+    "task_norm": Metric("norm of task vectors"),
     "merged_norm": Metric("norm of what was merged before", presence="merged_norm"),
 }
 #: What an analysis measures of a layer, mean over the tasks or over pairs of them.

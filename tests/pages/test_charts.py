@@ -33,7 +33,7 @@ def heat_map(matrix, rows, columns, panel=None):
 KINDS = {
     "heat map": heat_map([[1.0, NAN], [0.5, 0.2]], ["r", "s"], ["t", "u"]),
     "lines": charts.lines(CURVES, "step", "score"),
-    "dots": charts.dots([{"panel": "ACC (%)", "name": "m", "value": 50.0, "text": "50.0"}]),
+    "dots": charts.dots([{"panel": "ACC %", "name": "m", "value": 50.0, "text": "50.0"}]),
     "by depth": charts.by_depth([{"panel": "norm", "layer": layer, "y": 1.0} for layer in LAYERS]),
 }
 
@@ -179,7 +179,7 @@ def test_matrices_of_twenty_tasks_are_no_wider_than_a_page():
 
 def test_dots_without_a_deviation_have_no_rules():
     assert marks(KINDS["dots"]) == ["point", "text"]
-    row = {"panel": "ACC (%)", "name": "m", "value": 50.0, "text": "50.0 ± 1.0"}
+    row = {"panel": "ACC %", "name": "m", "value": 50.0, "text": "50.0 ± 1.0"}
     assert marks(charts.dots([row | {"low": 49.0, "high": 51.0}])) == ["rule", "point", "text"]
 
 

@@ -104,7 +104,7 @@ def test_what_is_learned_and_kept_stands_beside_every_name_with_the_best_method_
     }
     chart = charts(comparison(runs))["stability_plasticity"]
     acc, _, kept = panels(chart)
-    assert (acc, kept) == ("ACC (%)", "BWT (%)")
+    assert (acc, kept) == ("ACC %", "BWT %")
     assert [row["name"] for row in rows_of(chart, panel=acc)] == [f"m{n}" for n in range(12)]
     texts = [rows_of(chart, panel=panel, name="m10")[0]["text"] for panel in panels(chart)]
     assert texts == ["55.0 ± 7.1", "60.0 ± 0.0", "-7.5 ± 10.6"]
@@ -148,7 +148,7 @@ def test_the_sensitivity_ends_in_a_curve_for_each_panel(tmp_path):
 
 def test_a_metric_that_was_not_scored_has_no_panels():
     chart = charts(comparison_of(3, 3, evaluate="last"))["stability_plasticity"]
-    assert panels(chart) == ["ACC (%)"]
+    assert panels(chart) == ["ACC %"]
     (acc,) = parts(charts(sensitivity_of(3, "last"))["sensitivity"])
     assert len(panels(acc)) == 4
 
@@ -162,7 +162,7 @@ def test_a_bar_ends_where_scores_do_and_is_explained():
     assert encodings(chart, "y")[0]["title"].endswith("± one std")
     dots = charts(comparison(runs))["stability_plasticity"]
     assert encodings(dots, "x")[0]["title"] == "mean ± one standard deviation"
-    for row in rows_of(dots, panel="ACC (%)"):
+    for row in rows_of(dots, panel="ACC %"):
         assert 0 <= row["low"] <= row["value"] <= row["high"] <= 100
     one = charts(comparison({"m": [finished(42)]}))
     assert not encodings(one["accuracy_per_step"], "y")[0]["title"].endswith("std")

@@ -92,7 +92,7 @@ def test_a_number_as_shown_is_that_of_its_digits():
 
 def test_no_number_is_called_forward_transfer():
     assert "FWT" not in METRICS
-    assert METRICS["zero_shot"].column == "zero-shot %"
+    assert METRICS["zero_shot"].title == "zero-shot %"
     filled = matrix([[0.9, 0.2], [0.8, 0.7]], tasks="ab")
     assert filled.metrics()["zero_shot"] == pytest.approx(0.2)
     assert "zero-shot 20.0" in filled.summary()
