@@ -89,6 +89,7 @@ def compare(
         only_log_of("compare")
         words = with_config_dir(config_dir, overrides or ())
         from fusion_bench_nufilt.compare import configs, run, specs, summary
+        from fusion_bench_nufilt.pages import comparison
 
         refuse_foreign(out, "compare.json")
         method_specs = _specs(methods, preset, with_data, modelpool, words)
@@ -112,7 +113,10 @@ def compare(
             )
         files = summary.save_comparison(results, out)
         summary.log_comparison(results, loggers)
-        _print(results, as_json)
+        if as_json:
+            print(json.dumps(results.as_json()))
+        else:
+            comparison.print_comparison(results)
         name_files(console, out, files)
         # The last line, since all that succeeded is to be saved and shown.
         raise_failures(_failures(results))
@@ -125,15 +129,6 @@ def _failures(results: Any) -> list[str]:
         for reason, seeds in method.failures.items():
             failures.append(f"{label}, seed {', '.join(map(str, seeds))}: {reason}")
     return failures
-
-
-def _print(results: Any, as_json: bool) -> None:
-    from fusion_bench_nufilt.pages.comparison import print_comparison
-
-    if as_json:
-        print(json.dumps(results.as_json()))
-    else:
-        print_comparison(results)
 
 
 def _specs(

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.models import MERGED
-from fusion_bench_nufilt.continual.precision import dtypes_of, round_to, widen, widened
+from fusion_bench_nufilt.continual.precision import (
+    dtypes_of,
+    round_to,
+    tensors_of,
+    widen,
+    widened,
+)
 from fusion_bench_nufilt.continual.stopwatch import CHECKING, LOADING, MERGING
 from fusion_bench_nufilt.methods.options import ProtocolConfig
 from fusion_bench_nufilt.utils.files import Manifest
@@ -162,14 +168,14 @@ class BatchMethodBaseline(_Baseline):
     def state(self) -> dict[str, Tensor]:
         if not self._is_running:
             return {}
-        return {name: tensor.detach() for name, tensor in _own_tensors(self._merged_before)}
+        return {name: tensor.detach() for name, tensor in tensors_of(self._merged_before)}
 
     def go_on_from(self, folder: Path | None, manifest: Manifest) -> None:
         if not self._is_running:
             return
         state = {} if folder is None else load_state(folder)
         self._merged_before = deepcopy(self._merged_before)
-        for name, tensor in _own_tensors(self._merged_before):
+        for name, tensor in tensors_of(self._merged_before):
             if name not in state:
                 raise ValueError(
                     f"{self.name}: rule=add_running goes on from a result that is not in '{MERGED}'"
@@ -310,12 +316,6 @@ class ContinualMethodBaseline(_Baseline):
         round_to(result, dtypes)
         del vars(result)["named_modules"]
         return result
-
-
-def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model, each once, and its buffers."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 @torch.no_grad()
