@@ -58,48 +58,38 @@ def comparison_folder(folder):
     return folder
 
 
-def some_analysis():
-    """Three tasks in four layers, and the losses of two methods."""
+def analysis_of(methods, tasks):
+    """Task vectors in four layers, and the losses of methods."""
     rng = np.random.default_rng(0)
+    shape = (len(LAYERS), len(tasks), len(tasks))
+    vector = {"norm": 1.0, "relative_norm": 0.1, "rank": 12, "rank_90": 9, "energy_in_top": 0.6}
+    vector["energy"] = torch.full((32,), 1 / 32, dtype=torch.float64)
+    vectors = []
+    for task, layer in product(tasks, LAYERS):
+        effective_rank = float(rng.uniform(2, 9))
+        vectors.append({"task": task, "layer": layer, **vector, "effective_rank": effective_rank})
     losses = []
-    for method, (step, task) in product(("NUFILT", "sum"), enumerate(TASKS, 1)):
-        for layer, value in zip(LAYERS, rng.uniform(1, 2, len(LAYERS)).tolist(), strict=True):
-            fixed = (value, value)
-            relative = (value / 9, value / 9)
-            data_free = (value / 2, value / 2)
-            losses.append(loss_row(method, step, task, layer, *fixed, *relative, *data_free))
-    shape = (len(LAYERS), len(TASKS), len(TASKS))
-    vector = {
-        "norm": 1.0,
-        "relative_norm": 0.1,
-        "effective_rank": 3.0,
-        "rank": 12,
-        "rank_90": 9,
-        "energy_in_top": 0.6,
-    }
-    vector["energy"] = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    vectors = [{"task": task, "layer": layer, **vector} for task, layer in product(TASKS, LAYERS)]
-    overlaps = pair_rows(
-        LAYERS, TASKS, ("vector", "other_vector", "overlap"), rng.uniform(0.2, 0.5, shape)
-    )
-    affinity = rng.uniform(0.1, 0.4, shape) + 0.5 * np.eye(len(TASKS))
-    by_rank = rng.uniform(0, 1, (*shape, 2))
+    for method, (step, task), layer in product(methods, enumerate(tasks, 1), LAYERS):
+        losses.append(loss_row(method, step, task, layer, *rng.uniform(1, 2, 6).tolist()))
+    affinity = rng.uniform(0.1, 0.4, shape) + 0.37 * np.eye(len(tasks))
+    overlap = rng.uniform(0.2, 0.57, shape)
+    by_rank = rng.uniform(0, 1, (*shape, 5))
     return Analysis(
         about={"modelpool": "some_pool", "scored": "all test data"},
-        tasks=TASKS,
+        tasks=list(tasks),
         layers=dict.fromkeys(LAYERS, (16, 16)),
         task_rank=4,
         vectors=vectors,
-        overlaps=overlaps,
-        affinity=pair_rows(LAYERS, TASKS, ("data", "vector", "affinity"), affinity, by_rank),
+        overlaps=pair_rows(LAYERS, tasks, ("vector", "other_vector", "overlap"), overlap),
+        affinity=pair_rows(LAYERS, tasks, ("data", "vector", "affinity"), affinity, by_rank),
         losses=losses,
-        scores={"NUFILT": {"ACC": 0.7, "BWT": -0.1}},
+        scores={method: {"ACC": 0.7, "BWT": -0.1} for method in methods},
     )
 
 
 def analysis_folder(folder):
     """What `nufilt analyze` leaves of it, but for the pictures."""
-    save_analysis(some_analysis(), folder)
+    save_analysis(analysis_of(["NUFILT", "sum"], TASKS), folder)
     return folder
 
 

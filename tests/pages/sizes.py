@@ -1,23 +1,16 @@
-"""Comparisons and analyses of any number of methods and tasks, with made-up numbers."""
+"""Comparisons of any number of methods and tasks, with made-up numbers."""
 
 import json
 from dataclasses import replace
-from itertools import product
 
-import numpy as np
 import pandas as pd
-import torch
 
-from fusion_bench_nufilt.analysis.summary import Analysis
 from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
 from fusion_bench_nufilt.compare.specs import RunSpec
 from fusion_bench_nufilt.compare.summary import compare_runs
 from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
 from fusion_bench_nufilt.pages.content import Method, SeedRun
-from tests.analysis.helpers import loss_row, pair_rows
-
-PARTS = ("self_attn.q", "mlp.fc1")
-LAYERS = [f"encoder.layers.{block}.{part}" for block, part in product(range(4), PARTS)]
+from tests.pages.helpers import LAYERS
 
 
 def names(kind, count):
@@ -79,34 +72,3 @@ def layers_of(tasks):
             row = {"step": step, "task": task, "layer": layer, "filtered_share": 0.01 * step}
             rows.append(row | {"overlap": 0.1 * number, "task_norm": 5.0, "loss_after": 1.5 * step})
     return pd.DataFrame(rows)
-
-
-def analysis_of(methods, tasks):
-    rng = np.random.default_rng(0)
-    tasks = names("task", tasks)
-    shape = (len(LAYERS), len(tasks), len(tasks))
-    vector = {"norm": 1.0, "relative_norm": 0.1, "rank": 12, "rank_90": 9, "energy_in_top": 0.6}
-    vector["energy"] = torch.full((32,), 1 / 32, dtype=torch.float64)
-    vectors = []
-    for task, layer in product(tasks, LAYERS):
-        effective_rank = float(rng.uniform(2, 9))
-        vectors.append({"task": task, "layer": layer, **vector, "effective_rank": effective_rank})
-    losses = []
-    for method, (step, task), layer in product(
-        names("method", methods), enumerate(tasks, 1), LAYERS
-    ):
-        losses.append(loss_row(method, step, task, layer, *rng.uniform(1, 2, 6).tolist()))
-    affinity = rng.uniform(0.1, 0.4, shape) + 0.37 * np.eye(len(tasks))
-    overlap = rng.uniform(0.2, 0.57, shape)
-    by_rank = rng.uniform(0, 1, (*shape, 5))
-    return Analysis(
-        about={"modelpool": "some_pool", "scored": "all test data"},
-        tasks=tasks,
-        layers=dict.fromkeys(LAYERS, (16, 16)),
-        task_rank=4,
-        vectors=vectors,
-        overlaps=pair_rows(LAYERS, tasks, ("vector", "other_vector", "overlap"), overlap),
-        affinity=pair_rows(LAYERS, tasks, ("data", "vector", "affinity"), affinity, by_rank),
-        losses=losses,
-        scores={method: {"ACC": 0.7, "BWT": -0.1} for method in names("method", methods)},
-    )

@@ -1,8 +1,6 @@
-"""Every kind of picture, for few and for many methods and tasks: what is drawn can be told apart,
+"""Every kind of picture, for many methods and tasks: what is drawn can be told apart,
 has a name, and lies within its scale.
 """
-
-from functools import cache
 
 import pytest
 
@@ -13,22 +11,19 @@ from fusion_bench_nufilt.pages.layers import layer_charts
 from fusion_bench_nufilt.pages.results import layer_rows
 from fusion_bench_nufilt.pages.theme import chart_definition
 from tests.pages.charts import rows_of, spec_of
-from tests.pages.sizes import analysis_of, comparison_of, layers_of, sensitivity_of
-
-SIZES = [(3, 2), (12, 20)]  # methods and tasks
-
-
-@pytest.fixture(scope="module", params=SIZES, ids=str)
-def pictures(request):
-    """The definition of each picture, by name."""
-    return pictures_of(*request.param)
+from tests.pages.helpers import analysis_of
+from tests.pages.sizes import comparison_of, layers_of, names, sensitivity_of
 
 
-@cache
-def pictures_of(methods, tasks):
+@pytest.fixture(scope="module")
+def pictures():
+    """The definition of each picture of twelve methods and twenty tasks, by name."""
+    methods, tasks = 12, 20
     charts = comparison.charts_of_comparison(comparison_of(methods, tasks))
     charts |= layer_charts(layer_rows(layers_of(tasks)))
-    charts |= analysis.charts_of_analysis(summarise(analysis_of(methods, tasks)))
+    charts |= analysis.charts_of_analysis(
+        summarise(analysis_of(names("method", methods), names("task", tasks)))
+    )
     matrix = comparison_of(1, tasks).matrices(42)["method 1"]
     charts["accuracy_matrix"] = score_maps({"NUFILT": matrix})
     charts["sensitivity"] = comparison.charts_of_comparison(sensitivity_of(2))["sensitivity"]
@@ -118,7 +113,9 @@ def test_every_number_lies_within_its_scale(pictures):
                 assert max(values) <= domain[1]
 
 
-def test_a_chart_of_curves_has_as_many_methods_as_there_are_colours_and_says_of_how_many():
-    chart = pictures_of(12, 20)["accuracy_per_step"]
+def test_a_chart_of_curves_has_as_many_methods_as_there_are_colours_and_says_of_how_many(
+    pictures,
+):
+    chart = pictures["accuracy_per_step"]
     assert len({row["name"] for row in rows_of(chart) if "name" in row}) == 7
     assert spec_of(chart)["title"] == "the 7 of 12 methods with the highest ACC"

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from fusion_bench_nufilt.pages.comparison import charts_of_comparison
 from fusion_bench_nufilt.pages.layers import layer_means
 from fusion_bench_nufilt.pages.results import layer_rows, long_table, rows_with, score_rows
 from tests.compare.helpers import SCORES, comparison, failed, finished
-from tests.pages.charts import panels, parts, rows_of
 from tests.pages.sizes import sensitivity_of
 from tests.pages.test_metrics import matrix
 
@@ -49,10 +47,10 @@ def test_a_panels_methods_are_found_by_their_options_whatever_their_labels():
     result = sensitivity_of(3)
     methods = {f"renamed {number}": row for number, row in enumerate(result.methods.values())}
     renamed = replace(result, methods=methods)
-    before, _ = parts(charts_of_comparison(result)["sensitivity"])
-    after, _ = parts(charts_of_comparison(renamed)["sensitivity"])
-    assert panels(after) == panels(before)
-    assert rows_of(after) == rows_of(before)
+    for panel in result.panels:
+        curve = list(result.curve(panel).values())
+        assert list(renamed.curve(panel).values()) == curve
+        assert len(curve) == len(panel["values"])
 
 
 def test_a_mean_over_steps_is_over_those_that_have_the_quantity():
