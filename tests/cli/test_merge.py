@@ -8,7 +8,7 @@ import torch
 
 from fusion_bench_nufilt.cli.merging import gather
 from tests.cli.helpers import nufilt
-from tests.merge.helpers import RANKS, merge, same, save_stream, tensors
+from tests.merge.helpers import merge, same, save_stream, tensors
 from tests.tiny_models import llama
 
 RECIPE = """
@@ -25,9 +25,6 @@ settings:
   max_memory: 100GB
 """
 SETTINGS = ("null_rank", "lora_rank", "lr", "null_space", "target_modules")
-FLAGS = []
-for _name, _rank in RANKS.items():
-    FLAGS += [f"--{_name.replace('_', '-')}", str(_rank)]
 
 
 def models(folder, tasks):
@@ -78,9 +75,8 @@ def refused(words):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_is_no_recipe_is_refused():
+    for words, message in (
         ((), "--base and --task and --out must be given"),
         (("base=b", "tasks=[t]"), "--out must be given"),
         (("nul_rank=3",), "there is no option 'nul_rank'; did you mean 'null_rank'?"),
@@ -92,46 +88,45 @@ def refused(words):
         (("base=3",), "field 'base': input should be a valid string, got 3"),
         (("tasks=[a,3]",), "field 'tasks.1'"),
         (("method=[]",), "field 'method'"),
-    ],
-)
-def test_what_is_no_recipe_is_refused(words, message):
-    assert message in refused(words)
+    ):
+        assert message in refused(words)
 
 
-@pytest.mark.parametrize(
-    ("content", "field"),
-    [
+def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    for content, field in (
         ("[base, out]", "valid dictionary"),
         ("3", "can't be read"),
         ("base: b: c", "can't be read"),
         ("base: [", "can't be read"),
-        ("[" * 2000, "can't be read"),
-        ("base: 3", "field 'base'"),
+        ("[" * 1000, "can't be read"),
         ("base: {}", "field 'base'"),
         ("tasks: 3", "field 'tasks'"),
         ("tasks: [a, {}]", "field 'tasks.1'"),
         ("merged: []", "field 'merged'"),
         ("out: 1.5", "field 'out'"),
-        ("method: []", "field 'method'"),
         ("settings: [null_rank]", "field 'settings'"),
         ("settings: {method: {}}", "field 'method'"),
+    ):
+        recipe.write_text(content)
+        message = refused([str(recipe)])
+        assert field in message
+        assert "recipe.yaml" in message
+    for content, what in (
         ("1: 2", "no option '1'"),
         ("settings: {1: 2}", "no option '1'"),
         ("", "must be given"),
-    ],
-)
-def test_what_is_no_recipe_is_refused_by_file_and_field(tmp_path, content, field):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(content)
-    message = refused([str(recipe)])
-    assert field in message
-    assert "recipe.yaml" in message or "option" in field or "given" in field
+    ):
+        recipe.write_text(content)
+        assert what in refused([str(recipe)])
 
 
-def test_a_recipe_may_have_anchors(tmp_path):
+def test_a_recipe_may_have_anchors_and_a_word_be_longer_than_the_name_of_a_file(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("base: &name b\ntasks: [t, *name]\nout: o\n")
-    assert gather([str(recipe)], {}, SETTINGS)["tasks"] == ["t", "b"]
+    modules = [f"layers.{number}.q_proj" for number in range(40)]
+    gathered = gather([str(recipe), f"target_modules=[{','.join(modules)}]"], {}, SETTINGS)
+    assert (gathered["tasks"], gathered["target_modules"]) == (["t", "b"], modules)
 
 
 def test_the_manifest_of_a_result_is_no_recipe_and_its_card_has_one(tmp_path):
@@ -141,63 +136,38 @@ def test_the_manifest_of_a_result_is_no_recipe_and_its_card_has_one(tmp_path):
     assert message.endswith("it describes a result, in whose README.md is the recipe")
 
 
-def test_a_word_may_be_longer_than_the_name_of_a_file():
-    modules = [f"layers.{number}.q_proj" for number in range(40)]
-    words = ("base=b", "tasks=[t]", "out=o", f"target_modules=[{','.join(modules)}]")
-    assert gather(words, {}, SETTINGS)["target_modules"] == modules
-
-
-def test_a_stream_and_one_more_model(tmp_path):
-    save_stream(tmp_path, llama())
-    code, text = nufilt("merge", *models(tmp_path, 2), "--out", tmp_path / "two", *FLAGS)
-    assert code == 0, text
-    assert "step 2, 14 layers merged" in text
-    so_far = ("--base", tmp_path / "base", "--merged", tmp_path / "two")
-    third = ("--task", tmp_path / "task3", "--out", tmp_path / "new")
-    code, text = nufilt("merge", *so_far, *third, *FLAGS)
-    assert code == 0, text
-    assert "step 3, 14 layers merged" in text
-    assert same(tensors(tmp_path / "new"), tensors(merge(tmp_path)))
-
-
-def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+def test_a_dry_run_prints_the_plan_of_the_layers_that_words_choose_and_writes_nothing(tmp_path):
     save_stream(tmp_path, llama(), tasks=1)
     before = sorted(tmp_path.rglob("*"))
-    code, text = nufilt("merge", *models(tmp_path, 1), "--out", tmp_path / "out", "--dry-run")
-    assert code == 0
-    assert "14 layers" in text
-    assert "0 tensors (other_params=pretrained)" in text
-    assert "6 tensors, bit by bit" in text
-    assert "GB at most" in text
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_name_of_a_folder_is_no_markup(tmp_path):
-    save_stream(tmp_path, llama(), tasks=1)
-    out = tmp_path / "[" / "bold]"
-    code, text = nufilt("merge", *models(tmp_path, 1), "--out", out, *FLAGS)
-    assert code == 0, text
-
-
-def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
-    ranks = {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)}  # of layers with 32 inputs
-    for name, (r_p, r_l, r_v) in ranks.items():
-        command = ("merge", *models(tmp_path, 2), "--out", tmp_path / name)
-        flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
-        code, text = nufilt(*command, "--target-modules", "q_proj", *flags)
-        assert code == 0, text
-    assert same(tensors(tmp_path / "numbers"), tensors(tmp_path / "shares"))
-
-
-def test_words_choose_layers_as_in_the_yaml(tmp_path):
-    save_stream(tmp_path, llama(), tasks=1)
     command = ("merge", *models(tmp_path, 1), "--out", tmp_path / "out", "--dry-run")
+    code, text = nufilt(*command)
+    assert code == 0
+    for words in (
+        "14 layers",
+        "0 tensors (other_params=pretrained)",
+        "6 tensors, bit by bit",
+        "GB at most",
+    ):
+        assert words in text
+    assert re.search(r"disk 0\.[1-9] MB in ", text)  # and no tenth of a gigabyte
     targets = ("--target-modules", "q_proj", "--target-modules", "up_proj")
     _, text = nufilt(*command, *targets, "--exclude-modules", "0.self_attn.q_proj")
     assert "3 layers" in text
     _, text = nufilt(*command, "--target-modules", r".*v_proj")
     assert "2 layers" in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
+    """The name of a folder is no markup."""
+    save_stream(tmp_path, llama(), tasks=2)
+    ranks = {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)}  # of layers with 32 inputs
+    for name, (r_p, r_l, r_v) in ranks.items():
+        command = ("merge", *models(tmp_path, 2), "--out", tmp_path / "[" / f"{name}]")
+        flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
+        code, text = nufilt(*command, "--target-modules", "q_proj", *flags)
+        assert code == 0, text
+    assert same(*(tensors(tmp_path / "[" / f"{name}]") for name in ranks))
 
 
 def test_weights_are_the_strengths_of_the_tasks_updates(tmp_path, monkeypatch):
@@ -207,7 +177,10 @@ def test_weights_are_the_strengths_of_the_tasks_updates(tmp_path, monkeypatch):
     code, text = nufilt(*command, "--weights", "0.5")
     assert code == 1, text
     assert "there are 1 weights for 2 tasks" in text
-    code, text = nufilt(*command, "--weights", "0.5", "--weights", "2", "scale=0.5")
+    code, text = nufilt(*command, "weights=0.5,2")
+    assert code == 1
+    assert "a list is in brackets: 'weights=[0.5,2]'" in text
+    code, text = nufilt(*command, "weights=[0.5,2]", "scale=0.5")
     assert code == 0, text
     base = tensors(tmp_path / "base")
     task1 = tensors(tmp_path / "task1")
@@ -215,17 +188,6 @@ def test_weights_are_the_strengths_of_the_tasks_updates(tmp_path, monkeypatch):
     for key, theta_0 in base.items():
         expected = theta_0 + 0.25 * (task1[key] - theta_0) + (task2[key] - theta_0)
         torch.testing.assert_close(tensors(tmp_path / "out")[key], expected, rtol=0, atol=2e-7)
-
-
-def test_a_list_without_brackets_is_said_to_need_them(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
-    command = ("merge", *models(tmp_path, 2), "--out", tmp_path / "out", "--method", "sum")
-    code, text = nufilt(*command, "weights=0.5,0.5")
-    assert code == 1
-    remedy = "a list is in brackets: 'weights=[0.5,0.5]'"
-    assert remedy in text
-    code, text = nufilt(*command, "weights=[0.5,0.5]")
-    assert code == 0, text
 
 
 def test_folders_without_options_are_said_to_need_them(tmp_path, monkeypatch):
@@ -239,11 +201,3 @@ def test_folders_without_options_are_said_to_need_them(tmp_path, monkeypatch):
     assert code == 0, text
     code, text = nufilt("merge", "base", "task1", "task2")
     assert (code, "models are named by --base and --task" in text) == (1, True)
-
-
-def test_sizes_below_a_tenth_of_a_gigabyte_are_in_megabytes(tmp_path):
-    save_stream(tmp_path, llama(), tasks=1)
-    command = ("merge", *models(tmp_path, 1), "--out", tmp_path / "out", "--dry-run")
-    code, text = nufilt(*command)
-    assert code == 0, text
-    assert re.search(r"disk 0\.[1-9] MB in ", text)

@@ -44,18 +44,19 @@ def test_an_analysis_measures_its_task_vectors(here):
     assert (here / "outputs" / "analysis" / "index.html").is_file()
 
 
-@pytest.mark.parametrize("command", ["compare", "analyze"])
-def test_a_pool_that_is_not_found_is_one_short_line(here, command):
-    words = (command, "--methods", "nufilt")
-    code, text = nufilt(*words, "--modelpool", "mine")
-    assert code == 1
-    line = "error: there is no modelpool 'mine'; one of your own is found in the folder of "
-    assert text.strip() == f"{line}--config-dir, as modelpool/mine.yaml"
-    code, text = nufilt(*words, "--modelpool", "min", "--config-dir", "my_config")
-    assert text.strip() == "error: there is no modelpool 'min'; did you mean 'mine'?"
-    code, text = nufilt(*words, "--modelpool", "mine", "--config-dir", "other")
-    assert code == 1
-    assert text.strip() == "error: --config-dir: there is no folder 'other'"
+def test_a_pool_that_is_not_found_is_one_short_line(here):
+    not_found = "there is no modelpool 'mine'; one of your own is found in the folder of "
+    for command in ("compare", "analyze"):
+        for words, line in (
+            (["mine"], f"{not_found}--config-dir, as modelpool/mine.yaml"),
+            (
+                ["min", "--config-dir", "my_config"],
+                "there is no modelpool 'min'; did you mean 'mine'?",
+            ),
+            (["mine", "--config-dir", "other"], "--config-dir: there is no folder 'other'"),
+        ):
+            code, text = nufilt(command, "--methods", "nufilt", "--modelpool", *words)
+            assert (code, text.strip()) == (1, f"error: {line}")
 
 
 def test_folders_are_analysed_without_a_configuration():

@@ -1,7 +1,5 @@
 """`nufilt merge --merged OUT --task NEW`: what is not said is as it was."""
 
-import pytest
-
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.cli.merging import settings_to_continue
 from tests.cli.helpers import nufilt
@@ -36,12 +34,10 @@ def test_base_method_and_settings_are_those_of_the_model_that_it_goes_on_from(tm
     assert manifest(tmp_path / "new")["settings"] == manifest(expected)["settings"]
     assert "warning" not in text
     taken_over = text.partition("taken over")[2].partition("step 2")[0]
-    assert "null_rank 6" in taken_over
-    assert "target_modules ['q_proj', 'up_proj']" in taken_over
-    assert "seed 7" in taken_over
-    assert "state True" in taken_over
-    assert "lr 0.001" not in taken_over  # a default
-    assert "solver" not in taken_over
+    for words in ("null_rank 6", "target_modules ['q_proj', 'up_proj']", "seed 7", "state True"):
+        assert words in taken_over
+    for default in ("lr 0.001", "solver"):
+        assert default not in taken_over
 
 
 def test_what_the_user_says_wins_with_a_warning_that_names_both_values(tmp_path):
@@ -104,24 +100,18 @@ def test_the_base_of_a_run_is_that_of_its_pool_wherever_the_step_lies(tmp_path):
     assert "is neither here nor beside it" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("tokenizer", "expected"), [("base", "base"), ("task1", None)])
-def test_what_belongs_to_the_tasks_of_the_merge_before_is_not_taken_over(
-    tmp_path, tokenizer, expected
-):
+def test_what_belongs_to_the_merge_before_alone_is_not_taken_over(tmp_path):
+    """Nor a base that is not found, which must be said."""
     save_stream(tmp_path, llama(), tasks=2)
     merge(tmp_path, ["task1"], "one")
     settings = manifest(tmp_path / "one")["settings"]
-    settings |= {"tokenizer": tokenizer, "weights": [0.5]}
-    change_json(tmp_path / "one" / "nufilt.json", settings=settings)
-    continued = settings_to_continue({"merged": str(tmp_path / "one")})
-    assert continued.get("tokenizer") == expected
-    assert "weights" not in continued
-    assert continued["seed"] == 42
-
-
-def test_a_base_that_is_not_found_must_be_said(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
-    merge(tmp_path, ["task1"], "one")
+    for tokenizer, expected in (("task1", None), ("base", "base")):
+        new = {**settings, "tokenizer": tokenizer, "weights": [0.5]}
+        change_json(tmp_path / "one" / "nufilt.json", settings=new)
+        continued = settings_to_continue({"merged": str(tmp_path / "one")})
+        assert continued.get("tokenizer") == expected
+        assert "weights" not in continued
+        assert continued["seed"] == 42
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     code, text = go_on(tmp_path)
     assert code == 1
@@ -130,17 +120,14 @@ def test_a_base_that_is_not_found_must_be_said(tmp_path):
     assert go_on(tmp_path, "--base", tmp_path / "elsewhere")[0] == 0
 
 
-@pytest.mark.parametrize("dry", [False, True])
-def test_the_same_command_once_more_says_that_all_is_done(tmp_path, dry):
+def test_the_same_command_once_more_says_that_all_is_done(tmp_path):
     save_stream(tmp_path, llama(), tasks=2)
     merge(tmp_path, ["task1"], "one")
     assert "step 2, 14 layers merged" in go_on(tmp_path)[1]
     before = (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns
-    words = []
-    if dry:
-        words = ["--dry-run"]
-    code, text = go_on(tmp_path, *words)
-    assert code == 0
-    assert "step 2, finished by an earlier run" in text
-    assert "layers merged" not in text
+    for words in ([], ["--dry-run"]):
+        code, text = go_on(tmp_path, *words)
+        assert code == 0
+        assert "step 2, finished by an earlier run" in text
+        assert "layers merged" not in text
     assert (tmp_path / "new" / "nufilt.json").stat().st_mtime_ns == before

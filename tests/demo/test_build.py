@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,51 +35,39 @@ def made(monkeypatch):
     return names
 
 
-def test_a_finished_cache_is_used_as_it_is(copy, made):
+def test_a_finished_cache_is_used_as_it_is_whatever_else_lies_there(copy, made):
+    (copy / "shapes" / ".DS_Store").write_text("x")
     assert demo_package.demo_folder() == copy
     assert made == []
 
 
-def test_only_what_is_missing_is_built_again_to_the_same_bits(copy, made):
-    before = (copy / "shapes" / WEIGHTS).read_bytes()
-    shutil.rmtree(copy / "shapes")
-    demo_package.demo_folder()
-    assert made == ["shapes"]
-    assert (copy / "shapes" / WEIGHTS).read_bytes() == before
+def cut_short(file):
+    file.write_bytes(file.read_bytes()[:10])
 
 
-FILES = ["config.json", WEIGHTS, "digests.json"]
+def turn_around(file):
+    file.write_bytes(file.read_bytes()[::-1])
 
 
-@pytest.mark.parametrize("content", ["cut short", "other bytes", "gone"])
-@pytest.mark.parametrize("name", FILES)
-def test_a_part_whose_files_have_changed_is_made_again_to_the_same_bits(copy, made, name, content):
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("config.json", cut_short), (WEIGHTS, turn_around), ("digests.json", Path.unlink)],
+)
+def test_what_has_changed_or_is_missing_is_made_again_to_the_same_bits(copy, made, name, damage):
     demo_package.load_vision_model("shapes")
-    file = copy / "shapes" / name
-    before = file.read_bytes()
-    if content == "cut short":
-        file.write_bytes(before[: len(before) // 2])
-    elif content == "other bytes":
-        file.write_bytes(bytes(reversed(before)))
-    else:
-        file.unlink()
+    before = {file.name: file.read_bytes() for file in (copy / "shapes").iterdir()}
+    damage(copy / "shapes" / name)
     demo_package.load_vision_model("shapes")
     assert made == ["shapes"]
-    assert file.read_bytes() == before
+    assert {file.name: file.read_bytes() for file in (copy / "shapes").iterdir()} == before
 
 
 def test_a_tokenizer_that_is_cut_short_is_made_again(copy, made):
     """It ended in a JSONDecodeError."""
     for file in copy.glob("clip/*.json"):
-        file.write_bytes(file.read_bytes()[:10])
+        cut_short(file)
     assert demo_package.load_processor().tokenizer("a handwritten digit zero")
     assert made == ["clip"]
-
-
-def test_what_else_lies_in_a_part_does_not_matter(copy, made):
-    (copy / "shapes" / ".DS_Store").write_text("x")
-    demo_package.demo_folder()
-    assert made == []
 
 
 def test_pretraining_gives_the_same_bits_for_any_seed_threads_and_gradient_mode(copy):
@@ -153,20 +142,15 @@ def test_the_environment_chooses_the_recipe_and_the_folder(monkeypatch, tmp_path
 
 
 def test_building_and_loading_tell_what_is_built_and_nothing_else(copy, made, capfd):
+    """Also while a comparison silences everything."""
     shutil.rmtree(copy / "digits")
-    demo_package.load_vision_model("digits")
+    with quiet():
+        demo_package.load_vision_model("digits")
     demo_package.load_clip()
     captured = capfd.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert "building the demo, once" in captured.err
-
-
-def test_it_tells_that_it_is_built_while_a_comparison_silences_everything(copy, made, capfd):
-    shutil.rmtree(copy / "digits")
-    with quiet():
-        demo_package.demo_folder()
-    assert "building the demo, once" in capfd.readouterr().err
 
 
 def test_a_cache_that_can_not_be_written_is_named_and_another_one_is_taken(

@@ -9,6 +9,7 @@ from fusion_bench_nufilt.nufilt.adapter import Objective, fit_adapter
 from fusion_bench_nufilt.nufilt.solvers import solve_adapter
 from fusion_bench_nufilt.nufilt.subspace import null_space_filter, top_right_singular_vectors
 from tests.nufilt.matrices import random_layer
+from tests.pairs import pairs
 
 SHAPES = [(20, 16), (16, 20), (16, 40)]  # the last is wide enough for the direct form of G B
 PROJECTORS = ["filter", "identity", "zero"]
@@ -90,9 +91,7 @@ def closed_form(shape, projector, ridge, rank=4):
     return layer, A[0], B[0], losses[0]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("projector", PROJECTORS)
-@pytest.mark.parametrize("ridge", [1e-3, 10])
+@pytest.mark.parametrize(("shape", "projector", "ridge"), pairs(SHAPES, PROJECTORS, [1e-3, 10]))
 def test_the_closed_form_has_no_gradient_and_tells_its_losses(shape, projector, ridge):
     layer, A, B, losses = closed_form(shape, projector, ridge)
     penalty = ridge * layer[0].square().sum() / shape[1]
@@ -104,12 +103,9 @@ def test_the_closed_form_has_no_gradient_and_tells_its_losses(shape, projector, 
     assert gradient.norm() <= 1e-9 * at_zero.norm()
     expected = [plain_loss(*layer, start, B).item(), loss.item()]
     torch.testing.assert_close(losses.tolist(), expected, rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_its_b_is_an_orthonormal_sketch_of_tau(shape):
-    (tau, *_), _, B, _ = closed_form(shape, "filter", 10)
+    # B is an orthonormal sketch of tau.
     torch.testing.assert_close(B.mT @ B, torch.eye(4, dtype=torch.float64))
+    tau = layer[0]
     sketch = tau.mT @ (tau @ start_of_a(shape).mT)
     torch.testing.assert_close(B @ (B.mT @ sketch), sketch)
 
