@@ -78,15 +78,12 @@ def test_inputs_are_reproducible_and_a_task_is_1_to_2_percent_of_the_weight():
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_merges_a_layer(method):
-    (layer,) = prepared(method, [make_layer((48, 40), 0, "cpu")])
-    (merged,) = merge(method, [layer], "cpu", FusionConfig())
-    assert merged.shape == (48, 40)
-    assert 0 < (merged - layer[0]).norm() < 5 * (layer[2] - layer[0]).norm()
-
-
-def test_memory_and_parts_are_measured():
+def test_every_method_merges_a_layer_and_memory_and_parts_are_measured():
+    for method in METHODS:
+        (layer,) = prepared(method, [make_layer((48, 40), 0, "cpu")])
+        (merged,) = merge(method, [layer], "cpu", FusionConfig())
+        assert merged.shape == (48, 40)
+        assert 0 < (merged - layer[0]).norm() < 5 * (layer[2] - layer[0]).norm()
     row = measure_memory("ours", MODELS["tiny"], "cpu", torch.get_num_threads())
     assert row["extra MB"] >= 0
     assert all(seconds > 0 for seconds in split([make_layer((48, 40), 0, "cpu")]).values())
@@ -104,50 +101,32 @@ def test_the_script_of_one_step_writes_its_tables(tmp_path, monkeypatch):
 
 
 def test_the_script_of_order_free_methods_has_a_row_for_each(monkeypatch, capsys):
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(sys, "argv", ["order_free.py", "--models=24x16", "--repeats=1"])
-    order_free.main()
-    torch.set_num_threads(threads)
+    run(order_free, monkeypatch, "--models=24x16", "--repeats=1")
     rows = re.findall(r"^\| (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert rows == ["method", "nufilt", *ORDER_FREE]
 
 
 def test_the_script_of_many_machines_tells_what_64_workers_take(monkeypatch, capsys):
     monkeypatch.setattr(scale, "measure", lambda shape, shrink: 1.0)
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(sys, "argv", ["scale.py", "--model=70B"])
-    scale.main()
-    torch.set_num_threads(threads)
+    run(scale, monkeypatch, "--model=70B")
     assert re.search(r"\| 64 \| [\d.]+ \| [\d.]+ \|", capsys.readouterr().out)
 
 
 @pytest.mark.slow
-def test_the_script_of_folders_merges_a_tiny_llama(tmp_path):
-    command = [sys.executable, str(SPEED / "folders.py"), "--size=tiny"]
+@pytest.mark.parametrize(
+    ("script", "words", "row"),
+    [
+        ("folders", [], r"^\| tiny \| 0.00B \| 14 \| "),
+        ("adapters", ["--count=2"], r"\| 2 \| "),
+        ("traffic", ["--methods=sum", "--repeats=1"], r"^\| tiny \| sum (\| [\d. -]+ ){7}\|$"),
+    ],
+)
+def test_a_script_of_folders_has_its_row_of_figures_for_a_tiny_llama(script, words, row, tmp_path):
+    command = [sys.executable, str(SPEED / f"{script}.py"), "--size=tiny", *words]
     command.append(f"--folder={tmp_path}/folder")
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert "| tiny | 0.00B | 14 | " in done.stdout
-
-
-@pytest.mark.slow
-def test_the_script_of_traffic_has_a_row_of_figures_for_each_method(tmp_path):
-    command = [sys.executable, str(SPEED / "traffic.py"), "--size=tiny"]
-    command += ["--methods=sum,sum --no-state", "--repeats=1", f"--folder={tmp_path}/folder"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    rows = re.findall(r"^\| tiny \| ([\w -]+?) (\| [\d. -]+ ){7}\|$", done.stdout, re.MULTILINE)
-    assert [method for method, _ in rows] == ["sum", "sum --no-state"]
-    assert not (tmp_path / "folder").exists()
-
-
-@pytest.mark.slow
-def test_the_script_of_adapters_merges_those_of_a_tiny_llama(tmp_path):
-    command = [sys.executable, str(SPEED / "adapters.py"), "--size=tiny", "--count=2"]
-    command.append(f"--folder={tmp_path}/folder")
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert "| 2 | " in done.stdout
+    assert re.search(row, done.stdout, re.MULTILINE)
 
 
 def test_a_part_of_the_gpu_script_that_fails_or_runs_over_is_a_row(tmp_path):
@@ -162,16 +141,14 @@ def test_a_part_of_the_gpu_script_that_fails_or_runs_over_is_a_row(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("part", ["parity", "tests"])
-def test_the_gpu_script_names_files_of_tests_that_are_there_and_hold_tests_for_a_gpu(part):
-    work, _ = gpu.PARTS[part]
-    _, names = work.args
-    for name in names.split():
-        path = REPO / "tests" / name
-        files = [path]
-        if path.is_dir():
-            files = path.glob("test_*.py")
-        assert any("every_device" in file.read_text() for file in files), name
+def test_the_gpu_script_names_files_of_tests_that_are_there_and_hold_tests_for_a_gpu():
+    for part in ("parity", "tests"):
+        work, _ = gpu.PARTS[part]
+        _, names = work.args
+        for name in names.split():
+            path = REPO / "tests" / name
+            files = path.glob("test_*.py") if path.is_dir() else [path]
+            assert any("every_device" in file.read_text() for file in files), name
 
 
 @pytest.mark.slow
@@ -219,8 +196,10 @@ def save_tokenizer(folder):
 
 
 def run(module, monkeypatch, *words):
+    threads = torch.get_num_threads()
     monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, words)])
     module.main()
+    torch.set_num_threads(threads)
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -248,10 +227,8 @@ def test_the_text_encoder_becomes_a_pool_that_is_scored(kind, tmp_path, sources,
     config = hf.BertConfig(**SIZES, intermediate_size=24, vocab_size=size)
     hf.BertModel(config).save_pretrained(base)
     monkeypatch.setattr(text_encoder, "STEPS", 10)
-    threads = torch.get_num_threads()
     options = ("--model", base, "--clones", tmp_path, "--out", tmp_path)
     run(text_encoder, monkeypatch, *options, kind)
-    torch.set_num_threads(threads)
     pool = text_encoder.TextTaskPool(str(base), str(tmp_path / "tasks"))
     for dtype in (torch.float32, torch.bfloat16):
         scores = pool.evaluate(hf.AutoModel.from_pretrained(tmp_path / kind / "subj", dtype=dtype))

@@ -73,24 +73,19 @@ def test_fusionbenchs_own_method_merges_scores_and_saves_likewise(fusion_bench):
     CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
 
 
-POOLS = (  # every size, and every set of tasks
-    "clip-vit-base-patch32_TA8",
-    "clip-vit-base-patch16_TALL14",
-    "clip-vit-large-patch14_TALL20",
-)
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_clip_setting_brings_its_models_and_its_task_pool(pool):
-    model, tasks = pool.split("_")
-    config = compose_run([f"modelpool={pool}"]).modelpool
-    count = int(tasks.removeprefix("TALL").removeprefix("TA"))
-    assert len(config.models) == count + 1
-    assert config.models._pretrained_ == f"openai/{model}"
-    for name, path in config.models.items():
-        assert name == "_pretrained_" or f"{model}_" in path
-    assert config.taskpool.base_model == f"openai/{model}"
-    assert set(config.taskpool.test_datasets) == set(config.models) - {"_pretrained_"}
+def test_a_clip_setting_brings_its_models_and_its_task_pool():
+    for model, tasks, count in (  # every size, and every set of tasks
+        ("clip-vit-base-patch32", "TA8", 8),
+        ("clip-vit-base-patch16", "TALL14", 14),
+        ("clip-vit-large-patch14", "TALL20", 20),
+    ):
+        config = compose_run([f"modelpool={model}_{tasks}"]).modelpool
+        assert len(config.models) == count + 1
+        assert config.models._pretrained_ == f"openai/{model}"
+        for name, path in config.models.items():
+            assert name == "_pretrained_" or f"{model}_" in path
+        assert config.taskpool.base_model == f"openai/{model}"
+        assert set(config.taskpool.test_datasets) == set(config.models) - {"_pretrained_"}
 
 
 def test_corrupted_test_sets_are_those_of_fusionbench_under_the_names_of_the_models():

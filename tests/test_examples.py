@@ -49,7 +49,7 @@ def example(name, *arguments):
         return output.read()
 
 
-@pytest.mark.parametrize(("make", "layers"), [(clip, 10), (llama, 14), (gpt2, 8)])
+@pytest.mark.parametrize(("make", "layers"), [(llama, 14), (gpt2, 8)])
 def test_plain_state_dicts_are_merged_as_the_models_are(make, layers, tmp_path):
     base = make()
     models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
@@ -66,9 +66,8 @@ def test_plain_state_dicts_are_merged_as_the_models_are(make, layers, tmp_path):
     assert all(torch.equal(value, expected[key]) for key, value in merged.items())
 
 
-@pytest.mark.parametrize("rank", [1, 4])
-def test_no_layer_violates_the_bounds_of_the_paper(rank):
-    _, *lines = example("paper_bounds.py", "--rank", rank).splitlines()
+def test_no_layer_violates_the_bounds_of_the_paper():
+    _, *lines = example("paper_bounds.py", "--rank", 4).splitlines()
     for line in lines:
         size, misalignment, by_theorem, loss, by_corollary = map(float, line.split())
         assert misalignment <= by_theorem + 1e-12
