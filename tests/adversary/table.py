@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,70 +129,38 @@ def json_fields() -> Iterator[Row]:
                 says,
                 JSON_FILES[file],
             )
-    of_type_text = in_json("base/config.json", model_type="text")
-    yield Row("config: model_type is a text", of_type_text, "is of model_type 'llama'.*'text'")
+    config = partial(in_json, "base/config.json")
+    no_type = "is of model_type 'llama'.*'text'"
+    yield Row("config: model_type is a text", config(model_type="text"), no_type)
     for field in ("hidden_size", "vocab_size", "num_attention_heads"):
-        yield Row(
-            f"config: {field} is a text", in_json("base/config.json", **{field: "text"}), None
-        )
-    fewer = in_json("base/config.json", num_hidden_layers=1)
-    yield Row(
-        "fewer layers than stored", fewer, r"stores 9 tensors of layers .*, 'model\.layers\.1\."
-    )
-    yield Row(
-        "more layers than stored",
-        in_json("base/config.json", num_hidden_layers=3),
-        "lacks the weight of 7",
-    )
+        yield Row(f"config: {field} is a text", config(**{field: "text"}), None)
+    more = r"stores 9 tensors of layers .*, 'model\.layers\.1\."
+    yield Row("fewer layers than stored", config(num_hidden_layers=1), more)
+    yield Row("more layers than stored", config(num_hidden_layers=3), "lacks the weight of 7")
     no_step = in_json("one/nufilt.json", step=...)
-    yield Row(
-        "no step",
-        no_step,
-        "no nufilt.json that tells how many tasks it holds: say with --step",
-        MORE,
-    )
+    unknown_step = "no nufilt.json that tells how many tasks it holds: say with --step"
+    yield Row("no step", no_step, unknown_step, MORE)
     yield Row("no step but --step", no_step, None, (*ANYWAY, "--step", "2"))
-    yield Row(
-        "other settings than before",
-        nothing,
-        "~seed is 42 there and 7 here",
-        (*MORE, "--seed", "7"),
-    )
+    of_seed = "~seed is 42 there and 7 here"
+    yield Row("other settings than before", nothing, of_seed, (*MORE, "--seed", "7"))
     yield Row("an index of nothing", in_json(INDEX, weight_map={}), r"index\.json' names no tensor")
-    for name in (
-        "README.md",
-        "nufilt.json",
-        "../task1/model.safetensors",
-        "/etc/passwd",
-        "",
-        ".",
-        "a\0b",
-    ):
-        yield Row(
-            f"a shard called {name!r}",
-            do.in_index(name),
-            r"index\.json' names .*: no safetensors files of this",
-        )
-    yield Row(
-        "a shard that is not there",
-        do.in_index("no.safetensors"),
-        "names shards that are not there: 'no.safe",
-    )
-    more = do.in_index(None, "model.more.weight")
-    yield Row(
-        "a tensor that no file has", more, "names tensors that its files lack: 'model.more.weight'"
-    )
+    says = r"index\.json' names .*: no safetensors files of this"
+    elsewhere = ("../task1/model.safetensors", "/etc/passwd")
+    for name in ("README.md", "nufilt.json", *elsewhere, "", ".", "a\0b"):
+        yield Row(f"a shard called {name!r}", do.in_index(name), says)
+    not_there = "names shards that are not there: 'no.safe"
+    yield Row("a shard that is not there", do.in_index("no.safetensors"), not_there)
+    lacking = "names tensors that its files lack: 'model.more.weight'"
+    yield Row("a tensor that no file has", do.in_index(None, "model.more.weight"), lacking)
 
 
 def option_values() -> Iterator[Row]:
     """Values of the wrong kind for every option."""
     for name in inspect.signature(merge).parameters:
-        for value in (
-            ("{a:1}", "[3]") if name not in (*MODELS, "context", "words", "dry_run") else ()
-        ):
-            yield Row(
-                f"options {name}={value}", nothing, rf"\b{name}\b", (*STREAM, f"{name}={value}")
-            )
+        if name not in (*MODELS, "context", "words", "dry_run"):
+            for value in ("{a:1}", "[3]"):
+                words = (*STREAM, f"{name}={value}")
+                yield Row(f"options {name}={value}", nothing, rf"\b{name}\b", words)
 
 
 # --- files ---
@@ -229,33 +198,21 @@ def weight_files() -> Iterator[Row]:
         for kind, (why, make) in kinds.items():
             instead = lambda d, m=model, f=file, make=make: do.instead(f(d / m), make)  # noqa: E731
             yield Row(f"{model} is {kind}", instead, f"{why}|not there")
-    yield Row(
-        "pickled weights",
-        lambda d: do.single(d / "task2").rename(d / "task2" / "x.bin"),
-        "are refused",
-    )
-    yield Row(
-        "two files and no index",
-        lambda d: (d / INDEX).unlink(),
-        r"no model\.safetensors\.index\.json",
-    )
+    pickled = lambda d: do.single(d / "task2").rename(d / "task2" / "x.bin")  # noqa: E731
+    yield Row("pickled weights", pickled, "are refused")
+    without_index = lambda d: (d / INDEX).unlink()  # noqa: E731
+    yield Row("two files and no index", without_index, r"no model\.safetensors\.index\.json")
     yield Row("a tensor in two shards", do.twice, "in another file: remove one of them")
     for name in ("tokenizer.json", "additional_chat_templates/x.jinja"):
         elsewhere = lambda d, n=name: link(d / "base" / n, "/etc/hostname")  # noqa: E731
         yield Row(f"{name} is a link to elsewhere", elsewhere, "is a link to")
-        yield Row(
-            f"{name} is a link within",
-            lambda d, n=name: link(d / "base" / n, d / "base" / "config.json"),
-            None,
-        )
+        within = lambda d, n=name: link(d / "base" / n, d / "base" / "config.json")  # noqa: E731
+        yield Row(f"{name} is a link within", within, None)
     for name in ("sub", "additional_chat_templates/sub"):
         yield Row(f"a folder {name}", lambda d, n=name: (d / "base" / n).mkdir(parents=True), None)
     yield Row("a pipe among small files", lambda d: os.mkfifo(d / "base" / "vocab.txt"), None)
-    yield Row(
-        "code beside the weights",
-        lambda d: (d / "base" / "modeling_x.py").write_text("raise SystemExit"),
-        None,
-    )
+    beside = lambda d: (d / "base" / "modeling_x.py").write_text("raise SystemExit")  # noqa: E731
+    yield Row("code beside the weights", beside, None)
     own = {
         "auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"},
         "model_type": "x",
@@ -273,23 +230,13 @@ def weight_files() -> Iterator[Row]:
 def weights() -> Iterator[Row]:
     for model, arguments in {"base": STREAM, "task2": STREAM, "one": ANYWAY}.items():
         for value in ("nan", "inf", "-inf"):
-            fill = change(
-                model, UP, lambda w, v=value: w.index_fill(0, torch.tensor([3]), float(v))
-            )
-            yield Row(
-                f"{value} in {model}",
-                fill,
-                rf"{model}', tensor '{UP}' has NaN or infinite values",
-                arguments,
-            )
+            fill = lambda w, v=value: w.index_fill(0, torch.tensor([3]), float(v))  # noqa: E731
+            says = rf"{model}', tensor '{UP}' has NaN or infinite values"
+            yield Row(f"{value} in {model}", change(model, UP, fill), says, arguments)
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint8):
             to = change(model, UP, lambda w, d=dtype: w.to(d))
-            yield Row(
-                f"{dtype} in {model}",
-                to,
-                rf"{model}', tensor '{UP}' is stored as .* can't be merged",
-                arguments,
-            )
+            says = rf"{model}', tensor '{UP}' is stored as .* can't be merged"
+            yield Row(f"{dtype} in {model}", to, says, arguments)
         shapes: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
             "transposed": lambda w: w.T.contiguous(),
             "flat": lambda w: w.flatten(),
@@ -308,9 +255,8 @@ def weights() -> Iterator[Row]:
             }[model]
             yield Row(f"a layer of {model} is {name}", change(model, UP, shape), says, arguments)
         control = do.rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")
-        yield Row(
-            f"a control character in a name of {model}", control, "lack|was not made", arguments
-        )
+        name = f"a control character in a name of {model}"
+        yield Row(name, control, "lack|was not made", arguments)
 
     for model in ("base", "task1", "task2"):
         huge = change(
@@ -322,70 +268,40 @@ def weights() -> Iterator[Row]:
             shutil.copytree(folder / "task1", folder / "task3")
             change("task3", "model.norm.weight", lambda weight: 2 * weight)(folder)
 
-        yield Row(
-            f"squares that are not finite in {model}",
-            huge_in_three,
-            "up_proj.* update has the norm inf",
-            (*STREAM, "--task", "task3"),
-        )
+        name = f"squares that are not finite in {model}"
+        says = "up_proj.* update has the norm inf"
+        yield Row(name, huge_in_three, says, (*STREAM, "--task", "task3"))
     lost = do.half(change("task2", UP, lambda w: w.float() + 1e6))
-    yield Row(
-        "a result that float16 can't hold",
-        lost,
-        r"up_proj\.weight': the merged weight is too large for F16",
-    )
+    too_large = r"up_proj\.weight': the merged weight is too large for F16"
+    yield Row("a result that float16 can't hold", lost, too_large)
 
 
 def other_tensors() -> Iterator[Row]:
     """Tensors outside the merged layers."""
     mean = (*STREAM, "--other-params", "mean")
     longer = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:2]]))
-    yield Row(
-        "more rows of the embedding",
-        longer,
-        "~rows of 'task2' and the base are matched by their numbers",
-    )
+    by_numbers = "~rows of 'task2' and the base are matched by their numbers"
+    yield Row("more rows of the embedding", longer, by_numbers)
     wider = change("task2", EMBEDDING, lambda w: torch.cat([w, w[:, :2]], 1))
     says = rf"'{EMBEDDING}': shape \(50, 34\) differs from \(50, 32\) of the base"
     yield Row("a wider embedding", wider, says)
     float8 = change("task2", EMBEDDING, lambda w: w.to(torch.float8_e4m3fn))
-    yield Row(
-        "quantised and averaged", float8, f"task2', tensor '{EMBEDDING}' is stored as F8_E4M3", mean
-    )
+    says = f"task2', tensor '{EMBEDDING}' is stored as F8_E4M3"
+    yield Row("quantised and averaged", float8, says, mean)
     yield Row("quantised and not used", float8, None)
     shorter = change("one", EMBEDDING, lambda w: w[:-1].contiguous())
-    yield Row(
-        "merged from another base",
-        shorter,
-        f"one', tensor '.*{EMBEDDING}': .*not made from this base",
-        MORE,
-    )
-    nan = {
-        model: change(model, NORM, lambda w: w.fill_(float("nan"))) for model in ("base", "task2")
-    }
-    yield Row(
-        "a norm of NaN in base",
-        nan["base"],
-        f"~tensor '{NORM}' has NaN or infinite values in the base",
-    )
-    yield Row(
-        "a norm of NaN in task2",
-        nan["task2"],
-        f"task2', tensor '{NORM}' has NaN or infinite values",
-        mean,
-    )
+    says = f"one', tensor '.*{EMBEDDING}': .*not made from this base"
+    yield Row("merged from another base", shorter, says, MORE)
+    fill = lambda w: w.fill_(float("nan"))  # noqa: E731
+    says = f"~tensor '{NORM}' has NaN or infinite values in the base"
+    yield Row("a norm of NaN in base", change("base", NORM, fill), says)
+    says = f"task2', tensor '{NORM}' has NaN or infinite values"
+    yield Row("a norm of NaN in task2", change("task2", NORM, fill), says, mean)
     lost = do.half(change("task2", EMBEDDING, lambda w: w.float() + 1e6))
-    yield Row(
-        "a mean that float16 can't hold",
-        lost,
-        r"has values that torch\.float16 can't hold",
-        mean,
-    )
-    yield Row(
-        "a task of another base",
-        do.another_base,
-        r"~task2' looks as if .* another base.*cosine -?0\.0",
-    )
+    says = r"has values that torch\.float16 can't hold"
+    yield Row("a mean that float16 can't hold", lost, says, mean)
+    says = r"~task2' looks as if .* another base.*cosine -?0\.0"
+    yield Row("a task of another base", do.another_base, says)
 
 
 # --- adapters ---
@@ -395,60 +311,37 @@ def adapters() -> Iterator[Row]:
     def said(name: str, says: str, **fields: object) -> Row:
         return Row(f"adapter: {name}", in_json("lora/adapter_config.json", **fields), says, LORA)
 
-    yield said("r that is not that of the tensors", "they do not belong together", r=5)
-    yield said(
-        "no r pattern for its tensors", "they do not belong together", rank_pattern={"q_proj": 3}
-    )
+    apart = "they do not belong together"
+    yield said("r that is not that of the tensors", apart, r=5)
+    yield said("no r pattern for its tensors", apart, rank_pattern={"q_proj": 3})
     for field in ("alpha_pattern", "rank_pattern"):
-        yield said(
-            f"{field} that is no expression",
-            "can't be looked at by peft .*unterminated",
-            **{field: {"q_proj(": 4}},
-        )
+        says = "can't be looked at by peft .*unterminated"
+        yield said(f"{field} that is no expression", says, **{field: {"q_proj(": 4}})
     yield said("lora_bias", "merge it into its base with peft", lora_bias=True)
-    yield said("use_dora", "lacks tensors of it: save it again", use_dora=True)
-    yield said(
-        "layer_replication", "only LoRA, rsLoRA and DoRA are merged", layer_replication=[[0, 1]]
-    )
-    yield said(
-        "target_parameters that are no names", "target_parameters", target_parameters=[[0, 1]]
-    )
-    yield said(
-        "trainable_token_indices",
-        "lacks tensors of it: save it again",
-        trainable_token_indices=[0, 1],
-    )
+    lacking = "lacks tensors of it: save it again"
+    yield said("use_dora", lacking, use_dora=True)
+    yield said("trainable_token_indices", lacking, trainable_token_indices=[0, 1])
+    other_kind = "only LoRA, rsLoRA and DoRA are merged"
+    yield said("layer_replication", other_kind, layer_replication=[[0, 1]])
+    no_names = {"target_parameters": [[0, 1]]}
+    yield said("target_parameters that are no names", "target_parameters", **no_names)
     for kind in ("pissa", "olora", "corda", "loftq", "lora_ga"):
         yield said(f"initialised by {kind}", "changes the base as well", init_lora_weights=kind)
     for kind in ("IA3", "LOHA", "PREFIX_TUNING"):
-        yield said(f"of type {kind}", "only LoRA, rsLoRA and DoRA are merged", peft_type=kind)
+        yield said(f"of type {kind}", other_kind, peft_type=kind)
     for key in (LORA_A, LORA_B):
         part = key.split(".")[-2]
-        yield Row(
-            f"adapter: {part} is gone",
-            change("lora", key, lambda w: None),
-            "and no|no LoRA of",
-            LORA,
-        )
-        flat = change("lora", key, lambda w: w.flatten())
-        yield Row(f"adapter: {part} is flat", flat, "belong together|no LoRA of", LORA)
-        wide = change("lora", key, do.wider)
-        yield Row(f"adapter: {part} is wider", wide, "belong together|another base|shape", LORA)
-        yield Row(
-            f"adapter: {part} is int8",
-            change("lora", key, lambda w: w.to(torch.int8)),
-            "is stored as I8",
-            LORA,
-        )
-        nan = change("lora", key, lambda w: w.fill_(float("nan")))
-        yield Row(f"adapter: NaN in {part}", nan, "has NaN or infinite values", LORA)
+        for name, edit, says in (
+            ("is gone", lambda w: None, "and no|no LoRA of"),
+            ("is flat", lambda w: w.flatten(), "belong together|no LoRA of"),
+            ("is wider", do.wider, "belong together|another base|shape"),
+            ("is int8", lambda w: w.to(torch.int8), "is stored as I8"),
+            ("has NaN", lambda w: w.fill_(float("nan")), "has NaN or infinite values"),
+        ):
+            yield Row(f"adapter: {part} {name}", change("lora", key, edit), says, LORA)
     yield Row("an adapter as base", lambda d: do.swap(d / "base", d / "lora"), "is an adapter")
-    yield Row(
-        "an adapter as merged model",
-        lambda d: do.swap(d / "one", d / "lora"),
-        "is an adapter",
-        MORE,
-    )
+    swapped = lambda d: do.swap(d / "one", d / "lora")  # noqa: E731
+    yield Row("an adapter as merged model", swapped, "is an adapter", MORE)
 
 
 # --- options and places ---
@@ -493,92 +386,55 @@ def options() -> Iterator[Row]:
         yield Row(f"options {words[:40]}", nothing, says, (*STREAM, *words.split()))
     spellings = ("--task", "task1", "--task", "./base/../task1")
     yield Row("the same task by two spellings", nothing, "is also task .*: name it once", spellings)
-    yield Row(
-        "a task that is not there",
-        nothing,
-        "no folder 'no/such/task'",
-        ("--task", "no/such/task"),
-    )
-    yield Row(
-        "a task that is no name",
-        nothing,
-        "is neither a folder nor the name of a",
-        ("--task", "no such task"),
-    )
-    yield Row(
-        "int8 float32 layers",
-        do.state_of(torch.int8),
-        "not float32",
-        (*MORE, "--state"),
-    )
-    yield Row("short float32 layers", do.state_of(None), "not float32", (*MORE, "--state"))
+    not_there = ("--task", "no/such/task")
+    yield Row("a task that is not there", nothing, "no folder 'no/such/task'", not_there)
+    no_name = ("--task", "no such task")
+    says = "is neither a folder nor the name of a"
+    yield Row("a task that is no name", nothing, says, no_name)
+    with_state = (*MORE, "--state")
+    yield Row("int8 float32 layers", do.state_of(torch.int8), "not float32", with_state)
+    yield Row("short float32 layers", do.state_of(None), "not float32", with_state)
 
 
 def places() -> Iterator[Row]:
     work = ".out.nufilt"
-    yield Row("OUT is a file", lambda d: (d / "out").write_text("precious"), "exists: remove it")
-    yield Row(
-        "OUT is a file in a dry run",
-        lambda d: (d / "out").touch(),
-        "exists: rem",
-        (*STREAM, "--dry-run"),
-    )
-    yield Row("OUT is a folder", lambda d: (d / "out").mkdir(), "exists: remove it")
-    yield Row(
-        "OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), "exists: remove it"
-    )
+    dry = (*STREAM, "--dry-run")
+    exists = "exists: remove it"
+    yield Row("OUT is a file", lambda d: (d / "out").write_text("precious"), exists)
+    yield Row("OUT is a file in a dry run", lambda d: (d / "out").touch(), "exists: rem", dry)
+    yield Row("OUT is a folder", lambda d: (d / "out").mkdir(), exists)
+    yield Row("OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), exists)
     to_task = lambda d: (d / work).symlink_to(d / "task1")  # noqa: E731
     yield Row("the work folder is a link", to_task, "is inside|is a file or a link")
-    yield Row(
-        "the work folder is a dead link",
-        lambda d: (d / work).symlink_to("nowhere"),
-        "is a file or a link",
-    )
-    yield Row(
-        "the work folder is a file",
-        lambda d: (d / work).write_text("precious"),
-        "is a file or a link",
-    )
+    to_nowhere = lambda d: (d / work).symlink_to("nowhere")  # noqa: E731
+    yield Row("the work folder is a dead link", to_nowhere, "is a file or a link")
+    yield Row("the work folder is a file", lambda d: write(d / work), "is a file or a link")
+    foreign = "was not made by nufilt: move it away"
     for name in ("notes.txt", "model/notes", "journal.jsonl"):
-        yield Row(
-            f"a foreign work folder with {name}",
-            lambda d, n=name: write(d / work / n),
-            "was not made by nufilt: move it away",
-        )
-    yield Row(
-        "a link in a foreign work folder",
-        lambda d: link(d / work / "model", d / "task1"),
-        "was not made by nufilt: move it away",
-    )
+        write_file = lambda d, n=name: write(d / work / n)  # noqa: E731
+        yield Row(f"a foreign work folder with {name}", write_file, foreign)
+    to_task = lambda d: link(d / work / "model", d / "task1")  # noqa: E731
+    yield Row("a link in a foreign work folder", to_task, foreign)
     yield Row("an empty work folder", lambda d: (d / work).mkdir(), None)
     move = lambda d: shutil.copytree(d / "task1", d / work)  # noqa: E731
     yield Row("a task in the work folder", move, "is inside", ("--task", work))
     inside = lambda d: shutil.copytree(d / "one", d / work / "model")  # noqa: E731
-    yield Row(
-        "the merged model in the work folder",
-        inside,
-        "is inside",
-        ("--merged", f"{work}/model", *MORE[2:]),
-    )
+    merged = ("--merged", f"{work}/model", *MORE[2:])
+    yield Row("the merged model in the work folder", inside, "is inside", merged)
 
     def linked(folder: Path) -> None:
         write(folder / work / "model" / "nothing")
         do.single(folder / "task1").rename(folder / work / "model" / "model.safetensors")
         do.single(folder / "task1").symlink_to(folder / work / "model" / "model.safetensors")
 
-    yield Row(
-        "weights that are links into the work folder", linked, r"task1' is inside '.*\.out\.nufilt'"
-    )
-    yield Row(
-        "OUT in an input", nothing, "which is not written to", (*STREAM, "--out", "task1/out")
-    )
-    yield Row(
-        "OUT in a file",
-        lambda d: write(d / "file"),
-        "is no folder that can be",
-        (*STREAM, "--out", "file/out"),
-    )
-    yield Row("OUT is where we are", nothing, "is inside|exists", (*STREAM, "--out", "."))
-    yield Row("OUT is the root", nothing, "is inside|exists", (*STREAM, "--out", "/"))
-    yield Row("OUT in /proc", nothing, "MB left", (*STREAM, "--out", "/proc/out"))
-    yield Row("OUT with a long name", nothing, "too long", (*STREAM, "--out", "o" * 300))
+    says = r"task1' is inside '.*\.out\.nufilt'"
+    yield Row("weights that are links into the work folder", linked, says)
+    for name, mutation, says, out in (
+        ("OUT in an input", nothing, "which is not written to", "task1/out"),
+        ("OUT in a file", lambda d: write(d / "file"), "is no folder that can be", "file/out"),
+        ("OUT is where we are", nothing, "is inside|exists", "."),
+        ("OUT is the root", nothing, "is inside|exists", "/"),
+        ("OUT in /proc", nothing, "MB left", "/proc/out"),
+        ("OUT with a long name", nothing, "too long", "o" * 300),
+    ):
+        yield Row(name, mutation, says, (*STREAM, "--out", out))
