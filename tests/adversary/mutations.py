@@ -15,6 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 INDEX = "base/model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
+STATE_OF_UP = "model.layers.1.mlp.up_proj.state.weight"
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -106,7 +107,7 @@ def state_of(dtype: torch.dtype | None) -> Mutation:
         path = folder / "one" / "nufilt_state"
         path.mkdir()
         save_file(
-            {UP: weight[1:].contiguous() if dtype is None else weight.to(dtype)},
+            {STATE_OF_UP: weight[1:].contiguous() if dtype is None else weight.to(dtype)},
             path / "model.safetensors",
         )
 
