@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.classifiers import train
 from tests.conftest import REPO
-from tests.tiny_models import clip, finetuned, llama
+from tests.tiny_models import adapt_at_random, clip, finetuned, llama
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 #: A block with the line before it, which may be a comment that marks it.
@@ -141,11 +141,7 @@ def save_adapter(folder, base, seed):
     """A random LoRA adapter of a Llama."""
     model = LlamaForCausalLM.from_pretrained(base)
     adapter = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapter.parameters():
-            if parameter.requires_grad:
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    adapt_at_random(adapter, seed)
     adapter.save_pretrained(folder)
 
 

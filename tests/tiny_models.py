@@ -88,6 +88,15 @@ def finetuned(model, seed, scale=0.02):
     return copy
 
 
+@torch.no_grad()
+def adapt_at_random(model, seed, scale=0.02):
+    """Take a random step on every parameter that is trained, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+
+
 def damaged_clip(folder):
     """Save a CLIP tower whose checkpoint lacks a weight; return the entry of a model pool, and the
     weight's key.

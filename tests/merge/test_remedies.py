@@ -17,7 +17,7 @@ from tests.families import FAMILIES, openclip
 from tests.merge.helpers import merge, plan, save_stream, tensors
 from tests.models.test_experts import fused, square
 from tests.released import released
-from tests.tiny_models import finetuned, llama
+from tests.tiny_models import adapt_at_random, finetuned, llama
 
 pytest.importorskip("peft", minversion="0.21", reason="KaSA and others came with peft 0.21")
 
@@ -42,10 +42,7 @@ def train(folder, model, config, name="adapter"):
 @torch.no_grad()
 def train_on(folder, base, config, name="adapter", words=WORDS, **options):
     adapted = get_peft_model(base, config)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapt_at_random(adapted, 5, 0.1)
     adapted.save_pretrained(folder / name, **options)
     return adapted.eval()(words).logits
 

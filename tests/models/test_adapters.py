@@ -11,7 +11,7 @@ from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.docs import follow_renaming
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
-from tests.tiny_models import TOWER, build, clip, llama, llava, t5
+from tests.tiny_models import TOWER, adapt_at_random, build, clip, llama, llava, t5
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -27,11 +27,7 @@ def save_adapter(folder, base, seed=5, **config):
 def random_adapter(adapter, whole, base, seed, **config):
     """Save a random adapter of a base as a folder, and what peft makes of it as another."""
     model = get_peft_model(base, LoraConfig(**{**LORA, **config}))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    adapt_at_random(model, seed)
     model.save_pretrained(adapter)
     model.merge_and_unload().save_pretrained(whole)
 

@@ -31,7 +31,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 from tests.merge.helpers import change_json, merge, plan
 from tests.oracle.test_classes import tiny_model
 from tests.released import released
-from tests.tiny_models import SMALL, T5, build, clip, full_clip, llama, llava
+from tests.tiny_models import SMALL, T5, adapt_at_random, build, clip, full_clip, llama, llava
 
 SUM = {"method": "sum", "scale": 1.0}
 MEAN = {"target_modules": "all-linear", "other_params": "mean", **SUM}
@@ -58,11 +58,7 @@ def save_adapter(folder, kind, seed=1, rename=str, **config):
     """Save a random adapter of a class, whose keys may be renamed."""
     base = kind.from_pretrained(folder / "base", dtype=torch.float64)
     model = get_peft_model(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **config}))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapt_at_random(model, seed, 0.1)
     target = folder / f"adapter{seed}"
     model.save_pretrained(target)
     path = target / "adapter_model.safetensors"

@@ -18,7 +18,7 @@ from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, same, tensors
-from tests.tiny_models import SMALL, T5, VISION, build, finetuned, llama
+from tests.tiny_models import SMALL, T5, VISION, adapt_at_random, build, finetuned, llama
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -72,12 +72,9 @@ TIED = ("tied LoRA", "tied LoRA by the head", "tied", "tokens")
 def save_adapter(folder, base, seed=5, **config):
     """Save an adapter; return the logits of peft's model."""
     model = get_peft_model(deepcopy(base), LoraConfig(**{**LORA, **config})).double()
-    generator = torch.Generator().manual_seed(seed)
+    adapt_at_random(model, seed)
+    model.save_pretrained(folder)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-        model.save_pretrained(folder)
         return model.eval()(WORDS).logits
 
 
@@ -194,11 +191,7 @@ def test_an_adapter_changes_those_names_of_a_weight_that_it_changes_in_peft(
     else:
         config["modules_to_save"] = [module]
     adapted = get_peft_model(deepcopy(base), LoraConfig(r=4, lora_alpha=8, **config)).double()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapt_at_random(adapted, 5, 0.1)
     adapted.save_pretrained(tmp_path / "adapter")
     expected = any_logits(adapted)
     assert (any_logits(base) - expected).abs().max() > 1e-6

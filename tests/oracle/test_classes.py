@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.merge.helpers import merge
 from tests.oracle.cases import linear_names
+from tests.tiny_models import adapt_at_random
 
 # From the class of most uses to the one without a head.
 MAPPINGS = (
@@ -89,11 +90,7 @@ def layers_of_adapters(model):
 
 def save_adapter(folder, base, seed, targets):
     model = get_peft_model(base, LoraConfig(r=2, target_modules=targets))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapt_at_random(model, seed, 0.1)
     model.save_pretrained(folder)
 
 
