@@ -56,7 +56,7 @@ from .models import (
     source_of,
 )
 from .program import ReportedTaskPool, finish_trackers, use_bundled_taskpool
-from .run_folder import RunFolder, SavedStep, open_run_folder
+from .run_folder import RunFolder, open_run_folder
 from .stopwatch import CHECKING, DATA, LOADING, MERGING, SAVING, SCORING, Stopwatch
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._data_seconds_before = 0.0  # those of the processes that a resumed run had before
         self.on_step = on_step
         self._has_begun = False
-        self._saved_step: SavedStep | None = None  # from which the run goes on
+        self._saved_step: Manifest | None = None  # of that from which the run goes on
         self._training_data: dict[str, Items] = {}
         self._inputs: dict[str, Input] = {}
         for name in modelpool.all_model_names:
@@ -381,7 +381,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         if self._saved_step is None:
             return 0
-        folder, manifest = self._saved_step
+        manifest = self._saved_step
         step = manifest["step"]
         log.info("going on after step %d", step)
         self.merge_seconds = manifest["merge_seconds"]
@@ -390,7 +390,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             for finished_step in range(self.first_step, step):
                 self._take_scores(finished_step, merged)
         # After earlier steps, which may have been loaded into `merged` to be scored.
-        self._load_step(folder, manifest, merged)
+        self._load_step(manifest, merged)
         if self.scores is not None and not self.scores.take_report(step):
             with self.stopwatch.part(SCORING):
                 self.scores.score_step(step, merged)
@@ -409,11 +409,13 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         except ValueError as error:
             log.warning("the scores of step %d are lost: it has no report, and %s", step, error)
             return
-        self._load_step(self.folder.checkpoint(step), manifest, merged)
+        self._load_step(manifest, merged)
         with self.stopwatch.part(SCORING):
             self.scores.score_step(step, merged)
 
-    def _load_step(self, folder: Path, manifest: Manifest, merged: nn.Module) -> None:
+    def _load_step(self, manifest: Manifest, merged: nn.Module) -> None:
+        assert self.folder is not None
+        folder = self.folder.checkpoint(manifest["step"])
         with self.stopwatch.part(LOADING):
             load_checkpoint(merged, folder)
             self.go_on_from(folder, manifest)

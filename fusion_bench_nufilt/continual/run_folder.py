@@ -35,10 +35,6 @@ _NEEDED = ("step", "merge_seconds")
 _ADVICE = "it is made again"
 
 
-#: The folder of a step, and its manifest.
-SavedStep = tuple[Path, Manifest]
-
-
 class _SavedScoring(TypedDict):
     taskpool: dict[str, Any]
     test_data: dict[str, Any]
@@ -161,16 +157,16 @@ class RunFolder:
         self._report(step).unlink(missing_ok=True)
         save_checkpoint(model, self.checkpoint(step), about, state, files)
 
-    def newest_step(self, first: int, last: int) -> SavedStep | None:
-        """Return the folder and manifest of the newest complete step between two; damaged steps are
-        passed over.
+    def newest_step(self, first: int, last: int) -> Manifest | None:
+        """Return the manifest of the newest complete step between two; damaged ones are passed
+        over.
         """
         for step in range(last, first - 1, -1):
             work = finished_step(self.checkpoint(step))
             if not work.is_there():
                 continue
             try:
-                return work.folder, self.read_step(step)
+                return self.read_step(step)
             except ValueError as error:
                 log.warning("step %d: %s; looking for the step before", step, error)
         return None

@@ -274,7 +274,7 @@ class ContinualMethodBaseline(_Baseline):
             raise ValueError(f"{self.name} starts from the pretrained model, not from '{MERGED}'")
         merged = deepcopy(pretrained)
         if self._saved_step is not None:
-            if self._saved_step[1]["step"] == self._last_step:
+            if self._saved_step["step"] == self._last_step:
                 self.take_saved_step(merged)
                 return merged
             log.warning(
