@@ -284,8 +284,6 @@ class Plan(Selection):
             "mean_counts": self._other_mean_counts(),
             "vocabulary": self.vocabulary.as_dict(),
             "small_files": digests,
-            "weight_files": self._tensors_in_files(),
-            "selection": self._digest_of_selection(),
             "versions": package_versions(),
         }
         return dict(json.loads(json.dumps(description)))  # as it will be read
@@ -298,22 +296,6 @@ class Plan(Selection):
             if head["file"] in files:
                 digests[head["file"]] = combined_digest(files[head["file"]].items())
         return digests
-
-    def _tensors_in_files(self) -> dict[str, str]:
-        """Return a digest of what is in each file of weights, which may be the base's own."""
-        digests = {}
-        for file, tensors in self.files.items():
-            digests[file] = combined_digest(_shapes(tensors).items())
-        return digests
-
-    def _digest_of_selection(self) -> str:
-        """Return a digest of what is made of which tensors."""
-        parts: dict[str, object] = {}
-        for layer in self.layers:
-            parts[layer.param] = (layer.name, layer.keys)
-        for param, keys in self.other_keys.items():
-            parts[param] = (keys, list(self.joining(param)))
-        return combined_digest(parts.items())
 
     def _other_mean_counts(self) -> dict[str, int]:
         """Return the number of models in the mean of each tensor where that is not the number of
