@@ -67,7 +67,7 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
     if plan.settings.step is None and "step" not in plan.merged_manifest:
         advice = "say with --step which number the new one has"
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
-    if not plan.is_adapter:
+    if merged.is_complete:
         check_made_from(plan.pretrained, merged, plan.computed)
     warnings: list[str] = []
     differing = other_options(plan)

@@ -4,7 +4,7 @@ time; and those of heads, which are kept beside the merged model.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -152,9 +152,7 @@ def tensors_in_files(kept: KeptState, params: Sequence[str]) -> list[Blocks]:
     for param in params:
         numel = sum(math.prod(plan.base.tensors[key].shape) for key in plan.other_keys[param])
         pieces = partial(_pieces_in_files, plan, param, state_places)
-        if param in plan.saved_tensors:
-            pieces = partial(_saved_pieces, plan, param)
-        elif plan.is_adapter:
+        if param in plan.adapter_keys:
             pieces = partial(_pieces_of_update, plan, param)
         tensors.append(Blocks(param, numel, pieces))
     return tensors
@@ -164,69 +162,76 @@ def _pieces_in_files(
     plan: Plan, param: str, state_places: Mapping[str, TensorInfo], merge: Merge, record: Record
 ) -> Pieces:
     mean_place = state_places.get(state_key(param))
-    for key in plan.other_keys[param]:
-        tensor = _Tensor(plan, param, key)
-        place = plan.places[key]
-        is_copy = tensor.is_kept and tensor.info.dtype == place.dtype
+    for tensor, places, ranges in _written(plan, param):
+        dtypes = {place.dtype for place in places}
         if not tensor.numel:
-            pieces: Pieces = [(place, torch.empty(0, dtype=torch.uint8, device="cpu"))]
-        elif is_copy and not tensor.info.is_quantised:
-            pieces = _copied_pieces(tensor, place)
+            pieces: Pieces = [
+                (place, torch.empty(0, dtype=torch.uint8, device="cpu")) for place in places
+            ]
+        elif tensor.is_kept and not tensor.info.is_quantised and dtypes == {tensor.info.dtype}:
+            pieces = _copied_pieces(tensor, places)
         else:
-            pieces = _merged_pieces(tensor, place, mean_place, merge)
+            pieces = _merged_pieces(tensor, places, ranges, mean_place, merge)
             mean_place = None  # one of the keys of a tied tensor is enough
         all_finite = True
-        for place_of_piece, piece in pieces:
-            if place_of_piece is place and piece.is_floating_point():
+        for place, piece in pieces:
+            if place in places and piece.is_floating_point():
                 all_finite = all_finite and is_finite(piece)
-            yield place_of_piece, piece
+            yield place, piece
         if not all_finite:
             # In the record, so that a run that goes on has it in its manifest, too.
-            record["not_finite"] = key
-            log.warning(NOT_FINITE, key)
+            record["not_finite"] = tensor.key
+            log.warning(NOT_FINITE, tensor.key)
 
 
-def _copied_pieces(tensor: _Tensor, place: TensorInfo) -> Pieces:
+def _written(
+    plan: Plan, param: str
+) -> Iterator[tuple[_Tensor, list[TensorInfo], list[tuple[int, int]]]]:
+    """Yield each of the base's tensors of a param, where the result has it, and the elements that
+    it has: all, or of an adapter the rows of some tokens.
+    """
+    saved = plan.saved_tensors.get(param)
+    if saved is None:
+        for key in plan.other_keys[param]:
+            tensor = _Tensor(plan, param, key)
+            yield tensor, [plan.places[key]], [(0, tensor.numel)]
+        return
+    tensor = _Tensor(plan, param, plan.other_keys[param][0])
+    ranges = [(0, tensor.numel)]
+    if saved.tokens is not None:
+        width = tensor.numel // tensor.info.shape[0]
+        ranges = [(token * width, (token + 1) * width) for token in saved.tokens]
+    yield tensor, [plan.places[key] for key in saved.keys], ranges
+
+
+def _copied_pieces(tensor: _Tensor, places: Sequence[TensorInfo]) -> Pieces:
     """Yield a tensor of the base as it is."""
     file = tensor.plan.base.opened[tensor.info.file]
     dtype = FLOATS.get(tensor.info.dtype, torch.uint8)
     for piece in file.chunks(tensor.info):
-        yield place, piece.view(dtype)
+        for place in places:
+            yield place, piece.view(dtype)
 
 
 def _merged_pieces(
-    tensor: _Tensor, place: TensorInfo, mean_place: TensorInfo | None, merge: Merge
+    tensor: _Tensor,
+    places: Sequence[TensorInfo],
+    ranges: Sequence[tuple[int, int]],
+    mean_place: TensorInfo | None,
+    merge: Merge,
 ) -> Pieces:
-    """Yield a merged tensor, and its mean for the state."""
+    """Yield some elements of a merged tensor, and its mean for the state."""
 
     def written(value: Tensor) -> Pieces:
         if mean_place is not None:
             yield mean_place, value.to(FLOATS[mean_place.dtype])
-        yield place, _rounded(value, tensor.key, FLOATS[place.dtype])
+        for place in places:
+            yield place, _rounded(value, tensor.key, FLOATS[place.dtype])
 
-    for start, stop in _bounds(0, tensor.numel, tensor.length):
-        yield from merge(tensor.job(start, stop, written))
-
-
-def _saved_pieces(plan: Plan, param: str, merge: Merge, record: Record) -> Pieces:
-    """Yield what an adapter holds in full of a tensor outside the merged layers, all of it or the
-    rows of some tokens.
-    """
-    saved = plan.saved_tensors[param]
-    tensor = _Tensor(plan, param, plan.other_keys[param][0])
-    parts = [(0, tensor.numel)]
-    if saved.tokens is not None:
-        width = tensor.numel // tensor.info.shape[0]
-        parts = [(token * width, (token + 1) * width) for token in saved.tokens]
-
-    def written(value: Tensor) -> Pieces:
-        for key in saved.keys:
-            place = plan.places[key]
-            yield place, _rounded(value, key, FLOATS[place.dtype])
-
-    for first, end in parts:
-        for start, stop in _bounds(first, end, tensor.length):
-            yield from merge(tensor.job(start, stop, written))
+    for start, stop in ranges:
+        for first in range(start, stop, tensor.length):
+            last = min(first + tensor.length, stop)
+            yield from merge(tensor.job(first, last, written))
 
 
 def _pieces_of_update(plan: Plan, param: str, merge: Merge, record: Record) -> Pieces:
@@ -274,21 +279,20 @@ def tensors_in_memory(
     write_state: Callable[[str, Tensor], object],
 ) -> list[Blocks]:
     """Return the tensors outside the merged layers that a merge of models in memory changes, a tied
-    one once.
+    one once, each in one block.
 
     The place of a piece is the function to call with its key and the piece: ``write`` for a tensor,
     and ``write_state`` for a mean that the model rounds, by its key in the state.
     """
     plan = kept.plan
-    to_keep = kept.means()
+    means = kept.means()
     tensors = []
     for param, keys in plan.other_keys.items():
         tensor = _Tensor(plan, param, keys[0])
-        if not tensor.is_averaged or not tensor.numel:
-            continue
-        device = plan.base.elements(tensor.key, 0, 1).device
-        pieces = partial(_pieces_in_memory, tensor, to_keep.get(param), write, write_state)
-        tensors.append(Blocks(param, tensor.numel, pieces, device))
+        if tensor.is_averaged and tensor.numel and tensor.tasks:
+            device = plan.base.elements(tensor.key, 0, 1).device
+            pieces = partial(_pieces_in_memory, tensor, means.get(param), write, write_state)
+            tensors.append(Blocks(param, tensor.numel, pieces, device))
     return tensors
 
 
@@ -300,21 +304,13 @@ def _pieces_in_memory(
     merge: Merge,
     record: Record,
 ) -> Pieces:
-    blocks: list[Tensor] = []
-    for start, stop in _bounds(0, tensor.numel, tensor.length):
-        blocks += [
-            value for _, value in merge(tensor.job(start, stop, lambda value: [("", value)]))
-        ]
-    value = torch.cat(blocks).reshape(tensor.info.shape)
-    if tensor.tasks:
-        yield (write, tensor.key), value
-    if kept is not None:
-        yield (write_state, state_key(tensor.param)), value.to(kept.dtype)
+    def written(value: Tensor) -> Pieces:
+        whole = value.reshape(tensor.info.shape)
+        yield (write, tensor.key), whole
+        if kept is not None:
+            yield (write_state, state_key(tensor.param)), whole.to(kept.dtype)
 
-
-def _bounds(start: int, stop: int, length: int) -> list[tuple[int, int]]:
-    """Return where the pieces of a range begin and end."""
-    return [(first, min(first + length, stop)) for first in range(start, stop, length)]
+    yield from merge(tensor.job(0, tensor.numel, written))
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:

@@ -41,7 +41,7 @@ from .engine import (
 from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
-from .strength import measure_strengths
+from .strength import strength_of
 
 log = logging.getLogger(__name__)
 
@@ -137,8 +137,7 @@ def task_strengths(kept: KeptState) -> Sequence[float]:
     if not plan.method.weighs_tasks:
         return [1.0] * len(plan.tasks)
     machine = machine_of(plan)
-    if not plan.settings.on_cpu:
-        return measure_strengths(plan, machine.devices, len(machine.devices))
+    workers = machine.workers if plan.settings.on_cpu else len(machine.devices)
     # No layer is merged meanwhile, whose memory this may take.
     jobs = layer_jobs(kept)
     budget = Budget(memory_limit(jobs, machine))
@@ -147,7 +146,12 @@ def task_strengths(kept: KeptState) -> Sequence[float]:
     def reserve(layer: Layer) -> AbstractContextManager[None]:
         return budget.reserve(memory[layer.name])
 
-    return measure_strengths(plan, machine.devices, machine.workers, reserve)
+    layers = plan.layers_of_model or plan.layers
+    strengths = []
+    for task in plan.tasks:
+        strength = strength_of(plan.pretrained, layers, task, machine.devices, workers, reserve)
+        strengths.append(strength)
+    return strengths
 
 
 def _stored_memory(kept: KeptState, layer: Layer, in_basis: tuple[int, int] | None) -> int:
@@ -162,14 +166,12 @@ def _stored_memory(kept: KeptState, layer: Layer, in_basis: tuple[int, int] | No
         # The factors with their basis; at the end the base, widened, and its sum with the update.
         wide_itemsize = max(4, base_itemsize)
         factors = 4 * wide_itemsize * in_basis[0] * sum(layer.view.shape)
-        last_product = (base_itemsize + 2 * wide_itemsize) * numel
-        if plan.is_adapter:
-            # Decomposed in float64, with all that this takes.
-            last_product = 5 * 8 * in_basis[0] * sum(layer.view.shape)
         if not plan.keeps_state:
-            return factors + last_product
-        if plan.is_adapter:
-            return factors + last_product + state_bytes
+            state_bytes = 0
+        if layer.param in plan.adapter_keys:
+            # Decomposed in float64, with all that this takes.
+            return factors + 5 * 8 * in_basis[0] * sum(layer.view.shape) + state_bytes
+        last_product = (base_itemsize + 2 * wide_itemsize) * numel
         # The state with the layer's own sides, and once more as it is written, beside the weight.
         writing = (base_itemsize + wide_itemsize) * numel + 2 * state_bytes
         return factors + max(last_product + state_bytes, writing)
@@ -324,21 +326,19 @@ def _pieces_in_files(
     ``state_places`` has the places in the file of the state, by key; none if there is no such file.
     """
     weight = merged_weight()
-    if not plan.is_adapter:
+    if layer.param in plan.adapter_keys:
+        assert isinstance(merged, LayerInBasis)
+        update = merged.basis.product(weight)
+        values = factors_by_key(plan, layer.param, update, merged.record)
+    else:
         weight = as_stored(plan, layer, merged, weight)
+        values = dict.fromkeys(layer.keys, plan.vocabulary.grown_layer(layer.param, weight))
     pieces: list[tuple[TensorInfo, Tensor]] = []
     if state_places:
         for key, value in kept.by_key(layer, merged, weight).items():
             if key in state_places:
                 pieces.append((state_places[key], value.cpu()))
-    weight = plan.vocabulary.grown_layer(layer.param, weight)
-    if plan.is_adapter:
-        assert isinstance(merged, LayerInBasis)
-        update = merged.basis.product(weight)
-        weights = factors_by_key(plan, layer.param, update, merged.record)
-    else:
-        weights = dict.fromkeys(layer.keys, weight)
-    for key, wide in weights.items():
+    for key, wide in values.items():
         place = plan.places[key]
         value = wide.to(FLOATS[place.dtype])
         # What is finite in float32 may be infinite in float16, which the engine can't see.

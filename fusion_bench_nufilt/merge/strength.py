@@ -33,7 +33,6 @@ from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_la
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 from .engine import CPU
-from .plan import Plan
 
 # Tails between which the strength grows from a half to 1: those of adapters are below, those of
 # full models above.
@@ -49,23 +48,6 @@ Reserve = Callable[[Layer], AbstractContextManager[object]]
 """Waits for the memory that it takes to measure a layer, which is less than to merge it."""
 
 
-def measure_strengths(
-    plan: Plan,
-    devices: Sequence[torch.device] = (CPU,),
-    workers: int = 1,
-    reserve: Reserve = nullcontext,
-) -> list[float]:
-    """Return the strengths of a plan's tasks, whose weights must be on this machine.
-
-    So many workers measure a layer each at a time, on devices of one kind.
-    """
-    layers = plan.layers_of_model or plan.layers
-    strengths = []
-    for task in plan.tasks:
-        strengths.append(strength_of(plan.pretrained, layers, task, devices, workers, reserve))
-    return strengths
-
-
 def strength_of(
     base: ModelWeights,
     layers: Sequence[Layer],
@@ -74,8 +56,10 @@ def strength_of(
     workers: int = 1,
     reserve: Reserve = nullcontext,
 ) -> float:
-    """Return the strength of a task, given all layers to merge, between a half and 1; devices and
-    workers are those of :func:`measure_strengths`.
+    """Return the strength of a task, whose weights must be on this machine, given all layers to
+    merge, between a half and 1.
+
+    So many workers measure a layer each at a time, on devices of one kind.
     """
     shapes = [layer.view.shape for layer in layers]
     pool = DevicePool(devices)

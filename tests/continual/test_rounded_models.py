@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.merge.strength import measure_strengths
+from fusion_bench_nufilt.merge.kept_state import KeptState
+from fusion_bench_nufilt.merge.planned import task_strengths
 from tests.merge.helpers import plan, tensors
 from tests.models.test_adapters import save_all
 from tests.tiny_models import llama
@@ -74,14 +75,14 @@ def strengths_in_memory(models):
     sums = [0.0]
 
     def note(step, merged):
-        sums.append(algorithm.state()[f"{Q_PROJ}.strength"].item())
+        sums.append(algorithm.state()[f"{Q_PROJ}.state.strength"].item())
 
     algorithm.run(models, on_step=note)
     return [after - before for before, after in pairwise(sums)]
 
 
 def strengths_of_folders(folder, tasks, **settings):
-    return measure_strengths(plan(folder, tasks, method="best", settings=settings))
+    return task_strengths(KeptState(plan(folder, tasks, method="best", settings=settings)))
 
 
 def test_a_result_in_bfloat16_has_the_strengths_of_the_folders_that_it_is_made_of(folder):

@@ -14,7 +14,6 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import strength
 from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.planned import task_strengths
-from fusion_bench_nufilt.merge.strength import measure_strengths
 from fusion_bench_nufilt.methods.order_free import layer_scales
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.architecture import Architecture
@@ -36,7 +35,7 @@ def folder(tmp_path):
 
 def strengths(folder, tasks):
     planned = plan(folder, tasks, method="best")
-    return measure_strengths(planned)
+    return task_strengths(KeptState(planned))
 
 
 def test_an_adapter_has_its_strength_as_an_adapter_and_merged_in_float32_and_in_bfloat16(folder):
@@ -59,7 +58,7 @@ def test_a_weak_adapter_that_was_merged_and_stored_in_bfloat16_is_still_an_adapt
 
 def test_the_strength_of_a_task_does_not_depend_on_its_weight_in_the_merge(folder):
     planned = plan(folder, TASKS, method="best", settings={"weights": [0.3, 0.3]})
-    assert measure_strengths(planned) == [1.0, 0.5]
+    assert task_strengths(KeptState(planned)) == [1.0, 0.5]
 
 
 def test_the_state_has_the_strengths_of_the_tasks_that_moved_a_layer(folder):

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_nufilt.merge.planned import disk_bytes
-from fusion_bench_nufilt.merge.strength import measure_strengths
+from fusion_bench_nufilt.merge.kept_state import KeptState
+from fusion_bench_nufilt.merge.planned import disk_bytes, task_strengths
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from tests.families import FAMILIES
 from tests.merge.helpers import (
@@ -333,4 +333,4 @@ def test_an_adapter_that_was_merged_and_stored_in_fp8_is_still_an_adapter(tmp_pa
     """What FP8 has rounded is none of its directions, though it is read in float32."""
     save_all(tmp_path, llama())
     quantise(tmp_path / "task9", scheme)
-    assert measure_strengths(plan(tmp_path, ["task9"], method="best")) == [0.5]
+    assert task_strengths(KeptState(plan(tmp_path, ["task9"], method="best"))) == [0.5]
