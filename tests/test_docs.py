@@ -108,17 +108,13 @@ def test_the_first_page_is_the_readme_with_links_from_the_folder_of_the_pages(ho
         assert (REPO / "docs" / path).is_file(), path
 
 
-def test_formulas_need_no_script(hooks):
-    html = hooks.on_page_content(
-        r'<span class="arithmatex">\(\tau &lt; 1\)</span> :math:<code>A_1</code>'
-    )
+def test_formulas_need_no_script_and_options_do_not_break_at_their_hyphens(hooks):
+    formula = r'<span class="arithmatex">\(\tau &lt; 1\)</span> :math:<code>A_1</code>'
+    html = hooks.on_page_content(formula)
     assert html.count("<math") == 2
     assert "arithmatex" not in html
     html = hooks.on_page_content("see :func:<code>select_layers</code>")
     assert html == "see <code>select_layers</code>"
-
-
-def test_options_in_a_sentence_do_not_break_at_their_hyphens(hooks):
     html = hooks.on_page_content(
         "<code>nufilt merge --dry-run</code> <pre><code>a --b\n<i>-c</i></code></pre>"
     )
@@ -207,78 +203,53 @@ def own_method(tmp_path):
     return site
 
 
-def run_with(site, *words):
-    """Run a command in an environment that has a package in a folder."""
+def run_with(site, *words, code=0):
+    """Run a command in an environment that has a package in a folder; return what it says."""
     environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{REPO}"}
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, env=environment, cwd=site.parent, capture_output=True, text=True, check=False
+    if words[0] == "nufilt":
+        words = ("-c", "from fusion_bench_nufilt.cli.app import app; app()", *words[1:])
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, cwd=site.parent, capture_output=True, text=True
     )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+    return " ".join(done.stderr.split())
 
 
-NUFILT = ("-c", "from fusion_bench_nufilt.cli.app import app; app()")
+MERGE = ("nufilt", "merge", "--base", "base", "--task", "math", "--task", "code", "--out")
 
 
 @pytest.mark.slow
-def test_the_method_of_ones_own_on_the_page_merges_folders(own_method):
-    words = ["merge", "--base", "base", "--task", "math", "--task", "code"]
-    done = run_with(
-        own_method, *NUFILT, *words, "--out", "own", "--method", "running_sum", "scale=0.3"
-    )
-    assert done.returncode == 0, done.stderr
-    merge_folders(
-        plan_merge(
-            str(own_method.parent / "base"),
-            [str(own_method.parent / name) for name in ("math", "code")],
-            targets=TargetConfig(target_modules="all-linear"),
-            method="sum",
-        ),
-        own_method.parent / "sum",
-    )
-    own = load_file(own_method.parent / "own" / "model.safetensors")
-    expected = load_file(own_method.parent / "sum" / "model.safetensors")
-    torch.testing.assert_close(own, expected)
-
-
-@pytest.mark.slow
-def test_the_method_of_ones_own_on_the_page_runs_and_is_compared(own_method, demo):
+def test_the_method_of_ones_own_on_the_page_merges_folders_runs_and_is_compared(own_method, demo):
+    run_with(own_method, *MERGE, "own", "--method", "running_sum", "scale=0.3")
+    folder = own_method.parent
+    targets = TargetConfig(target_modules="all-linear")
+    tasks = [str(folder / "math"), str(folder / "code")]
+    planned = plan_merge(str(folder / "base"), tasks, targets=targets, method="sum")
+    merge_folders(planned, folder / "sum")
+    own = load_file(folder / "own" / "model.safetensors")
+    torch.testing.assert_close(own, load_file(folder / "sum" / "model.safetensors"))
     words = ["--config-dir", "config", "modelpool=nufilt_demo"]
-    run = ["-m", "fusion_bench", *words, "method=running_sum", "path.log_dir=run"]
-    done = run_with(own_method, *run)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_with(own_method, "-m", "fusion_bench", *words, "method=running_sum", "path.log_dir=run")
     methods = ["--methods", "running_sum,sum,nufilt", "--evaluate", "last"]
-    compare = ["compare", "--config-dir", "config", *methods, "--out", "both"]
-    done = run_with(own_method, *NUFILT, *compare)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_with(own_method, "nufilt", "compare", "--config-dir", "config", *methods, "--out", "both")
 
 
 @pytest.mark.slow
-def test_a_method_of_ones_own_that_can_not_be_imported_is_a_warning_and_stops_no_other(own_method):
+def test_a_method_of_ones_own_that_can_not_be_used_is_told(own_method):
+    """One that can't be imported stops no other, and one whose name is taken is an error."""
     module = own_method / "running_sum.py"
-    module.write_text(f"import of_a_package_that_is_gone\n{module.read_text()}")
-    words = ["merge", "--base", "base", "--task", "math", "--out"]
-    done = run_with(own_method, *NUFILT, *words, "nufilt")
-    assert done.returncode == 0, done.stderr
+    text = module.read_text()
+    module.write_text(f"import of_a_package_that_is_gone\n{text}")
     warning = "'running_sum' of the package 'running-sum' is left out: it can't be imported"
-    assert warning in " ".join(done.stderr.split())
-    done = run_with(own_method, *NUFILT, *words, "own", "--method", "running_sum")
-    assert done.returncode == 1
-    assert "there is no layer-wise method 'running_sum'" in " ".join(done.stderr.split())
-
-
-@pytest.mark.slow
-def test_a_method_of_ones_own_with_a_name_that_is_taken_is_an_error(own_method):
+    assert warning in run_with(own_method, *MERGE, "nufilt")
+    refusal = run_with(own_method, *MERGE, "own", "--method", "running_sum", code=1)
+    assert "there is no layer-wise method 'running_sum'" in refusal
     (about,) = own_method.glob("*.dist-info")
-    module = own_method / "running_sum.py"
-    module.write_text(module.read_text().replace('name = "running_sum"', 'name = "sum"'))
+    module.write_text(text.replace('name = "running_sum"', 'name = "sum"'))
     points = about / "entry_points.txt"
     points.write_text(points.read_text().replace("running_sum =", "sum ="))
-    words = ["merge", "--base", "base", "--task", "math", "--out", "own"]
-    done = run_with(own_method, *NUFILT, *words)
-    assert done.returncode == 1
-    assert "'sum' of the package 'running-sum' has the name of another method" in " ".join(
-        done.stderr.split()
-    )
+    taken = "'sum' of the package 'running-sum' has the name of another method"
+    assert taken in run_with(own_method, *MERGE, "own", code=1)
 
 
 @pytest.fixture
