@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.oracle.cases import Case, kinds_of
-from tests.oracle.checks import COMPARED, LARGEST
+from tests.oracle.checks import COMPARED
 from tests.oracle.draw import KINDS
 
 #: How often a kind of a column was drawn, by all processes.
@@ -37,12 +37,7 @@ def table() -> list[str]:
         columns.setdefault(column, []).append(f"{kind} {count}")
     lines = [f"{column:8} {', '.join(kinds)}" for column, kinds in columns.items()]
     compared = [f"{what} {count}" for what, count in COMPARED.most_common()]
-    largest = [f"{law} {method} {off:.0e}" for (law, method), off in sorted(LARGEST.items())]
-    return [
-        *lines,
-        f"compared {', '.join(compared)}",
-        f"largest differences of updates {', '.join(largest)}",
-    ]
+    return [*lines, f"compared {', '.join(compared)}"]
 
 
 def pytest_sessionfinish(session):
@@ -50,7 +45,6 @@ def pytest_sessionfinish(session):
     if output is not None:  # of a process of several
         output["oracle"] = [[*kind, count] for kind, count in DRAWN.items()]
         output["compared"] = dict(COMPARED)
-        output["largest"] = [[*of_method, off] for of_method, off in LARGEST.items()]
     elif missing_kinds():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -61,8 +55,6 @@ def pytest_testnodedown(node):
     for column, kind, count in output.get("oracle", []):
         DRAWN[column, kind] += count
     COMPARED.update(output.get("compared", {}))
-    for law, method, off in output.get("largest", []):
-        LARGEST[law, method] = max(off, LARGEST.get((law, method), 0.0))
 
 
 def pytest_terminal_summary(terminalreporter, config):
