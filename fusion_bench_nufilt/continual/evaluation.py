@@ -311,7 +311,7 @@ def _gpus() -> list[int]:
 
 
 def _is_clip(pool: Any) -> bool:
-    return type(pool).evaluate is CLIPVisionModelTaskPool.evaluate
+    return getattr(type(pool), "evaluate", None) is CLIPVisionModelTaskPool.evaluate
 
 
 class _ScoredPool:
