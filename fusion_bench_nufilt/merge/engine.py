@@ -212,20 +212,23 @@ def batches(jobs: Sequence[Job], machine: Machine) -> list[list[Job]]:
         groups[job.form].append(job)
     all_batches = []
     for group in groups.values():
-        size = _most_together(group[0], machine)
+        size = batch_size(group[0], machine)
         all_batches += [group[first : first + size] for first in range(0, len(group), size)]
     return all_batches
 
 
-def _most_together(job: Job, machine: Machine) -> int:
-    """Return the most jobs like this one in a batch."""
+def batch_size(job: Job, machine: Machine) -> int:
+    """Return the most jobs like this one in a batch: one on a CPU, else as many as ``batch_bytes``
+    hold, if that is what the rule is for.
+    """
+    if machine.devices[0].type == "cpu" or not job.rule.solves_together:
+        return 1
     itemsize = max(4, job.dtypes[0].itemsize)
-    device = machine.devices[0]
-    size = batch_size(job.rule, job.shape_merged, itemsize, device, machine.batch_bytes)
+    size = machine.batch_bytes // job.rule.working_bytes(job.shape_merged, itemsize)
     # A batch passes through main memory as a whole on its way to an accelerator and back.
     if machine.max_memory is not None:
-        size = max(1, min(size, machine.max_memory // job.memory))
-    return size
+        size = min(size, machine.max_memory // job.memory)
+    return max(1, size)
 
 
 def memory_limit(jobs: Sequence[Job], machine: Machine) -> int:
@@ -563,21 +566,6 @@ def do_jobs(
     # is freed holds what comes next.
     work.sort(key=itemgetter(0), reverse=True)
     yield from map_layers(lambda item: item[1](), work, machine.devices[0], machine.workers)
-
-
-def batch_size(
-    method: LayerMethod,
-    shape: tuple[int, ...],
-    itemsize: int,
-    device: torch.device,
-    batch_bytes: int,
-) -> int:
-    """Return how many layers of a shape are solved together: one on a CPU, else as many as
-    ``batch_bytes`` hold, if that is what the method is for.
-    """
-    if device.type == "cpu" or not method.solves_together:
-        return 1
-    return max(1, batch_bytes // method.working_bytes(shape, itemsize))
 
 
 def _stack(weights: list[Any]) -> Any:

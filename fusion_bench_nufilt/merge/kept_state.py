@@ -118,11 +118,8 @@ class KeptState:
         """Return the keys of all that a merge may go on from."""
         keys = {state_key(param) for param in self.plan.other_keys}
         for layer in self.plan.layers:
-            keys.update(self._keys_of(layer))
+            keys.update(state_key(layer.name, name) for name in self.of_layer(layer))
         return keys
-
-    def _keys_of(self, layer: Layer) -> list[str]:
-        return [state_key(layer.name, name) for name in self.of_layer(layer)]
 
     def shape_in_basis(self, layer: Layer) -> tuple[int, int] | None:
         """Return the shape of a layer in the basis of its tasks' factors, in which it is merged, or
@@ -153,12 +150,14 @@ class KeptState:
         if plan.merged is None:
             return 0, 0
         rank = plan.merged.rank_of(layer.param)
-        outputs = state_key(layer.name, _OUTPUTS)
-        if rank is None or plan.state is None or not self.has_state(layer):
-            return None if rank is None else (rank, rank)
-        num_outputs = plan.state.params[outputs][1]
+        if rank is None:
+            return None
+        if plan.state is None or not self.has_state(layer):
+            return rank, rank
+        _, num_outputs = plan.state.params[state_key(layer.name, _OUTPUTS)]
         inputs = state_key(layer.name, _INPUTS)
-        return num_outputs, plan.state.params.get(inputs, (0, num_outputs))[1]
+        _, num_inputs = plan.state.params.get(inputs, (0, num_outputs))
+        return num_outputs, num_inputs
 
     # What an earlier merge kept
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.merge import engine
+from fusion_bench_nufilt.merge.fuse import matrix_jobs
 from fusion_bench_nufilt.methods import nufilt
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
@@ -241,13 +242,16 @@ def test_layers_whose_bases_have_two_dtypes_are_no_stack(monkeypatch):
 
 
 def test_a_stack_is_as_large_as_the_memory_bound_allows():
-    method = Nufilt(CONFIG, [])
+    method = Nufilt(CONFIG, ["layer"])
+    (job,) = matrix_jobs(method, {"layer": torch.zeros(20, 12)}, [{"layer": torch.ones(20, 12)}])
     needed = method.working_bytes((20, 12), 4)
-    gpu = torch.device("cuda")
-    bounds = (0, needed, 4 * needed - 1)
-    sizes = [engine.batch_size(method, (20, 12), 4, gpu, bound) for bound in bounds]
-    assert sizes == [1, 1, 3]
-    assert engine.batch_size(method, (20, 12), 4, torch.device("cpu"), 100 * needed) == 1
+
+    def size(device, batch_bytes):
+        machine = engine.Machine([torch.device(device)], 1, batch_bytes=batch_bytes)
+        return engine.batch_size(job, machine)
+
+    assert [size("cuda", bound) for bound in (0, needed, 4 * needed - 1)] == [1, 1, 3]
+    assert size("cpu", 100 * needed) == 1
 
 
 @pytest.fixture
