@@ -155,8 +155,7 @@ def test_a_comparison_has_the_means_and_ranks_of_its_scores(table):
             assert task not in shown.ranks
             continue
         for label, value in printed.items():
-            row = results.labels.index(label)
-            assert shown.ranks.loc[row, task] == 1 + places.index(value)
+            assert shown.ranks.loc[label, task] == 1 + places.index(value)
         assert shown.ranks[task].count() == len(printed)
 
 
