@@ -68,7 +68,7 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
         advice = "say with --step which number the new one has"
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
     if merged.is_complete:
-        check_made_from(plan.pretrained, merged, plan.computed)
+        check_made_from(plan.pretrained, merged, plan.computed | _other_parts(plan, merged))
     warnings: list[str] = []
     differing = other_options(plan)
     if differing:
@@ -100,20 +100,31 @@ def other_options(plan: Plan) -> list[Difference]:
     return differences(before, now)
 
 
-def check_made_from(base: ModelWeights, merged: ModelWeights, computed: Collection[str]) -> None:
-    """Refuse a merged model that has not the base's tensors, in the base's shapes.
-
-    It may lack those that are ``computed`` when a model is built.
+def check_made_from(base: ModelWeights, merged: ModelWeights, optional: Collection[str]) -> None:
+    """Refuse a merged model that has not the base's tensors, in the base's shapes; ``optional`` has
+    those that it may lack.
     """
     float_keys = []
     for param, shape in base.params.items():
-        if param not in merged.params and param in computed:
+        if param not in merged.params and param in optional:
             continue
         if merged.params.get(param) != shape:
             _refuse(merged, base, param, shape, "it was not made from this base")
         if base.source.tensors[base.keys[param]].dtype in FLOATS:
             float_keys.append(merged.keys[param])
     merged.source.check_floats(float_keys)
+
+
+def _other_parts(plan: Plan, merged: ModelWeights) -> set[str]:
+    """Return what is in parts of the base that a merged model lacks and no task changes: a run that
+    merges the vision towers of CLIPs saves a tower.
+    """
+    parts = {param.partition(".")[0] for param in merged.params}
+    others = set()
+    for param in plan.pretrained.params:
+        if param.partition(".")[0] not in parts and not plan.joining(param):
+            others.add(param)
+    return others
 
 
 def _refuse(

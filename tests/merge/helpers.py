@@ -6,6 +6,8 @@ from copy import deepcopy
 
 import pytest
 import torch
+from fusion_bench import BaseModelPool
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,6 +58,18 @@ def algorithm(models, **options):
     """The model that the algorithm makes of loaded models."""
     options = {**RANKS, "shuffle_order": False, **options}
     return NufiltContinualMergingAlgorithm(**options).run(models)
+
+
+def pool(folder, kind, dtype=torch.float32, **names):
+    """A pool of models of a class in folders, by their names in the pool."""
+    models = {}
+    for model, name in names.items():
+        models[model] = {
+            "_target_": f"transformers.{kind.__name__}.from_pretrained",
+            "pretrained_model_name_or_path": str(folder / name),
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+    return BaseModelPool(OmegaConf.create(models))
 
 
 def plan(

@@ -11,12 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPVisionModel
 
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.conftest import every_device
+from tests.continual.helpers import logging_to
 from tests.merge.helpers import (
+    RANKS,
     STATE,
     algorithm,
     change,
@@ -24,11 +27,12 @@ from tests.merge.helpers import (
     manifest,
     merge,
     plan,
+    pool,
     same,
     save_stream,
     tensors,
 )
-from tests.tiny_models import clip, full_clip, llama, llava, t5
+from tests.tiny_models import clip, finetuned, full_clip, llama, llava, t5
 
 #: Families in 32 bits and in 16, with options of each kind.
 STREAMS = [
@@ -70,6 +74,26 @@ def test_a_full_clip_folder_gives_the_bits_of_its_vision_tower_merged_alone(tmp_
         towers[task] = CLIPVisionModel.from_pretrained(tmp_path / task)
     merged = CLIPVisionModel.from_pretrained(merge(tmp_path))
     assert same(merged.state_dict(), algorithm(towers).state_dict())
+
+
+def test_a_run_that_merged_the_towers_of_a_clip_goes_on_in_the_whole_clip(tmp_path):
+    save_stream(tmp_path, full_clip(), tasks=0)
+    base = CLIPVisionModel.from_pretrained(tmp_path / "base")
+    models = {"_pretrained_": base}
+    for number in (1, 2, 3):
+        models[f"task{number}"] = finetuned(base, number, scale=0.002)
+        models[f"task{number}"].save_pretrained(tmp_path / f"task{number}")
+    names = {"_pretrained_": "base", "task1": "task1", "task2": "task2"}
+    run = NufiltContinualMergingAlgorithm(**RANKS, shuffle_order=False)
+    logging_to(tmp_path / "run", run).run(pool(tmp_path, CLIPVisionModel, **names))
+    out = merge(tmp_path, ["task3"], merged="run/checkpoints/merged_model_1")
+    assert tensors(out).keys() == tensors(tmp_path / "base").keys()
+    merged = CLIPVisionModel.from_pretrained(out)
+    assert same(merged.state_dict(), algorithm(models).state_dict())
+    # A task that changes the other tower has a part in what the run does not have.
+    finetuned(full_clip(), 4, scale=0.002).save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"lacks 'logit_scale' .*: it was not made from this base"):
+        plan(tmp_path, ["whole"], "run/checkpoints/merged_model_1", other_params="mean")
 
 
 @pytest.mark.parametrize(("make", "options"), [(clip, {}), (t5, {"other_params": "mean"})])

@@ -6,8 +6,6 @@ import json
 
 import pytest
 import torch
-from fusion_bench import BaseModelPool
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -23,6 +21,7 @@ from tests.merge.helpers import (
     manifest,
     merge,
     plan,
+    pool,
     same,
     save_stream,
     tensors,
@@ -123,18 +122,6 @@ def algorithm(method, **options):
     return LayerwiseMergingAlgorithm(method, shuffle_order=False, **FEW, **options)
 
 
-def pool(folder, dtype, **names):
-    """A pool of Llamas in folders, loaded in a dtype."""
-    models = {}
-    for model, name in names.items():
-        models[model] = {
-            "_target_": "transformers.LlamaForCausalLM.from_pretrained",
-            "pretrained_model_name_or_path": str(folder / name),
-            "dtype": dtype,
-        }
-    return BaseModelPool(OmegaConf.create(models))
-
-
 def others(state):
     return {key: value for key, value in state.items() if "k_proj" not in key}
 
@@ -175,7 +162,7 @@ def test_a_run_of_fusion_bench_has_the_means_of_the_folders_in_one_piece_or_in_t
     # A run on top of a run, and a merge of folders on top of a run.
     step = run / "checkpoints" / "merged_model_2"
     step.rename(folder / "three")
-    rest = pool(folder, "bfloat16", _merged_="three", **REST)
+    rest = pool(folder, LlamaForCausalLM, torch.bfloat16, _merged_="three", **REST)
     assert same(algorithm(method).run(rest).state_dict(), expected)
     out = merge(folder, TASKS[3:], "on_top", "three", method=method, **FEW)
     assert manifest(out)["warnings"] == []
@@ -189,14 +176,14 @@ def test_a_run_goes_on_from_the_state_of_folders(narrow, method):
     expected = merge(folder, TASKS, "at_once", **options)
     merge(folder, TASKS[:3], "three", **options)
     run = logging_to(folder / "run", algorithm(method))
-    merged = run.run(pool(folder, "bfloat16", _merged_="three", **REST))
+    merged = run.run(pool(folder, LlamaForCausalLM, torch.bfloat16, _merged_="three", **REST))
     loaded = LlamaForCausalLM.from_pretrained(expected, dtype=torch.bfloat16)
     assert same(merged.state_dict(), loaded.state_dict())
     saved = folder / "run" / "checkpoints" / "merged_model_4" / STATE
     assert same(load_file(saved), load_file(expected / STATE))
     # Loaded in float32, the models need no state to go on exactly, once that was read.
     run = logging_to(folder / "wide", algorithm(method))
-    merged = run.run(pool(folder, "float32", _merged_="three", **REST))
+    merged = run.run(pool(folder, LlamaForCausalLM, _merged_="three", **REST))
     wide = merge(folder, TASKS, "wide_folder", method=method, **FEW, settings={"dtype": "float32"})
     loaded = LlamaForCausalLM.from_pretrained(wide, dtype=torch.float32)
     torch.testing.assert_close(merged.state_dict(), loaded.state_dict(), rtol=0, atol=1e-6)

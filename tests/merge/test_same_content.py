@@ -28,13 +28,13 @@ from tests.merge.helpers import (
     manifest,
     merge,
     plan,
+    pool,
     same,
     save_stream,
     tensors,
 )
 from tests.merge.test_adapters import adapter_of, save_adapters
 from tests.merge.test_heads import save as save_classifiers
-from tests.merge.test_other_params import pool
 from tests.merge.test_resume import count_layers
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import finetuned, llama
@@ -385,7 +385,7 @@ def test_the_steps_of_a_run_are_gone_on_from_by_content_and_keep_that_of_earlier
     merge(stream, ["task1"], "one")
     algorithm = NufiltContinualMergingAlgorithm(**RANKS, shuffle_order=False)
     models = {"_pretrained_": "base", "_merged_": "one", "second": "task2"}
-    logging_to(stream / "run", algorithm).run(pool(stream, "float32", **models))
+    logging_to(stream / "run", algorithm).run(pool(stream, LlamaForCausalLM, **models))
     step = "run/checkpoints/merged_model_1"
     copy(stream, "base", "copy")
     assert plan(stream, ["task3"], step, base="copy").warnings == []
