@@ -171,13 +171,14 @@ def test_a_base_whose_shape_its_config_denies(tmp_path):
 def test_fused_experts_are_read_and_written_one_by_one(tmp_path, monkeypatch):
     save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=1)
     sizes = []
-    read = TensorFile._bytes
+    read = TensorFile.pieces
 
-    def counted(self, start, stop):
-        sizes.append(stop - start)
-        return read(self, start, stop)
+    def counted(self, bounds):
+        for piece in read(self, bounds):
+            sizes.append(len(piece))
+            yield piece
 
-    monkeypatch.setattr(TensorFile, "_bytes", counted)
+    monkeypatch.setattr(TensorFile, "pieces", counted)
     expert = 4 * 32 * 2 * 64  # the bytes of its gate and up projection, in float32
     for targets in ("auto", ["q_proj"]):  # merged, and copied
         sizes.clear()
