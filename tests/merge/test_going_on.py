@@ -29,7 +29,7 @@ from tests.merge.helpers import (
     tensors,
 )
 from tests.models.test_adapters import random_adapter
-from tests.tiny_models import llama
+from tests.tiny_models import finetuned, llama
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -184,6 +184,18 @@ def test_tasks_in_16_bits_are_merged_one_by_one_into_a_base_in_float32_as_all_at
     assert report["protected_rank"] == 2
     for name, weight in tensors(at_once).items():
         assert torch.allclose(tensors(one_by_one)[name], weight, rtol=1e-5, atol=1e-7), name
+
+
+def test_what_rounding_has_added_is_as_earlier_merges_recorded_it(tmp_path):
+    """A base in 16 bits does not tell that a task was in float32: its faintest directions count."""
+    save_merged_adapters(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    finetuned(base, seed=1, scale=1e-6).save_pretrained(tmp_path / "faint")
+    options = {"settings": {"dtype": "float32"}, "target_modules": "all-linear", "null_rank": 48}
+    merge(tmp_path, ["faint"], "one", **options)
+    both = merge(tmp_path, ["task2"], "both", "one", **options)
+    (report,) = manifest(both)["layers"][LAYER]
+    assert report["protected_rank"] == 48
 
 
 @pytest.mark.parametrize("kind", ["adapter", "wide"])
