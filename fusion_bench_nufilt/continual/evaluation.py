@@ -506,7 +506,9 @@ class _CLIP(_ScoredPool):
             dtypes = {parameter.dtype for parameter in classifier.parameters()}
             # A CLIP's tower may have another dtype than its rest.
             with widened(classifier) if len(dtypes) > 1 else nullcontext():
-                results[task] = pool._evaluate(classifier, images, len(classnames), task)
+                results[task] = pool._evaluate(
+                    classifier, images, num_classes=len(classnames), task_name=task
+                )
             pool.on_task_evaluation_end()
         return results
 
