@@ -59,7 +59,8 @@ def machine() -> str:
     # Of torch without the name of its build, such as +cpu.
     versions = [f"{name} {version(name).split('+')[0]}" for name in ("torch", "transformers")]
     cores = len(names)
-    return f"{cores} cores of an {names[0]} with {instructions}, {', '.join(versions)}"
+    processor = re.sub(r"\((R|TM)\)| Processor", "", names[0])
+    return f"{cores} cores of an {processor} with {instructions}, {', '.join(versions)}"
 
 
 def wrapped(text: str) -> str:

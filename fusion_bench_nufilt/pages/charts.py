@@ -66,9 +66,11 @@ def heat_maps(
         scale=alt.Scale(scheme="viridis", domain=[low, high]),
         legend=alt.Legend(title=legend, values=marked, orient="bottom"),
     )
-    text = alt.Text("value:Q", format=".2f" if high < 2 else ".1f")
+    # Vega rounds halves up, where Python does not: tables have the same digits.
+    digits = 2 if high < 2 else 1
+    rows = [{**row, "text": f"{row['value']:.{digits}f}"} for row in rows]
     text_colour = alt.condition(f"datum.value < {dark}", alt.value("white"), alt.value("black"))
-    numbers = base.mark_text(fontSize=font_size).encode(text=text, color=text_colour)
+    numbers = base.mark_text(fontSize=font_size).encode(text="text:N", color=text_colour)
     layers = [base.mark_rect().encode(color=colour), numbers]
     return faceted(lambda _: layers, rows, size, across=across)
 

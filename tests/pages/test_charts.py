@@ -80,9 +80,12 @@ def test_the_number_on_every_cell_can_be_read(top):
         assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
-def test_scores_have_one_decimal_and_shares_two_as_in_tables():
-    assert encodings(heat_map([[100.0]], ["r"], ["t"]), "text")[0]["format"] == ".1f"
-    assert encodings(KINDS["heat map"], "text")[0]["format"] == ".2f"
+def test_scores_have_one_decimal_and_shares_two_with_the_digits_of_tables():
+    """Of a half, Vega would have drawn the next larger one."""
+    scores = heat_map([[96.25, 100.0]], ["r"], ["t", "u"])
+    assert [row["text"] for row in rows_of(scores)] == ["96.2", "100.0"]
+    assert [row["text"] for row in rows_of(KINDS["heat map"])] == ["1.00", "0.50", "0.20"]
+    assert {"96.2", "100.0"} <= set(re.findall(r">([^<]+)</text>", draw(scores)))
 
 
 def test_a_cell_without_a_number_is_no_cell_and_keeps_its_row_and_column():
