@@ -507,7 +507,7 @@ def test_an_error_in_any_stage_ends_the_merge_with_its_message_and_all_threads(
     gpus, monkeypatch, single, where, name, devices
 ):
     def fail(number, total=0):
-        if number == 4:
+        if number >= 4:  # several tensors may have been finished since the last call
             raise ValueError("model 'task1', layer 'x': damaged")
 
     threads = set(threading.enumerate())
