@@ -268,6 +268,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._inputs: dict[str, Input] = {}
         for name in modelpool.all_model_names:
             self._inputs[name] = {"name": name, "source": source_of(modelpool, name)}
+        if self.folder is not None:
+            # By the options alone, before data are loaded, which may take minutes.
+            self.folder.refuse_other_run(self._description())
         self.scores = self._scores(taskpool)
         # Data that are missing are told before any model is downloaded.
         scoring = None
@@ -279,7 +282,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if self.folder is not None:
             for name, data in training_data.items():
                 self._training_data[name] = describe_items(data)
-            # By what is known without a model; `begin` compares the weights as well.
+            # By the data, too; `begin` compares the weights as well.
             self.folder.refuse_other_run({**self._description(), "scoring": scoring})
             self._saved_step = self.folder.newest_step(self.first_step, self._last_step)
         # Its download may take minutes.

@@ -225,7 +225,10 @@ def run_differences(saved: _SavedRun, run: Mapping[str, Any]) -> list[Difference
 
     Models and training data are compared by their content, which may have come from another place.
     """
-    compared = ("method", "order", "training_data")
+    # Early in a run, its data have not been looked at yet.
+    compared = ["method", "order"]
+    if run.get("training_data"):
+        compared.append("training_data")
     saved_values = {key: saved.get(key) for key in compared} | saved.get("settings", {})
     run_values = {key: run.get(key) for key in compared} | run["settings"]
     inputs = saved.get("inputs", {})

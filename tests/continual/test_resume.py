@@ -347,7 +347,8 @@ def test_a_bad_merge_is_refused_before_any_work():
         )
 
 
-#: What may be another in a command, and what it is told; all but weights before a model is loaded.
+#: What may be another in a command, and what it is told: options before data are loaded, all but
+#: weights before a model is.
 CHANGED = {
     "seed is 42 there and 43 here": {"seed": 43},
     "null_rank is 6 there and 5 here": {"null_rank": 5},
@@ -401,6 +402,8 @@ def test_another_command_in_the_same_folder_is_told_what_differs(tmp_path, monke
         with monkeypatch.context() as patch:
             if "weights" not in changed:
                 patch.setattr(CLIPVisionModelPool, "load_model", pytest.fail)
+            if changed.keys().isdisjoint({"weights", "fast_dev_run", "test_data"}):
+                patch.setattr(Weights, "load_test_data", pytest.fail)
             with pytest.raises(ValueError, match=rf"holds another run: .*{told}"):
                 run(dict(changed))
     assert contents(tmp_path / "run") == before
