@@ -228,10 +228,20 @@ def _merged_pieces(
         for place in places:
             yield place, _rounded(value, tensor.key, FLOATS[place.dtype])
 
+    yield from _merged_blocks(tensor, ranges, written, merge)
+
+
+def _merged_blocks(
+    tensor: _Tensor,
+    ranges: Sequence[tuple[int, int]],
+    pieces: Callable[[Tensor], Pieces],
+    merge: Merge,
+) -> Pieces:
+    """Yield the pieces of some elements of a merged tensor, a bounded number at a time."""
     for start, stop in ranges:
         for first in range(start, stop, tensor.length):
             last = min(first + tensor.length, stop)
-            yield from merge(tensor.job(first, last, written))
+            yield from merge(tensor.job(first, last, pieces))
 
 
 def _pieces_of_update(plan: Plan, param: str, merge: Merge, record: Record) -> Pieces:
@@ -279,7 +289,7 @@ def tensors_in_memory(
     write_state: Callable[[str, Tensor], object],
 ) -> list[Blocks]:
     """Return the tensors outside the merged layers that a merge of models in memory changes, a tied
-    one once, each in one block.
+    one once.
 
     The place of a piece is the function to call with its key and the piece: ``write`` for a tensor,
     and ``write_state`` for a mean that the model rounds, by its key in the state.
@@ -304,13 +314,11 @@ def _pieces_in_memory(
     merge: Merge,
     record: Record,
 ) -> Pieces:
-    def written(value: Tensor) -> Pieces:
-        whole = value.reshape(tensor.info.shape)
-        yield (write, tensor.key), whole
-        if kept is not None:
-            yield (write_state, state_key(tensor.param)), whole.to(kept.dtype)
-
-    yield from merge(tensor.job(0, tensor.numel, written))
+    merged = _merged_blocks(tensor, [(0, tensor.numel)], lambda value: [("", value)], merge)
+    value = torch.cat([block for _, block in merged]).reshape(tensor.info.shape)
+    yield (write, tensor.key), value
+    if kept is not None:
+        yield (write_state, state_key(tensor.param)), value.to(kept.dtype)
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:
