@@ -82,7 +82,7 @@ OTHER_SETTINGS = {
 
 
 @pytest.mark.parametrize(
-    ("difference", "merged"), zip(OTHER_SETTINGS, 3 * ["merged", "step"], strict=True)
+    ("difference", "merged"), list(zip(OTHER_SETTINGS, 3 * ["merged", "step"], strict=True))
 )
 def test_other_settings_are_said_or_refused(folders, merged, difference, caplog):
     options = OTHER_SETTINGS[difference]
