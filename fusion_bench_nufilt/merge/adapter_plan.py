@@ -393,7 +393,7 @@ def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
     for param in plan.other_keys:
         if param not in plan.saved_tensors:
             total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0
-            for task in plan.joining(param).values():
+            for task in plan.joining(param):
                 total += task.rank_of(param) or 0
             ranks[param] = min(total, *plan.pretrained.params[param])
     if plan.settings.rank is not None:

@@ -104,12 +104,9 @@ class Job:
 class Blocks:
     """A tensor of which one block at a time is merged, so that none is held as a whole."""
 
-    param: str
+    record: Any  # a dict with the "param" of the tensor
     numel: int
-    pieces: Callable[[Callable[[Job], Pieces], Any], Pieces]
-    """Returns what is written, given the function that does the job of a block, and the tensor's
-    record.
-    """
+    jobs: Iterable[Job]  # of its blocks, in their order
     device: torch.device = CPU  # where its blocks are merged
 
 
@@ -309,13 +306,13 @@ class Worker:
         """Do the jobs of a tensor's blocks, one after the other, and hand over their pieces; return
         the number of layers in it.
         """
-        record = {"param": tensor.param, "written": [], "reports": []}
 
-        def merge(job: Job) -> Pieces:
-            (merged,) = self._solve([job], tensor.device)
-            return job.pieces(merged, partial(self._merged_weight, merged, tensor.device))
+        def pieces() -> Pieces:
+            for job in tensor.jobs:
+                (merged,) = self._solve([job], tensor.device)
+                yield from job.pieces(merged, partial(self._merged_weight, merged, tensor.device))
 
-        add(record, tensor.pieces(merge, record))
+        add(tensor.record, pieces())
         return 0
 
     def _log_halving(self, jobs: Sequence[Job], device: torch.device, error: Exception) -> None:

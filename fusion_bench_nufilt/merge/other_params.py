@@ -4,7 +4,7 @@ time; and those of heads, which are kept beside the merged model.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from fusion_bench_nufilt.utils.tensors import (
     is_finite,
 )
 
+from .basis import Basis, LayerInBasis
 from .engine import Blocks, Job, MergedLayer, Pieces, TaskInput
 from .kept_state import KeptState
 from .output import Record
@@ -34,29 +35,33 @@ log = logging.getLogger(__name__)
 NOT_FINITE = "tensor '%s' has NaN or infinite values in the base, and so in the result"
 
 
-Merge = Callable[[Job], Pieces]
-"""Does the job of a block, and returns what is written of it."""
-
-
 class _Tensor:
     """A tensor outside the merged layers, of which blocks are merged by the rule ``other_params``:
     no task joins in, the first alone, or all.
     """
 
-    def __init__(self, plan: Plan, param: str, key: str) -> None:
+    def __init__(self, plan: Plan, param: str, key: str, places: Sequence[TensorInfo] = ()) -> None:
         self.plan = plan
         self.param = param
         self.key = key  # in the base
+        self.places = places  # in the files of the result
         self.info = plan.base.tensors[key]
-        self.numel = math.prod(plan.vocabulary.resized(param, self.info.shape))
         self.is_averaged = param in plan.averaged
         self.grows = param in plan.vocabulary.params
-        self.tasks = plan.joining(param).values()
+        self.tasks = plan.joining(param)
         self.rule = (RULES[plan.targets.other_params] if self.is_averaged else Keep)(None, ())
+        dtypes = {place.dtype for place in places}
+        # Its bytes are copied, whatever they hold.
+        self.is_copied = self._is_kept and dtypes == {self.info.dtype}
+        self.numel = math.prod(plan.vocabulary.resized(param, self.info.shape))
+        if self.is_copied:
+            self.numel = self.info.nbytes
 
     @property
-    def is_kept(self) -> bool:
+    def _is_kept(self) -> bool:
         """Whether the result has the base's tensor as it is."""
+        if self.info.is_quantised:
+            return False
         if self.info.dtype not in FLOATS:
             return True
         return not (self.is_averaged or self.plan.merged or self.grows)
@@ -66,6 +71,8 @@ class _Tensor:
         """The length of its blocks, which cut no unit of the largest size, so that none is decoded
         twice.
         """
+        if self.is_copied:
+            return CHUNK_BYTES
         # FP8 is decoded by rows of blocks, MXFP4 and an adapter's stack by experts.
         units = [self.info.unit]
         units += [task.unit(self.param) for task in self.tasks]
@@ -76,10 +83,19 @@ class _Tensor:
         longest = CHUNK_BYTES // 8
         return max(largest, longest - longest % largest)
 
-    def job(self, start: int, stop: int, pieces: Callable[[Tensor], Pieces]) -> Job:
-        """Return the job that merges the elements ``start`` to ``stop`` of the flattened tensor,
-        given what is written of them.
+    def jobs(
+        self, ranges: Sequence[tuple[int, int]], pieces: Callable[[Tensor], Pieces]
+    ) -> Iterator[Job]:
+        """Yield the jobs that merge ranges of the flattened tensor in blocks, given what is written
+        of a block.
         """
+        length = self.length
+        for start, stop in ranges:
+            # A tensor without elements has one block without any.
+            for first in range(start, max(stop, start + 1), length):
+                yield self._job(first, min(first + length, stop), pieces)
+
+    def _job(self, start: int, stop: int, pieces: Callable[[Tensor], Pieces]) -> Job:
         tasks = []
         for task in self.tasks:
             read = partial(self._read_task, task, start, stop)
@@ -102,6 +118,11 @@ class _Tensor:
 
     def _base(self, start: int, stop: int) -> Tensor:
         """Return the base's elements, which has the rows of new tokens as all other models do."""
+        if self.is_copied:
+            stored = self.plan.base.opened[self.info.file].read_bytes(
+                self.info.start + start, self.info.start + stop
+            )
+            return stored.view(FLOATS.get(self.info.dtype, torch.uint8))
         dtype = self.plan.dtype(self.key)
         read = partial(self.plan.base.elements, self.key)
         if self.grows:
@@ -151,125 +172,87 @@ def tensors_in_files(kept: KeptState, params: Sequence[str]) -> list[Blocks]:
     tensors = []
     for param in params:
         numel = sum(math.prod(plan.base.tensors[key].shape) for key in plan.other_keys[param])
-        pieces = partial(_pieces_in_files, plan, param, state_places)
+        record = Record(param=param, written=[], reports=[])
+        jobs = _jobs_in_files(plan, param, state_places.get(state_key(param)), record)
         if param in plan.adapter_keys:
-            pieces = partial(_pieces_of_update, plan, param)
-        tensors.append(Blocks(param, numel, pieces))
+            jobs = iter([_job_of_update(plan, param, record)])
+        tensors.append(Blocks(record, numel, jobs))
     return tensors
 
 
-def _pieces_in_files(
-    plan: Plan, param: str, state_places: Mapping[str, TensorInfo], merge: Merge, record: Record
-) -> Pieces:
-    mean_place = state_places.get(state_key(param))
-    for tensor, places, ranges in _written(plan, param):
-        dtypes = {place.dtype for place in places}
-        if not tensor.numel:
-            pieces: Pieces = [
-                (place, torch.empty(0, dtype=torch.uint8, device="cpu")) for place in places
-            ]
-        elif tensor.is_kept and not tensor.info.is_quantised and dtypes == {tensor.info.dtype}:
-            pieces = _copied_pieces(tensor, places)
-        else:
-            pieces = _merged_pieces(tensor, places, ranges, mean_place, merge)
-            mean_place = None  # one of the keys of a tied tensor is enough
-        all_finite = True
-        for place, piece in pieces:
-            if place in places and piece.is_floating_point():
-                all_finite = all_finite and is_finite(piece)
-            yield place, piece
-        if not all_finite:
-            # In the record, so that a run that goes on has it in its manifest, too.
-            record["not_finite"] = tensor.key
-            log.warning(NOT_FINITE, tensor.key)
-
-
-def _written(
-    plan: Plan, param: str
-) -> Iterator[tuple[_Tensor, list[TensorInfo], list[tuple[int, int]]]]:
-    """Yield each of the base's tensors of a param, where the result has it, and the elements that
-    it has: all, or of an adapter the rows of some tokens.
+def _jobs_in_files(
+    plan: Plan, param: str, mean_place: TensorInfo | None, record: Record
+) -> Iterator[Job]:
+    """Yield the jobs of each of the base's tensors of a param: of all of it, or for an adapter of
+    the rows of some tokens.
     """
     saved = plan.saved_tensors.get(param)
-    if saved is None:
-        for key in plan.other_keys[param]:
-            tensor = _Tensor(plan, param, key)
-            yield tensor, [plan.places[key]], [(0, tensor.numel)]
+    if saved is not None:
+        places = [plan.places[key] for key in saved.keys]
+        tensor = _Tensor(plan, param, plan.other_keys[param][0], places)
+        ranges = [(0, tensor.numel)]
+        if saved.tokens is not None:
+            width = tensor.numel // tensor.info.shape[0]
+            ranges = [(token * width, (token + 1) * width) for token in saved.tokens]
+        yield from tensor.jobs(ranges, partial(_pieces_in_files, tensor, mean_place, record))
         return
-    tensor = _Tensor(plan, param, plan.other_keys[param][0])
-    ranges = [(0, tensor.numel)]
-    if saved.tokens is not None:
-        width = tensor.numel // tensor.info.shape[0]
-        ranges = [(token * width, (token + 1) * width) for token in saved.tokens]
-    yield tensor, [plan.places[key] for key in saved.keys], ranges
+    for key in plan.other_keys[param]:
+        tensor = _Tensor(plan, param, key, [plan.places[key]])
+        pieces = partial(_pieces_in_files, tensor, mean_place, record)
+        yield from tensor.jobs([(0, tensor.numel)], pieces)
+        mean_place = None  # one of the keys of a tied tensor is enough
 
 
-def _copied_pieces(tensor: _Tensor, places: Sequence[TensorInfo]) -> Pieces:
-    """Yield a tensor of the base as it is."""
-    file = tensor.plan.base.opened[tensor.info.file]
-    dtype = FLOATS.get(tensor.info.dtype, torch.uint8)
-    for piece in file.chunks(tensor.info):
-        for place in places:
-            yield place, piece.view(dtype)
-
-
-def _merged_pieces(
-    tensor: _Tensor,
-    places: Sequence[TensorInfo],
-    ranges: Sequence[tuple[int, int]],
-    mean_place: TensorInfo | None,
-    merge: Merge,
+def _pieces_in_files(
+    tensor: _Tensor, mean_place: TensorInfo | None, record: Record, value: Tensor
 ) -> Pieces:
-    """Yield some elements of a merged tensor, and its mean for the state."""
-
-    def written(value: Tensor) -> Pieces:
-        if mean_place is not None:
-            yield mean_place, value.to(FLOATS[mean_place.dtype])
-        for place in places:
-            yield place, _rounded(value, tensor.key, FLOATS[place.dtype])
-
-    yield from _merged_blocks(tensor, ranges, written, merge)
-
-
-def _merged_blocks(
-    tensor: _Tensor,
-    ranges: Sequence[tuple[int, int]],
-    pieces: Callable[[Tensor], Pieces],
-    merge: Merge,
-) -> Pieces:
-    """Yield the pieces of some elements of a merged tensor, a bounded number at a time."""
-    for start, stop in ranges:
-        for first in range(start, stop, tensor.length):
-            last = min(first + tensor.length, stop)
-            yield from merge(tensor.job(first, last, pieces))
+    """Yield a block of a tensor, and of its mean for the state."""
+    if mean_place is not None:
+        yield mean_place, value.to(FLOATS[mean_place.dtype])
+    for place in tensor.places:
+        rounded = _rounded(value, tensor.key, FLOATS.get(place.dtype, value.dtype))
+        # In the record, so that a run that goes on has it in its manifest, too.
+        if "not_finite" not in record and not is_finite(rounded):
+            record["not_finite"] = tensor.key
+            log.warning(NOT_FINITE, tensor.key)
+        yield place, rounded
 
 
-def _pieces_of_update(plan: Plan, param: str, merge: Merge, record: Record) -> Pieces:
-    """Yield what adapters change of a tensor outside the merged layers: the factors of the update
-    that the rule ``other_params`` makes of theirs.
+def _job_of_update(plan: Plan, param: str, record: Record) -> Job:
+    """Return the job of what adapters change of a tensor outside the merged layers: the factors of
+    the update that the rule ``other_params`` makes of theirs.
     """
-    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    joining = plan.joining(param)
-    count = plan.models_in_mean(param)
-    if not joining:
-        count = 1  # it stays as it was
-    updates: list[tuple[LowRank, float]] = []  # with their parts in the mean
-    models = {**joining}
-    if plan.merged is not None and plan.merged.rank_of(param):
-        models["merged"] = plan.merged
+
+    def pieces(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> Pieces:
+        assert isinstance(merged, LayerInBasis)
+        update = merged.basis.product(merged_weight())
+        for key, value in factors_by_key(plan, param, update, record).items():
+            place = plan.places[key]
+            yield place, _rounded(value, key, FLOATS[place.dtype])
+
+    return Job(param, Keep(None, ()), partial(_read_update, plan), (), 1, pieces)
+
+
+def _read_update(plan: Plan, job: Job, device: torch.device) -> LayerInBasis:
+    nothing = torch.empty(0, dtype=torch.float32, device=device)
+    joining = plan.joining(job.name)
+    # Without a task that joins in, it stays as it was.
+    count = plan.models_in_mean(job.name) if joining else 1
     total = count + len(joining)
-    for role, model in models.items():
-        if not model.rank_of(param):
-            continue  # it has the base's, of which the update is zero
-        update = model.weight(param, nothing)
-        update = model.scaled(update, nothing)
-        assert isinstance(update, LowRank)
-        updates.append((update, count / total if role == "merged" else 1 / total))
-    left = torch.cat([update.left * part for update, part in updates], dim=1)
-    right = torch.cat([update.right for update, _ in updates])
-    for key, value in factors_by_key(plan, param, LowRank(left, right), record).items():
-        place = plan.places[key]
-        yield place, _rounded(value, key, FLOATS[place.dtype])
+    parts_of_mean = [(task, 1 / total) for task in joining]
+    if plan.merged is not None:
+        parts_of_mean.append((plan.merged, count / total))
+    lefts = []
+    rights = []
+    for model, part in parts_of_mean:
+        if model.rank_of(job.name):  # else it has the base's, of which the update is zero
+            update = model.scaled(model.weight(job.name, nothing), nothing)
+            assert isinstance(update, LowRank)
+            lefts.append(update.left * part)
+            rights.append(update.right)
+    left = torch.cat(lefts, dim=1)
+    right = torch.cat(rights)
+    return LayerInBasis(job, right, {"weight": right}, {"reports": []}, Basis(left, None), {})
 
 
 def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
@@ -301,8 +284,9 @@ def tensors_in_memory(
         tensor = _Tensor(plan, param, keys[0])
         if tensor.is_averaged and tensor.numel and tensor.tasks:
             device = plan.base.elements(tensor.key, 0, 1).device
-            pieces = partial(_pieces_in_memory, tensor, means.get(param), write, write_state)
-            tensors.append(Blocks(param, tensor.numel, pieces, device))
+            pieces = partial(_pieces_in_memory, tensor, means.get(param), write, write_state, [])
+            jobs = tensor.jobs([(0, tensor.numel)], pieces)
+            tensors.append(Blocks({"param": param, "reports": []}, tensor.numel, jobs, device))
     return tensors
 
 
@@ -311,14 +295,19 @@ def _pieces_in_memory(
     kept: Tensor | None,
     write: Callable[[str, Tensor], object],
     write_state: Callable[[str, Tensor], object],
-    merge: Merge,
-    record: Record,
+    blocks: list[Tensor],
+    value: Tensor,
 ) -> Pieces:
-    merged = _merged_blocks(tensor, [(0, tensor.numel)], lambda value: [("", value)], merge)
-    value = torch.cat([block for _, block in merged]).reshape(tensor.info.shape)
-    yield (write, tensor.key), value
+    """Yield a tensor with its last block, and its mean for the state; ``blocks`` has the earlier
+    ones.
+    """
+    blocks.append(value)
+    if len(blocks) * tensor.length < tensor.numel:
+        return
+    whole = torch.cat(blocks).reshape(tensor.info.shape)
+    yield (write, tensor.key), whole
     if kept is not None:
-        yield (write_state, state_key(tensor.param)), value.to(kept.dtype)
+        yield (write_state, state_key(tensor.param)), whole.to(kept.dtype)
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:

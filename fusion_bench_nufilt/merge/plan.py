@@ -169,12 +169,12 @@ class Plan(Selection):
         count: int = self.merged_manifest.get("mean_counts", {}).get(param, self.first_step - 1)
         return count
 
-    def joining(self, param: str) -> dict[str, ModelWeights]:
-        """Return the tasks that join the mean of a tensor in this merge, by their role."""
-        joining = {}
-        for number, task in enumerate(self.tasks):
+    def joining(self, param: str) -> list[ModelWeights]:
+        """Return the tasks that join the mean of a tensor in this merge."""
+        joining = []
+        for task in self.tasks:
             if param in self.averaged_of(task) and task.has(param):
-                joining[f"task {number}"] = task
+                joining.append(task)
         return joining
 
     @property

@@ -125,19 +125,18 @@ class TensorFile:
         return {**vars(self), "path": self.path.absolute()}
 
     def read(self, info: TensorInfo) -> Tensor:
-        return self._bytes(info.start, info.stop).view(_DTYPES[info.dtype]).reshape(info.shape)
+        return self.read_bytes(info.start, info.stop).view(_DTYPES[info.dtype]).reshape(info.shape)
 
-    def chunks(self, info: TensorInfo) -> Iterator[Tensor]:
-        """Read a tensor's bytes, a bounded number at a time."""
-        starts = range(info.start, info.stop, CHUNK_BYTES)
-        return self.pieces((start, min(start + CHUNK_BYTES, info.stop)) for start in starts)
+    def read_bytes(self, start: int, stop: int) -> Tensor:
+        """Read a part of the file."""
+        return next(self.pieces([(start, stop)]))
 
     def elements(self, info: TensorInfo, start: int, stop: int) -> Tensor:
         """Read some elements of a tensor, without their shape."""
         dtype = FLOATS[info.dtype]
         first_byte = info.start + start * dtype.itemsize
         last_byte = info.start + stop * dtype.itemsize
-        return self._bytes(first_byte, last_byte).view(dtype)
+        return self.read_bytes(first_byte, last_byte).view(dtype)
 
     def pieces(self, bounds: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
         """Read the bytes of pieces of the file, given where each starts and stops."""
@@ -168,9 +167,6 @@ class TensorFile:
         bounds = {(info.start, info.stop) for info in self.tensors.values() if info.nbytes}
         ranges = [(0, len(self.header)), *sorted(bounds)]
         return [[start, stop, file_checksum(self.path, start, stop)] for start, stop in ranges]
-
-    def _bytes(self, start: int, stop: int) -> Tensor:
-        return next(self.pieces([(start, stop)]))
 
 
 def read_header(file: str, header: bytes) -> dict[str, TensorInfo]:
