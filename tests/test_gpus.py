@@ -103,7 +103,9 @@ def on_first_solve(error):
 # --- NUFILT ---
 
 
-@pytest.mark.parametrize(("solver", "devices"), list(zip(["adam", "closed_form"], DEVICES, strict=True)))
+@pytest.mark.parametrize(
+    ("solver", "devices"), list(zip(["adam", "closed_form"], DEVICES, strict=True))
+)
 def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_and_down_once(
     gpus, solver, devices
 ):
