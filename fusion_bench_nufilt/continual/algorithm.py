@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.merge.checks import check_module
+from fusion_bench_nufilt.merge.checks import check_module, options_warning
 from fusion_bench_nufilt.methods.options import Evaluate, ProtocolConfig
 from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.source import config_of
@@ -142,6 +142,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """
         pools.refuse_missing_keys(name, missing_keys, can_exclude=False)
         check_module(pretrained, model, name)
+        method = self.merged_manifest.get("method", self.name)
+        if name == MERGED and method != self.name:
+            log.warning("%s", options_warning(name, [Difference("method", method, self.name)]))
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
@@ -169,20 +172,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
         ``folder`` is the checkpoint of the model, of ``_merged_`` or of a step of this very run. It
         is None where ``_merged_`` is given by itself, and then ``manifest`` is empty.
-        """
-
-    def differences_from(self, manifest: Manifest) -> list[Difference]:
-        """Return what differs between the settings of this run and those that ``_merged_`` was made
-        with.
-        """
-        method = manifest.get("method", self.name)
-        if method == self.name:
-            return []
-        return [Difference("method", method, self.name)]
-
-    def refuse_unlike(self, merged: nn.Module) -> None:
-        """Raise a ValueError if the weights of ``_merged_`` suggest another pretrained model than
-        the pool's, where nothing else tells.
         """
 
     def prepare(self, merged: nn.Module) -> nn.Module:
@@ -368,15 +357,23 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         """Load and check ``_merged_``, and take over what was kept with it."""
         previous, missing_keys = self._load(modelpool, MERGED)
         self._check(pretrained, previous, MERGED, missing_keys)
-        folder, manifest = merged_checkpoint(modelpool)
-        if self.verify:
-            self._refuse_other_base(manifest, previous)
-        self.go_on_from(folder, manifest)
-        differing = self.differences_from(manifest)
-        if differing:
-            listing = "; ".join(map(str, differing))
-            log.warning("settings differ from those that '%s' was made with: %s", folder, listing)
+        if self.verify and self.is_of_this_base is False:
+            raise ValueError(
+                f"'{self._inputs[MERGED]['source']}' was merged from another '{PRETRAINED}' model "
+                f"than the pool's; {CHANGED}"
+            )
+        self.go_on_from(*merged_checkpoint(modelpool))
         return previous
+
+    @property
+    def is_of_this_base(self) -> bool | None:
+        """Whether ``_merged_`` was made from the pool's pretrained model; None if nothing says
+        so.
+        """
+        base = base_of(self.merged_manifest)
+        if base is None:
+            return None
+        return is_same_model(base, self._inputs[PRETRAINED])
 
     def take_saved_step(self, merged: nn.Module) -> int:
         """Give ``merged`` the weights of the last whole step in the log directory, and enter the
@@ -529,20 +526,6 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                     f"model '{name}' is in '{MERGED}' already, as step {step} ('{saved['name']}'): "
                     "leave it out, or set method.verify=false"
                 )
-
-    def _refuse_other_base(self, manifest: Manifest, merged: nn.Module) -> None:
-        """Refuse ``_merged_`` if it was made from another pretrained model than the pool's."""
-        saved = base_of(manifest)
-        is_same = None
-        if saved is not None:
-            is_same = is_same_model(saved, self._inputs[PRETRAINED])
-        if is_same is None:
-            self.refuse_unlike(merged)
-        elif not is_same:
-            raise ValueError(
-                f"'{self._inputs[MERGED]['source']}' was merged from another '{PRETRAINED}' model "
-                f"than the pool's; {CHANGED}"
-            )
 
     def _description(self) -> dict[str, Any]:
         """Return all that the models after each step depend on: a run is resumed only if none of it

@@ -52,7 +52,7 @@ from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.pages.metrics import has_quantity
 from fusion_bench_nufilt.pages.write import read_layers
 from fusion_bench_nufilt.utils.files import Head, Manifest, write_text
-from fusion_bench_nufilt.utils.manifest import Difference, load_state, read_heads, state_key
+from fusion_bench_nufilt.utils.manifest import load_state, read_heads, state_key
 from fusion_bench_nufilt.utils.options import (
     options_of,
     split_options,
@@ -263,16 +263,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             layers = [layer for layer in plan.layers if kept.is_needed(layer)]
             self._holds_float32 = any(kept.has_state(layer) for layer in layers)
 
-    def differences_from(self, manifest: Manifest) -> list[Difference]:
-        return other_options(
-            dataclasses.replace(self._plan([], self.first_step), merged_manifest=manifest)
-        )
-
-    def refuse_unlike(self, merged: nn.Module) -> None:
-        weights = self._model(MERGED, merged, ())
-        for warning in check_same_base(self._plan([], self.first_step, weights)):
-            log.warning("%s", warning)
-
     def check_model(
         self, pretrained: nn.Module, model: nn.Module, name: str, missing_keys: Sequence[str] = ()
     ) -> None:
@@ -283,7 +273,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             missing_layers = [key for key in missing_keys if key in merged_keys]
             refuse_missing_keys(name, missing_layers, can_exclude=True)
             if name == MERGED:
-                check_made_from(self._draft.pretrained, self._model(name, model, ()), ())
+                self._check_merged(self._model(name, model, ()))
             return
         draft = self._draft
         task = self._model(name, model, missing_keys)
@@ -303,6 +293,15 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         for warning in check_same_base(plan):
             log.warning("%s", warning)
         self._ignored_keys[name] = set(missing_keys)
+
+    def _check_merged(self, merged: ModelWeights) -> None:
+        check_made_from(self._draft.pretrained, merged, ())
+        plan = self._plan([], self.first_step, merged)
+        warnings = other_options(dataclasses.replace(plan, merged_manifest=self.merged_manifest))
+        if self.verify and self.is_of_this_base is None:
+            warnings += check_same_base(plan)
+        for warning in warnings:
+            log.warning("%s", warning)
 
     def _refuse_late_head(self, name: str) -> None:
         """Refuse a head that is found after a step has merged it as a layer."""

@@ -69,16 +69,17 @@ def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
         raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
     if merged.is_complete:
         check_made_from(plan.pretrained, merged, plan.computed | _other_parts(plan, merged))
-    warnings: list[str] = []
-    differing = other_options(plan)
-    if differing:
-        listing = "; ".join(map(str, differing))
-        warnings.append(f"settings differ from those that '{name}' was made with: {listing}")
-    return warnings
+    return other_options(plan)
 
 
-def other_options(plan: Plan) -> list[Difference]:
-    """Return the options that are to last for a stream, and that the merged model was made with
+def options_warning(name: str, differing: Sequence[Difference]) -> str:
+    """Say which options a merged model was made with otherwise."""
+    listing = "; ".join(map(str, differing))
+    return f"settings differ from those that '{name}' was made with: {listing}"
+
+
+def other_options(plan: Plan) -> list[str]:
+    """Warn of options that are to last for a stream, and that the merged model was made with
     otherwise.
     """
     saved_options = plan.merged_manifest.get("settings", {})
@@ -97,7 +98,11 @@ def other_options(plan: Plan) -> list[Difference]:
         if key in saved_options and key in options:
             before[key] = saved_options[key]
             now[key] = options[key]
-    return differences(before, now)
+    differing = differences(before, now)
+    if not differing:
+        return []
+    assert plan.merged is not None
+    return [options_warning(plan.merged.source.name, differing)]
 
 
 def check_made_from(base: ModelWeights, merged: ModelWeights, optional: Collection[str]) -> None:
