@@ -138,11 +138,10 @@ def build(folder):
 
 
 @pytest.mark.slow
-def test_gpt2_on_glue_is_merged_and_scored_by_the_task_pool_of_the_same_name(fusion_bench):
+def test_gpt2_on_glue_is_merged_and_scored_by_its_task_pool(fusion_bench):
     build(fusion_bench.folder)
-    done = fusion_bench(
-        "method=nufilt", "modelpool=gpt-2_glue", "method.null_rank=4", "method.lora_rank=4"
-    )
+    pools = ("modelpool=gpt-2_glue", "taskpool=gpt-2_glue")
+    done = fusion_bench("method=nufilt", *pools, "method.null_rank=4", "method.lora_rank=4")
     result = json.loads((fusion_bench.logs / "accuracy_matrix.json").read_text())
     assert sorted(result["tasks"]) == sorted(COLUMNS)
     assert result["missing"] == []

@@ -15,8 +15,7 @@ from fusion_bench.utils import instantiate
 from fusion_bench.utils.instantiate_utils import set_print_function_call
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException
 from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,6 +27,7 @@ from fusion_bench_nufilt.utils.options import unknown
 from fusion_bench_nufilt.utils.overrides import (
     PLUGIN,
     key_of,
+    refuse_unknown_names,
     user_folders,
     without_method,
 )
@@ -49,17 +49,10 @@ def compose_run(overrides: Sequence[str]) -> DictConfig:
     """Return what `fusion_bench` composes from overrides; a ValueError says why it can't."""
     # FusionBench would prefer a `config` in the current directory, even an empty one.
     with composing(), config_loader(overrides) as loader:
+        folders = [element.path for element in loader.get_search_path().get_path()]
+        refuse_unknown_names(overrides, folders)
         try:
             config = compose(PROGRAM, list(overrides))
-        except MissingConfigException as error:
-            group, _, name = str(error.missing_cfg_file).rpartition("/")
-            searchpath = [word for word in overrides if word.startswith("hydra.searchpath")]
-            # The error has the names in `method`, and not those in `method/continual`.
-            names = loader.get_group_options(group, ObjectType.CONFIG, PROGRAM, searchpath)
-            remedy = (
-                f"one of your own is found in the folder of --config-dir, as {group}/{name}.yaml"
-            )
-            raise ValueError(unknown(group, name, names, remedy)) from None
         except ConfigCompositionException:
             _refuse_unknown_options(overrides, compose(PROGRAM, without_method(overrides)))
             raise

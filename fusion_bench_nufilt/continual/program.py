@@ -18,8 +18,6 @@ import lightning
 from fusion_bench import set_print_function_call_permeanent
 from fusion_bench.programs import FabricModelFusionProgram, fabric_fusion_program
 from fusion_bench.taskpool import DummyTaskPool
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
@@ -180,37 +178,21 @@ def refuse_several_processes(config: DictConfig) -> None:
 
 
 def use_bundled_taskpool(program: Any) -> None:
-    """Unless the user named a task pool, use the one that the model pool brings along, or one of
-    the same name.
-
-    FusionBench has a few pairs of the same name, such as ``modelpool=gpt-2_glue`` and
-    ``taskpool=gpt-2_glue``.
-    """
+    """Unless the user named a task pool, use the one that the model pool brings along."""
     if program is None or program._modelpool is None:
         return
     # Hydra expands the task pool last, so that a model pool's file can't override it. The pool's
     # placeholder tells that the user named none.
     if not isinstance(program.taskpool, DummyTaskPool):
         return
-    taskpool = program._modelpool.get("taskpool")
     if HydraConfig.initialized():
-        run = HydraConfig.get()
-        for word in run.overrides.task:
+        for word in HydraConfig.get().overrides.task:
             if word.lstrip("+~").startswith("taskpool"):
                 return
-        taskpool = taskpool or _namesake(run)
+    taskpool = program._modelpool.get("taskpool")
     if taskpool:
         loader = "fusion_bench.compat.taskpool.load_taskpool_from_config"
         program.taskpool = program._instantiate_and_setup(taskpool, compat_load_fn=loader)
-
-
-def _namesake(run: Any) -> Any:
-    """Return the task pool that has the name of the model pool of a Hydra run, if there is one."""
-    name = run.runtime.choices.get("modelpool")
-    if name not in GlobalHydra.instance().config_loader().get_group_options("taskpool"):
-        return None
-    overrides = [*run.overrides.task, f"taskpool={name}"]
-    return compose(run.job.config_name, overrides=overrides).taskpool
 
 
 class ReportedTaskPool:

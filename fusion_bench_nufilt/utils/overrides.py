@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 #: The name of this plugin in Hydra's search path.
 PLUGIN = "fusion-bench-nufilt"
-#: What is chosen by the name of a file.
-_GROUPS = ("method", "modelpool", "taskpool")
 _PACKAGE = Path(__file__).parents[1]
 #: The configurations: a wheel carries them inside the package, a checkout has them beside it.
 CONFIG = _PACKAGE / "config"
@@ -45,8 +43,8 @@ def user_folders(words: Sequence[str]) -> list[str]:
 
 def refuse_unknown_names(words: Sequence[str], folders: Sequence[str]) -> None:
     """Raise a ValueError of one line for a word of `fusion_bench` that Hydra can't read, or that
-    names a method or a pool of which no folder (``file://…``) has a file; Hydra would list them
-    all.
+    names a method, a pool or the like of which no folder (``file://…``) has a file; Hydra would
+    list them all.
     """
     from hydra._internal.utils import get_args_parser
 
@@ -56,15 +54,16 @@ def refuse_unknown_names(words: Sequence[str], folders: Sequence[str]) -> None:
             continue  # Hydra itself says what is wrong with it
         override = _parse(word)
         group = override.key_or_group
-        if group not in _GROUPS or override.is_sweep_override():
+        name = override.value()
+        # Of its own groups, Hydra has names in its package.
+        if not isinstance(name, str) or override.is_sweep_override() or group.startswith("hydra"):
             continue
         names = set()
         for folder in folders:
             path = Path(folder.removeprefix("file://"), group)
             if folder.startswith("file://"):
                 names |= {file.relative_to(path).as_posix()[:-5] for file in path.rglob("*.yaml")}
-        name = override.value()
-        if isinstance(name, str) and name not in names:
+        if names and name not in names:
             listing = (
                 f"one of your own is found in the folder of --config-dir, as {group}/{name}.yaml"
             )

@@ -36,7 +36,6 @@ def program(demo, tmp_path, monkeypatch):
 
     def run(*words):
         hydra = {"runtime": {"cwd": str(tmp_path), "output_dir": str(logs)}}
-        hydra["runtime"]["choices"] = {"modelpool": "nufilt_demo"}
         hydra["overrides"] = {"task": list(words)}
         monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
         settings = ("method.max_steps=1", "print_config=false", f"path.log_dir={logs}")
