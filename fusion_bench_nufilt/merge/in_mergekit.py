@@ -19,14 +19,14 @@ from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.options import split_options
-from fusion_bench_nufilt.utils.tensors import is_finite
+from fusion_bench_nufilt.utils.tensors import in_dtype
 
 from .draft import Draft
 from .fuse import check_layers, merge_matrices
-from .rules import running_mean
+from .rules import RULES
 from .strength import strength_of
 
 
@@ -76,43 +76,39 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         base = group.base.tensor
         folder = _folder(group.base.id)
         model = _base(folder, targets)
+        name = group.metadata.name
         layers = _layers_in(model, group)
-        if not layers:
-            joining = []
-            for step, task in enumerate(group.non_base, 1):
-                if targets.changes_other_params(step):
-                    scaled = scaled_update(task.tensor, base, rest["weight"][task.id])
-                    assert isinstance(scaled, Tensor)
-                    joining.append((str(task.id), scaled))
-            return _mean(base, joining, group.metadata.name)
         method = model.draft.method(self.kind, options, rest["seed"])
-        pretrained = _matrices(layers, base)
-        check_layers(pretrained, pretrained, model=str(group.base.id))
-        task_layers = []
+        if not layers:
+            # A tensor of the base that no task changes is copied, whatever it holds.
+            if targets.other_params == "pretrained" or not base.is_floating_point():
+                return base
+            method = RULES[targets.other_params](None, ())
+        pretrained = _matrices(layers, base, name)
+        if layers:
+            check_layers(pretrained, pretrained, model=str(group.base.id))
+        tasks = []
         for task in group.non_base:
-            matrices = _matrices(layers, task.tensor)
+            matrices = _matrices(layers, task.tensor, name)
             check_layers(pretrained, matrices, model=str(task.id))
-            task_layers.append(matrices)
-        strengths = [1.0] * len(task_layers)
+            tasks.append(matrices)
+        strengths = [1.0] * len(tasks)
         if method.weighs_tasks:
             strengths = [_strength(folder, targets, _folder(task.id)) for task in group.non_base]
         merged = merge_matrices(
             method,
             pretrained,
-            task_layers,
+            tasks,
             strengths=strengths,
             coefficients=[rest["weight"][task.id] for task in group.non_base],
         )
+        if not layers:
+            return in_dtype(name, merged[name], base.dtype).reshape(base.shape)
         # Rows that no layer has stay the base's, bit by bit.
         result = base.clone()
         for layer in layers:
-            part = layer.view.as_stored(merged[layer.name]).to(base.dtype)
-            if not is_finite(part):
-                raise ValueError(
-                    f"tensor '{group.metadata.name}': the merged weight is too large for "
-                    f"{base.dtype}"
-                )
-            result[slice(*layer.view.rows)] = part
+            part = layer.view.as_stored(merged[layer.name])
+            result[slice(*layer.view.rows)] = in_dtype(name, part, base.dtype)
         return result
 
 
@@ -197,19 +193,8 @@ def _task(base_folder: Path, targets: TargetConfig, folder: Path) -> ModelWeight
     return task
 
 
-def _matrices(layers: list[Layer], tensor: Tensor) -> dict[str, Tensor]:
+def _matrices(layers: list[Layer], tensor: Tensor, name: str) -> dict[str, Tensor]:
+    """Return the layers that a tensor holds, or all of it as one row, under its own name."""
+    if not layers:
+        return {name: tensor.reshape(1, -1)}
     return {layer.name: layer.view.matrix(tensor[slice(*layer.view.rows)]) for layer in layers}
-
-
-def _mean(base: Tensor, tasks: list[tuple[str, Tensor]], tensor: str) -> Tensor:
-    """Return the mean of the tasks' tensors of this name, or the base's if there is none."""
-    mean = base
-    for count, (name, task) in enumerate(tasks, 1):
-        if not is_finite(task):
-            raise ValueError(f"model '{name}', tensor '{tensor}' has NaN or infinite values")
-        mean = running_mean(mean, task, count)
-    # A tensor of the base that no task changes is copied, whatever it holds.
-    rounded = mean.to(base.dtype)
-    if tasks and not is_finite(rounded):
-        raise ValueError(f"tensor '{tensor}' has values that {base.dtype} can't hold")
-    return rounded

@@ -19,6 +19,7 @@ from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
     TensorInfo,
+    in_dtype,
     is_finite,
 )
 
@@ -27,7 +28,7 @@ from .engine import Blocks, Job, MergedLayer, Pieces, TaskInput
 from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
-from .planned import factors_by_key
+from .planned import pieces_of_factors
 from .rules import RULES, Keep
 
 log = logging.getLogger(__name__)
@@ -209,13 +210,15 @@ def _pieces_in_files(
     """Yield a block of a tensor, and of its mean for the state."""
     if mean_place is not None:
         yield mean_place, value.to(FLOATS[mean_place.dtype])
-    for place in tensor.places:
-        rounded = _rounded(value, tensor.key, FLOATS.get(place.dtype, value.dtype))
+    # What is infinite in the base stays so, and no dtype is to blame.
+    is_copy = not is_finite(value)
+    if is_copy and "not_finite" not in record:
         # In the record, so that a run that goes on has it in its manifest, too.
-        if "not_finite" not in record and not is_finite(rounded):
-            record["not_finite"] = tensor.key
-            log.warning(NOT_FINITE, tensor.key)
-        yield place, rounded
+        record["not_finite"] = tensor.key
+        log.warning(NOT_FINITE, tensor.key)
+    for place in tensor.places:
+        dtype = FLOATS.get(place.dtype, value.dtype)
+        yield place, value.to(dtype) if is_copy else in_dtype(tensor.key, value, dtype)
 
 
 def _job_of_update(plan: Plan, param: str, record: Record) -> Job:
@@ -223,17 +226,17 @@ def _job_of_update(plan: Plan, param: str, record: Record) -> Job:
     the update that the rule ``other_params`` makes of theirs.
     """
 
-    def pieces(merged: MergedLayer, merged_weight: Callable[[], Tensor]) -> Pieces:
-        assert isinstance(merged, LayerInBasis)
-        update = merged.basis.product(merged_weight())
-        for key, value in factors_by_key(plan, param, update, record).items():
-            place = plan.places[key]
-            yield place, _rounded(value, key, FLOATS[place.dtype])
+    return Job(
+        name=param,
+        rule=Keep(None, ()),
+        read=partial(_read_update, plan, record),
+        tasks=(),
+        first_step=1,
+        pieces=lambda merged, weigh: pieces_of_factors(plan, merged, weigh()),
+    )
 
-    return Job(param, Keep(None, ()), partial(_read_update, plan), (), 1, pieces)
 
-
-def _read_update(plan: Plan, job: Job, device: torch.device) -> LayerInBasis:
+def _read_update(plan: Plan, record: Record, job: Job, device: torch.device) -> LayerInBasis:
     nothing = torch.empty(0, dtype=torch.float32, device=device)
     joining = plan.joining(job.name)
     # Without a task that joins in, it stays as it was.
@@ -252,18 +255,7 @@ def _read_update(plan: Plan, job: Job, device: torch.device) -> LayerInBasis:
             rights.append(update.right)
     left = torch.cat(lefts, dim=1)
     right = torch.cat(rights)
-    return LayerInBasis(job, right, {"weight": right}, {"reports": []}, Basis(left, None), {})
-
-
-def _rounded(value: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-    """Return a value as the result has it; one that is too large for it is refused."""
-    rounded = value.to(dtype)
-    # What is infinite in the base stays so, with a warning; the dtype is not to blame.
-    if not is_finite(rounded) and is_finite(value):
-        raise ValueError(
-            f"tensor '{key}' has values that {dtype} can't hold: choose another --dtype"
-        )
-    return rounded
+    return LayerInBasis(job, right, {"weight": right}, record, Basis(left, None), {})
 
 
 def tensors_in_memory(

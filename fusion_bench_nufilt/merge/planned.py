@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     TensorInfo,
     compute_dtype,
-    is_finite,
+    in_dtype,
 )
 
 from .basis import Basis, LayerInBasis, best_factors
@@ -320,32 +320,41 @@ def _pieces_in_files(
     layer: Layer,
     merged: MergedLayer,
     merged_weight: Callable[[], Tensor],
-) -> list[tuple[TensorInfo, Tensor]]:
-    """Return a layer's state, if it is kept, and its weight, with their places in the result.
+) -> Pieces:
+    """Yield a layer's state, if it is kept, and its weight, with their places in the result.
 
     ``state_places`` has the places in the file of the state, by key; none if there is no such file.
     """
     weight = merged_weight()
-    if layer.param in plan.adapter_keys:
-        assert isinstance(merged, LayerInBasis)
-        update = merged.basis.product(weight)
-        values = factors_by_key(plan, layer.param, update, merged.record)
-    else:
+    if layer.param not in plan.adapter_keys:
         weight = as_stored(plan, layer, merged, weight)
-        values = dict.fromkeys(layer.keys, plan.vocabulary.grown_layer(layer.param, weight))
-    pieces: list[tuple[TensorInfo, Tensor]] = []
     if state_places:
         for key, value in kept.by_key(layer, merged, weight).items():
             if key in state_places:
-                pieces.append((state_places[key], value.cpu()))
-    for key, wide in values.items():
-        place = plan.places[key]
-        value = wide.to(FLOATS[place.dtype])
-        # What is finite in float32 may be infinite in float16, which the engine can't see.
-        if not is_finite(value):
-            raise ValueError(f"tensor '{key}': the merged weight is too large for {place.dtype}")
-        pieces.append((place, value.cpu()))
-    return pieces
+                yield state_places[key], value
+    if layer.param in plan.adapter_keys:
+        yield from pieces_of_factors(plan, merged, weight)
+        return
+    grown = plan.vocabulary.grown_layer(layer.param, weight)
+    for key in layer.keys:
+        yield plan.places[key], in_dtype(key, grown, FLOATS[plan.places[key].dtype])
+
+
+def pieces_of_factors(plan: Plan, merged: MergedLayer, weight: Tensor) -> Pieces:
+    """Yield A and B of an update in an adapter, given it in the basis in which it was merged, in
+    the rank that it has there; note the energies of what stays and of the whole.
+    """
+    assert isinstance(merged, LayerInBasis)
+    record = merged.record
+    keys_of_names = plan.adapter_keys[record["param"]]
+    rank = plan.places[keys_of_names[0].a].shape[0]
+    factors, record["energy"] = best_factors(merged.basis.product(weight), rank)
+    for keys in keys_of_names:
+        values = {keys.a: factors.right, keys.b: factors.left}
+        if keys.of_embedding:
+            values = {keys.a: factors.left.mT, keys.b: factors.right.mT}
+        for key, value in values.items():
+            yield plan.places[key], in_dtype(key, value, FLOATS[plan.places[key].dtype])
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
@@ -389,18 +398,3 @@ def disk_bytes(plan: Plan) -> int:
         for info in tensors.values():
             total += info.nbytes
     return total
-
-
-def factors_by_key(plan: Plan, param: str, update: LowRank, record: Record) -> dict[str, Tensor]:
-    """Return A and B of an update in an adapter, by their keys in it, in the rank that it has
-    there; note the energies of what stays and of the whole.
-    """
-    keys_of_names = plan.adapter_keys[param]
-    rank = plan.places[keys_of_names[0].a].shape[0]
-    factors, record["energy"] = best_factors(update, rank)
-    values = {}
-    for keys in keys_of_names:
-        values[keys.a], values[keys.b] = factors.right, factors.left
-        if keys.of_embedding:
-            values[keys.a], values[keys.b] = factors.left.mT, factors.right.mT
-    return values

@@ -8,7 +8,7 @@ from torch import Tensor, lerp
 
 from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State
 from fusion_bench_nufilt.methods.task_vector import TaskVector
-from fusion_bench_nufilt.utils.tensors import compute_dtype, to_compute_dtype
+from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
 
 class Keep(LayerMethod):
@@ -45,28 +45,22 @@ class First(Keep):
 
 
 class RunningMean(First):
-    """The mean of the tasks' weights, whose number is the step; without a task, the base's."""
+    r"""The mean of the tasks' weights, whose number is the step; without a task, the base's.
+
+    One more of them makes it :math:`m + (\theta - m) / \text{step}`, in float32 at least. Whoever
+    goes on from it must keep it so: rounded to bfloat16, the mean of many tensors no longer moves.
+    """
 
     name = "mean"
 
     def update(
         self, state: State, base: Tensor, task: TaskVector, step: int
     ) -> tuple[State, Measures]:
-        return {"weight": running_mean(state["weight"], task.weights(), step)}, {}
+        if step == 1:
+            return {"weight": task.weights()}, {}
+        mean = state["weight"]
+        return {"weight": lerp(mean, task.weights().to(mean.dtype), 1 / step)}, {}
 
 
 #: By the values of the option `other_params`.
 RULES: dict[str, type[LayerMethod]] = {rule.name: rule for rule in (Keep, First, RunningMean)}
-
-
-def running_mean(mean: Tensor, new: Tensor, count: int) -> Tensor:
-    r"""Return the mean of ``count`` tensors, given that of all but the last: :math:`m + (\theta -
-    m) / \text{count}`.
-
-    It is exact for the first tensor, and otherwise in float32 at least. Whoever goes on from it
-    must keep it so: rounded to bfloat16, the mean of many tensors no longer moves.
-    """
-    if count == 1:
-        return new
-    wide = compute_dtype(mean)
-    return lerp(mean.to(wide), new.to(wide), 1 / count)

@@ -22,6 +22,7 @@ from fusion_bench_nufilt.utils.tensors import (
     TensorFile,
     TensorInfo,
     describe,
+    in_dtype,
     is_finite,
 )
 
@@ -217,9 +218,7 @@ class MemorySource(Source):
     def write(self, key: str, value: Tensor) -> None:
         """Replace the values of a tensor, whose dtype must hold the new ones."""
         target = self._values[key]
-        target.copy_(value)
-        if not is_finite(target):
-            raise ValueError(f"tensor '{key}': the merged weight is too large for {target.dtype}")
+        target.copy_(in_dtype(key, value, target.dtype))
 
     def same(self, key: str, other: str) -> bool:
         """Tell whether two tensors hold the same values, at once where they share their memory."""

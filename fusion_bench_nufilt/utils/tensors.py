@@ -299,6 +299,16 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
+def in_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of this name in a dtype; refuse values that are too large for that."""
+    converted = value.to(dtype)
+    if not is_finite(converted):
+        raise ValueError(
+            f"tensor '{name}' has values that {dtype} can't hold: choose another dtype"
+        )
+    return converted
+
+
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors of one shape as one; a single one is not copied."""
     if len(tensors) == 1:

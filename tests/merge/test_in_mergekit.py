@@ -233,14 +233,8 @@ def test_what_is_no_file_of_mergekit_is_refused_in_one_line(folder, content):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        ("model.layers.0.mlp.up_proj.weight", ": the merged weight is too large for "),
-        ("model.norm.weight", " has values that torch.float16 can't hold"),
-    ],
-)
-def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tensor, message):
+@pytest.mark.parametrize("tensor", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tensor):
     save_stream(folder, llama(tie_word_embeddings=False), dtype=torch.float16)
     for name, value in (("base", 4e4), ("task1", 6e4), ("task2", 6e4), ("task3", 6e4)):
         change(folder / name, tensor, lambda weight, value=value: weight.fill_(value))
@@ -248,7 +242,7 @@ def test_what_the_dtype_can_not_hold_is_refused_as_by_nufilt_merge(folder, tenso
     for words in (THEIRS, OURS):
         code, text = nufilt(*words, "--quiet")
         assert code == 1, text
-        assert f"error: tensor '{tensor}'{message}" in text
+        assert f"error: tensor '{tensor}' has values that torch.float16 can't hold" in text
 
 
 @pytest.mark.parametrize("tensor", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
