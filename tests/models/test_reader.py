@@ -15,6 +15,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -29,7 +31,7 @@ from fusion_bench_nufilt.models.peft_layers import PREFIX
 from fusion_bench_nufilt.models.reader import Reader
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 from tests.merge.helpers import change_json, merge, plan
-from tests.oracle.test_classes import tiny_model
+from tests.oracle.test_classes import tiny, tiny_model
 from tests.released import released
 from tests.tiny_models import SMALL, T5, adapt_at_random, build, clip, full_clip, llama, llava
 
@@ -314,9 +316,20 @@ def saved_with_the_whole(key):
     return "model." + key.replace(f"{PREFIX}model.", PREFIX)
 
 
-@pytest.mark.parametrize("rename", [PREFIX.__add__, saved_with_the_whole])
-def test_an_adapter_is_read_wherever_peft_has_its_prefix(tmp_path, rename):
-    kind = save_base(tmp_path, llama())
+def thinker():
+    sizes = tiny(Qwen2_5OmniThinkerConfig().to_dict())
+    sizes["text_config"]["rope_scaling"] = {"type": "default", "mrope_section": [2, 3, 3]}
+    config = Qwen2_5OmniThinkerConfig(**sizes)
+    return build(Qwen2_5OmniThinkerForConditionalGeneration, config, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "rename"),
+    [(llama, PREFIX.__add__), (llama, saved_with_the_whole), (thinker, "thinker.".__add__)],
+    ids=["twice", "in the middle", "in an Omni"],
+)
+def test_an_adapter_is_read_wherever_peft_has_its_prefix(tmp_path, make, rename):
+    kind = save_base(tmp_path, make())
     names = [save_adapter(tmp_path, kind, 1), save_adapter(tmp_path, kind, 2, rename)]
     assert_read_as_merged(tmp_path, kind, TEXT, names)
 
