@@ -5,6 +5,7 @@ embeddings (``trainable_token_indices``), biases, and row lengths (DoRA). Factor
 are in ``experts.py``.
 """
 
+import dataclasses
 import math
 import re
 import threading
@@ -32,6 +33,7 @@ from .peft_layers import (
     ROWS,
     WHOLE,
     PeftLayer,
+    Place,
     UnknownLayersError,
     ask_peft,
     outer_module,
@@ -111,126 +113,111 @@ class LoraAdapter(ModelWeights):
             raise ValueError(f"adapter '{self.source.name}' has no tensors: {_SAVE_AGAIN}")
         # Those of ZeRO-3 may stand where peft takes nothing from an adapter.
         self.source.check_not_empty(key for key in tensors if not _is_of_base(key))
-        parts: dict[str, dict[str, str]] = {}  # keys by part, of each module with factors
+        keys: dict[str, dict[str, str]] = {}  # by part, of each module with factors
+        unknown = []
         for key in tensors:
             if _is_of_base(key) or (_SAVED in key and key.replace(_SAVED, ".") in tensors):
                 continue
             place = place_of(self._prefix + self.name_of(key))
             if place.part == ROWS:
                 self._add_tokens(architecture, place.module, key)
-            elif place.part != WHOLE:
-                parts.setdefault(place.module, {})[place.part] = key
-            elif ".lora_" not in key:
+            elif place.part == WHOLE and ".lora_" not in key:
                 self._add_saved(architecture, place.name, key)
+            elif self._is_of_layer(place, key, architecture):
+                keys.setdefault(place.module, {})[place.part] = key
             else:
-                parts.setdefault(place.module, {})[key] = key
-        factors, unknown = self._pairs(parts, architecture)
+                unknown.append(key)
         # Before the unknown are sent to peft, which passes over such names and merges nothing.
         self._refuse_named(unknown)
-        self._add_factors(factors, architecture)
-        for module in factors.keys() & parts.keys():
-            if LENGTHS in parts[module]:
-                param = architecture.untied_name(f"{module}.weight")
-                self.magnitudes[param] = parts[module][LENGTHS]
+        self._add_factors(keys, architecture)
         self._share(architecture)
-        self._refuse_lost()
+        if self.config.get("trainable_token_indices") and not self.trained_rows:
+            raise ValueError(
+                f"adapter '{self.source.name}' has no rows of the tokens that its "
+                f"trainable_token_indices name: {_SAVE_AGAIN}"
+            )
         if unknown:
             raise ValueError(
                 f"adapter '{self.source.name}': {format_names(unknown)}: no LoRA of a linear "
                 f"layer; {with_peft(self.checkpoint, architecture)}"
             )
 
-    def _pairs(
-        self, parts: Mapping[str, Mapping[str, str]], architecture: Architecture
-    ) -> tuple[dict[str, tuple[str, str]], list[str]]:
-        """Return the keys of A and B by module, and the keys that belong to no linear layer."""
-        factors = {}
-        unknown = []
-        known = ("A", "B", LENGTHS) if self.config.get("use_dora") else ("A", "B")
-        for module, keys in parts.items():
-            unknown += [key for part, key in keys.items() if part not in known]
-            pair = [keys[part] for part in ("A", "B") if part in keys]
-            # Of fused experts, peft wraps a module once for each parameter, one in the other; so it
-            # does with an nn.MultiheadAttention. A convolution's A has four sides.
-            outer = outer_module(module)
-            is_inside = outer != module and not architecture.stacks_of(outer)
-            # The lengths of some rows are the others', too, in a layer of all.
-            if LENGTHS in keys and architecture.rows_of_divided(f"{module}.weight"):
-                is_inside = True
-            if is_inside or any(len(self.source.tensors[key].shape) != 2 for key in pair):
-                unknown += pair[:1]
-            elif len(pair) == 2:
-                factors[module] = (pair[0], pair[1])
-            elif pair:
-                suffix = pair[0].rpartition(".lora_")[2]
-                of_other = suffix.translate({ord("A"): "B", ord("B"): "A"})
-                other = pair[0].removesuffix(suffix) + of_other
-                raise ValueError(f"adapter '{self.source.name}' has '{pair[0]}' and no '{other}'")
-        return factors, unknown
+    def _is_of_layer(self, place: Place, key: str, architecture: Architecture) -> bool:
+        """Tell whether a tensor is a factor of a linear layer or of experts, or its lengths."""
+        # Of fused experts, peft wraps a module once for each parameter, one in the other; so it
+        # does with an nn.MultiheadAttention.
+        outer = outer_module(place.module)
+        if outer != place.module and not architecture.stacks_of(outer):
+            return False
+        if place.part == LENGTHS:
+            # Those of some rows are the others', too, in a layer of all.
+            return architecture.rows_of_divided(place.name) is None
+        # A convolution's A has four sides.
+        return place.part != WHOLE and len(self.source.tensors[key].shape) == 2
 
     def _add_factors(
-        self, factors: Mapping[str, tuple[str, str]], architecture: Architecture
+        self, keys: Mapping[str, Mapping[str, str]], architecture: Architecture
     ) -> None:
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layers' updates, or of
         the experts in a stack, with what peft says of them.
         """
-        stacks = {}
-        for module in factors:
-            outer = outer_module(module)
-            if architecture.stacks_of(outer):
-                stacks[outer] = architecture.stacks_of(outer)
         try:
-            layers = ask_peft(self.checkpoint, factors, stacks)
+            layers = ask_peft(self.checkpoint, keys, architecture.stacks_of)
         except UnknownLayersError as error:
             raise ValueError(
                 f"adapter '{self.source.name}' {error}, {_ONLY_LORA}"
                 f"{with_peft(self.checkpoint, architecture)}"
             ) from error
-        experts = find_experts(self.checkpoint, architecture, factors, layers)
-        for module, (key_a, key_b) in factors.items():
+        for module, parts in keys.items():
+            self._check_shapes(module, parts, layers.get(module))
+        experts = find_experts(self.checkpoint, architecture, keys, layers)
+        for module, parts in keys.items():
             layer = layers[module]
             if module not in experts:
-                self._add_pair(architecture, module, layer, key_a, key_b)
+                self._add_pair(architecture, module, parts, layer.scaling)
                 continue
-            count = next(iter(experts[module].values())).count
-            self._check_rank(f"{module}.{layer.parameter}", key_a, key_b, layer.rank * count)
             for param, expert in experts[module].items():
                 self._check_new(param, module)
-                self.updates[param] = [_LoraUpdate(key_a, key_b, layer.scaling, expert)]
+                self.updates[param] = [_LoraUpdate(parts["A"], parts["B"], layer.scaling, expert)]
                 self.params[param] = architecture.views[param].stored_shape
 
+    def _check_shapes(self, module: str, parts: Mapping[str, str], layer: PeftLayer | None) -> None:
+        """Refuse other tensors of a module than peft has of it."""
+        self.source.check_floats(parts.values())
+        stored = {part: self.source.tensors[key].shape for part, key in parts.items()}
+        expected: object = "nothing"
+        if layer is not None:
+            if stored in (layer.shapes, layer.shapes_of_transpose):
+                return
+            expected = layer.shapes
+            if stored.keys() != layer.shapes.keys():  # of which some sides are not known
+                expected = f"{', '.join(layer.shapes)} of rank {layer.rank}"
+        raise ValueError(
+            f"adapter '{self.source.name}', '{module}': its file has {stored}, and peft makes "
+            f"{expected} of its adapter_config.json for this base: they do not belong together"
+        )
+
     def _add_pair(
-        self, architecture: Architecture, module: str, layer: PeftLayer, key_a: str, key_b: str
+        self, architecture: Architecture, module: str, parts: Mapping[str, str], scaling: float
     ) -> None:
-        self._check_rank(module, key_a, key_b, layer.rank)
         name = f"{module}.weight"
+        update = _LoraUpdate(parts["A"], parts["B"], scaling)
         divided = architecture.rows_of_divided(name)
         if divided is not None:
             param, rows = divided
-            update = _LoraUpdate(key_a, key_b, layer.scaling, rows=rows)
-            self.updates.setdefault(param, []).append(update)
+            self.updates.setdefault(param, []).append(dataclasses.replace(update, rows=rows))
             self.params[param] = architecture.shape(param)
             return
         param = architecture.untied_name(name)
         self._check_new(param, module)
-        update = _LoraUpdate(key_a, key_b, layer.scaling)
         self.updates[param] = [update]
-        d_i = self.source.tensors[key_a].shape[1]
-        d_o = self.source.tensors[key_b].shape[0]
+        if LENGTHS in parts:
+            self.magnitudes[param] = parts[LENGTHS]
+        d_i = self.source.tensors[update.key_a].shape[1]
+        d_o = self.source.tensors[update.key_b].shape[0]
         self.params[param] = (d_o, d_i)
         if update.of_embedding or param in self._transposed:
             self.params[param] = (d_i, d_o)
-
-    def _check_rank(self, name: str, key_a: str, key_b: str, rank: int) -> None:
-        """Refuse two factors of another rank than peft's, of all experts if they are of several."""
-        self.source.check_floats((key_a, key_b))
-        shape_a = self.source.tensors[key_a].shape
-        shape_b = self.source.tensors[key_b].shape
-        if not shape_a[0] == shape_b[1] == rank:
-            raise ValueError(
-                f"adapter '{self.source.name}', '{name}': A is {shape_a}, B {shape_b}, and the "
-                f"rank in its config {rank}: they do not belong together"
-            )
 
     def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
         """Note a full tensor, which may be a stack of experts that are layers by themselves."""
@@ -325,19 +312,6 @@ class LoraAdapter(ModelWeights):
                 f"adapter '{self.source.name}' was saved from a model that calls it "
                 f"'{adapter}': the name of '{key}' has '{adapter}.', without which peft saves "
                 f"it. {remedy}"
-            )
-
-    def _refuse_lost(self) -> None:
-        """Refuse an adapter without the tensors that options in its configuration promise."""
-        lost = []
-        if self.config.get("use_dora") and not self.updates.keys() <= self.magnitudes.keys():
-            lost.append("use_dora")
-        if self.config.get("trainable_token_indices") and not self.trained_rows:
-            lost.append("trainable_token_indices")
-        if lost:
-            raise ValueError(
-                f"adapter '{self.source.name}' uses {format_names(lost)} and lacks tensors of it: "
-                f"{_SAVE_AGAIN}"
             )
 
     def tell_apart(self, names: Sequence[str]) -> list[object]:

@@ -105,7 +105,7 @@ def find_saved_experts(
 def find_experts(
     adapter: Checkpoint,
     architecture: Architecture,
-    factors: Mapping[str, tuple[str, str]],
+    keys: Mapping[str, Mapping[str, str]],
     layers: Mapping[str, PeftLayer],
 ) -> dict[str, dict[str, Expert]]:
     """Return the experts by param, by the module that has their factors.
@@ -113,37 +113,26 @@ def find_experts(
     Args:
         adapter: has the factors.
         architecture: that of its base.
-        factors: the keys of A and B by module.
+        keys: those of its factors by part, by module.
         layers: what peft says of these.
 
     Raises:
-        ValueError: the factors fit no parameter of the base, or nothing tells how they are to be
-            read.
+        ValueError: nothing tells how the factors are to be read.
     """
     parameters = {}  # names and shapes in the loaded model, by module
     transposed = {}  # whether the transpose of B A is added, where sides tell, by module
-    for module, (key_a, key_b) in factors.items():
+    for module, parts in keys.items():
         stacks = architecture.stacks_of(outer_module(module))
         if not stacks:
             continue
-        a = adapter.tensors[key_a].shape
-        b = adapter.tensors[key_b].shape
-        attribute = layers[module].parameter if module in layers else ""
-        fitting = []
-        for name, (count, *sides) in stacks.items():
-            # As a set, since B A or its transpose may be added.
-            fits = {a[1], b[0]} == set(sides) and a[0] % count == 0
-            if fits and name.rpartition(".")[2] == attribute:
-                fitting.append(name)
-        if not fitting:
-            raise ValueError(
-                f"adapter '{adapter.name}', '{outer_module(module)}': A is {a}, B {b}, for one of "
-                f"{stacks}: {_OTHER_BASE}"
-            )
-        name = fitting[0]
-        parameters[module] = (name, stacks[name])
-        if a[1] != b[0]:
-            transposed[module] = stacks[name][1:] != (b[0], a[1])
+        # Peft has wrapped one of them.
+        for name, shape in stacks.items():
+            if name.rpartition(".")[2] == layers[module].parameter:
+                parameters[module] = (name, shape)
+        d_i = adapter.tensors[parts["A"]].shape[1]
+        d_o = adapter.tensors[parts["B"]].shape[0]
+        if d_i != d_o:
+            transposed[module] = parameters[module][1][1:] != (d_o, d_i)
     experts: dict[str, dict[str, Expert]] = {}
     for module, (name, (count, *sides)) in parameters.items():
         # Square experts tell no order, and have that of the others: all were written by one peft.

@@ -7,7 +7,8 @@ configuration.
 
 import re
 import warnings
-from collections.abc import Collection, Hashable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -90,9 +91,19 @@ def outer_module(path: str) -> str:
 class PeftLayer:
     """What peft says of the factors of a module."""
 
+    shapes: Mapping[str, tuple[int, ...]]  # of its tensors, by part
     rank: int
     scaling: float  # what their product is multiplied by
     parameter: str  # that is changed by itself, empty for the weight of a module
+
+    @property
+    def shapes_of_transpose(self) -> dict[str, tuple[int, ...]]:
+        """The shapes for the transpose of the update, which another version of peft may have of
+        experts.
+        """
+        rank, d_i = self.shapes["A"]
+        d_o, _ = self.shapes["B"]
+        return {**self.shapes, "A": (rank, d_o), "B": (d_i, rank)}
 
 
 class UnknownLayersError(ValueError):
@@ -101,15 +112,15 @@ class UnknownLayersError(ValueError):
 
 def ask_peft(
     adapter: Checkpoint,
-    factors: Mapping[str, tuple[str, str]],
-    stacks: Mapping[str, Mapping[str, tuple[int, ...]]],
+    keys: Mapping[str, Mapping[str, str]],
+    stacks_of: Callable[[str], Mapping[str, tuple[int, ...]]],
 ) -> dict[str, PeftLayer]:
-    """Return what peft says of an adapter's factors, by module.
+    """Return what peft says of the modules of which an adapter has factors.
 
     Args:
         adapter: whose configuration is asked for.
-        factors: the keys of A and B by module, one inside another called ``base_layer``.
-        stacks: the shapes by name of parameters that hold experts, by the module that has them.
+        keys: those of each module by part; a module may be in another one called ``base_layer``.
+        stacks_of: gives the shapes by name of the parameters of a module that hold experts.
 
     Raises:
         UnknownLayersError: peft makes no layers of them, or others than we know.
@@ -123,23 +134,27 @@ def ask_peft(
     stand_ins: dict[Hashable, str] = {}
     stands_for: dict[str, str] = {}
     try:
-        for module, (key_a, key_b) in factors.items():
+        for module, parts in keys.items():
             outer = outer_module(module)
-            if outer in stacks:
+            stacks = stacks_of(outer)
+            if stacks:
                 stands_for[module] = module
-                for name, shape in stacks[outer].items():
+                for name, shape in stacks.items():
                     shapes[f"{outer}.{name.rpartition('.')[2]}"] = shape
                 continue
-            shape = (adapter.tensors[key_b].shape[0], adapter.tensors[key_a].shape[1])
+            # Of a factor that is lacking, no side has to be right.
+            d_o = adapter.tensors[parts["B"]].shape[0] if "B" in parts else 1
+            d_i = adapter.tensors[parts["A"]].shape[1] if "A" in parts else 1
+            of_embedding = parts.get("A", "").endswith(EMBEDDING_A)
             values = [_value_for(module, pattern) for pattern in patterns]
-            kind = (without_numbers(module), key_a.endswith(EMBEDDING_A), shape, *values)
+            kind = (without_numbers(module), of_embedding, d_o, d_i, *values)
             stands_for[module] = stand_ins.setdefault(kind, module)
             if stands_for[module] != module:
                 continue
             name = f"{module}.weight"
-            shapes[name] = shape
-            if key_a.endswith(EMBEDDING_A):
-                shapes[name] = shape[::-1]
+            shapes[name] = (d_o, d_i)
+            if of_embedding:
+                shapes[name] = (d_i, d_o)
                 embeddings.add(name)
             parameters = config.get("target_parameters") or ()
             if not any(f".{name}".endswith(f".{parameter}") for parameter in parameters):
@@ -169,7 +184,7 @@ def _wrapped_layers(
     model: nn.Module, config: Mapping[str, Any], targets: Collection[str]
 ) -> dict[str, PeftLayer]:
     """Return what peft says of the layers that it wraps in a model, by path."""
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig, PeftModel, get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
 
     if next(model.parameters(), None) is None:
@@ -187,6 +202,11 @@ def _wrapped_layers(
     options |= {"target_modules": list(targets), "init_lora_weights": False}
     with warnings.catch_warnings(action="ignore"):  # for those who train
         wrapped = PeftModel(model, LoraConfig(**options), low_cpu_mem_usage=True)
+        state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for key, tensor in state.items():
+        place = place_of(key)
+        shapes[place.module][place.part] = tuple(tensor.shape)
     layers = {}
     for path, layer in wrapped.get_base_model().named_modules():
         if not isinstance(layer, LoraLayer):
@@ -198,7 +218,8 @@ def _wrapped_layers(
             raise UnknownLayersError("uses lora_bias")
         (name,) = layer.r
         parameter = getattr(layer, "parameter_name", "")
-        layers[path] = PeftLayer(layer.r[name], float(layer.scaling[name]), parameter)
+        scaling = float(layer.scaling[name])
+        layers[path] = PeftLayer(shapes[path], layer.r[name], scaling, parameter)
     return layers
 
 

@@ -318,8 +318,8 @@ def adapters() -> Iterator[Row]:
         says = "can't be looked at by peft .*unterminated"
         yield said(f"{field} that is no expression", says, **{field: {"q_proj(": 4}})
     yield said("lora_bias", "merge it into its base with peft", lora_bias=True)
-    lacking = "lacks tensors of it: save it again"
-    yield said("use_dora", lacking, use_dora=True)
+    yield said("use_dora", apart, use_dora=True)
+    lacking = "has no rows of the tokens that its trainable_token_indices name: save it again"
     yield said("trainable_token_indices", lacking, trainable_token_indices=[0, 1])
     other_kind = "only LoRA, rsLoRA and DoRA are merged"
     yield said("layer_replication", other_kind, layer_replication=[[0, 1]])
@@ -332,8 +332,8 @@ def adapters() -> Iterator[Row]:
     for key in (LORA_A, LORA_B):
         part = key.split(".")[-2]
         for name, edit, says in (
-            ("is gone", lambda w: None, "and no|no LoRA of"),
-            ("is flat", lambda w: w.flatten(), "belong together|no LoRA of"),
+            ("is gone", lambda w: None, apart),
+            ("is flat", lambda w: w.flatten(), apart),
             ("is wider", do.wider, "belong together|another base|shape"),
             ("is int8", lambda w: w.to(torch.int8), "is stored as I8"),
             ("has NaN", lambda w: w.fill_(float("nan")), "has NaN or infinite values"),

@@ -315,7 +315,7 @@ def test_one_expert_and_rank_one_have_one_order(tmp_path, make):
             qwen3_moe,
             {},
             {"rank_pattern": {"down_proj": 8}},
-            r"adapter', 'model.layers.0.mlp.experts.\w+': .*they do not belong together",
+            r"adapter', 'model.layers.0.mlp.experts': .*they do not belong together",
         ),
     ],
 )
@@ -330,14 +330,17 @@ def test_an_adapter_that_can_be_read_in_two_ways_or_none_is_refused(
 
 @fused
 @pytest.mark.parametrize(
-    "spoil", [lambda a, b: (a, b[:-1]), lambda a, b: (a[:-1], b)], ids=["sides", "experts"]
+    ("spoil", "shapes"),
+    [
+        (lambda a, b: (a, b[:-1]), r".*\(47, 12\).*\(48, 12\)"),
+        (lambda a, b: (a[:-1], b), r".*\(11, 32\).*\(12, 32\)"),
+    ],
+    ids=["sides", "experts"],
 )
-def test_factors_that_fit_no_parameter_are_refused_by_name(tmp_path, spoil):
+def test_factors_that_fit_no_parameter_are_refused_by_name(tmp_path, spoil, shapes):
     save_adapter(tmp_path, qwen3_moe)
     rewrite(tmp_path, spoil)
-    with pytest.raises(
-        ValueError, match=r"adapter', 'model.layers.0.mlp.experts': A is .* it is for another base"
-    ):
+    with pytest.raises(ValueError, match=rf"adapter', 'model.layers.0.mlp.experts.*{shapes}.* for"):
         plan_merge(str(tmp_path / "base"), [str(tmp_path / "adapter")])
 
 
