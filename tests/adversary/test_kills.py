@@ -20,7 +20,7 @@ from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.continual.run_folder import finished_step
 from fusion_bench_nufilt.merge.output import work_folder
 from tests.conftest import REPO
-from tests.continual.test_resume import without_times
+from tests.continual.test_resume import outcome
 from tests.merge.helpers import hashes, merge
 
 # One process imports everything, forks a merge that many times and kills it at a random moment;
@@ -127,7 +127,7 @@ def test_fusion_bench(tmp_path, demo):
     begin = time.perf_counter()
     assert finished(tmp_path / "whole")
     seconds = time.perf_counter() - begin
-    whole = without_times(tmp_path / "whole")
+    whole = outcome(tmp_path / "whole")
 
     moments, done, folder = random.Random(0), 0, tmp_path / "killed"
     while done < kills:
@@ -138,12 +138,12 @@ def test_fusion_bench(tmp_path, demo):
         process.join()
         assert whole_steps(folder) >= before
         if process.exitcode == 0:  # it was done before: from the start again
-            assert without_times(folder) == whole
+            assert outcome(folder) == whole
             shutil.rmtree(folder)
         else:
             done += 1
     assert finished(folder)
-    assert without_times(folder) == whole
+    assert outcome(folder) == whole
 
 
 def merge_and_tell(inputs, start, errors):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers as hf
 from fusion_bench import BaseModelPool
-from safetensors.torch import load_file
 
 from fusion_bench_nufilt import (
     LayerwiseMergingAlgorithm,
@@ -14,7 +13,7 @@ from fusion_bench_nufilt import (
     load_task,
 )
 from tests.classifiers import KINDS, logits_and_accuracy, train
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
+from tests.continual.helpers import logging_to
 from tests.merge.helpers import RANKS
 from tests.tiny_models import finetuned
 
@@ -85,23 +84,6 @@ def test_models_in_memory_give_the_bases_class_and_heads(algorithm, options):
         assert kept.keys() == {"classifier.weight", "classifier.bias"}
         assert torch.equal(kept["classifier.weight"], model.classifier.weight)
         assert method.task_heads[task]["config"]["id2label"]["0"] == f"{task} 0"
-
-
-def test_a_resumed_run_and_one_that_goes_on_keep_the_earlier_heads(tmp_path):
-    models = save(tmp_path, "vit")
-    log = tmp_path / "log"
-    with pytest.raises(InterruptedRunError):
-        logging_to(log, NufiltContinualMergingAlgorithm(**OPTIONS)).run(
-            pool(tmp_path, models, "vit"), on_step=interrupt_after(2)
-        )
-    logging_to(log, NufiltContinualMergingAlgorithm(**OPTIONS)).run(pool(tmp_path, models, "vit"))
-    (tmp_path / "_merged_").symlink_to(step(log, 2))
-    more = logging_to(tmp_path / "more", NufiltContinualMergingAlgorithm(**OPTIONS))
-    more.run(pool(tmp_path, ["_merged_", "letters"], "vit"))
-    for folder in (step(log, 3), step(tmp_path / "more", 3)):
-        for task, model in models.items():
-            kept = load_file(folder / "heads" / f"{task}.safetensors")
-            assert torch.equal(kept["classifier.weight"], model.classifier.weight)
 
 
 def test_a_head_that_comes_after_the_first_step_unchecked_is_refused():

@@ -5,19 +5,26 @@ thing.
 import hashlib
 import json
 import shutil
+from functools import cache
 
 import pandas as pd
 import pytest
 import torch
+import transformers as hf
 from fusion_bench.modelpool import CLIPVisionModelPool
 from safetensors.torch import load_file, save_file
 
-from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
+from fusion_bench_nufilt import (
+    LayerwiseMergingAlgorithm,
+    LoRAWEMoE,
+    NufiltContinualMergingAlgorithm,
+)
 from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.continual.run_folder import finished_step
 from fusion_bench_nufilt.utils.files import MANIFEST
 from fusion_bench_nufilt.utils.tensors import raw_bytes
-from tests.continual.baselines.helpers import baseline
+from tests.classifiers import KINDS
+from tests.continual.baselines.helpers import GLUE, baseline
 from tests.continual.helpers import (
     InterruptedRunError,
     contents,
@@ -28,7 +35,7 @@ from tests.continual.helpers import (
     saved_pool,
 )
 from tests.continual.test_evaluation import Counter, Counting, WholePool
-from tests.tiny_models import clip, tower
+from tests.tiny_models import build, clip, t5, tower
 
 SMALL = {
     "null_rank": 6,
@@ -44,16 +51,25 @@ def algorithm_in(folder, **settings):
     return logging_to(folder, NufiltContinualMergingAlgorithm(**{**SMALL, **settings}))
 
 
-def without_times(folder):
-    """All that a run leaves behind and that must not depend on when it ran."""
-    rows = pd.read_csv(folder / "layers.csv", dtype=str)
-    assert (rows["seconds"].astype(float) >= rows["solving_seconds"].astype(float)).all()
-    weights = [
-        finished_step(path).whole()["files"]
-        for path in sorted((folder / "checkpoints").glob("merged_model_*"))
-    ]
-    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report_*.json"))]
-    return rows.drop(columns=["seconds", "solving_seconds"]).to_csv(), weights, reports
+def outcome(folder, first=1):
+    """All that a run leaves behind from a step on and that must not depend on when it ran."""
+    steps = {}
+    for path in (folder / "checkpoints").glob("merged_model_*"):
+        manifest = finished_step(path).whole()
+        if manifest["step"] >= first:
+            steps[manifest["step"]] = (manifest["files"], manifest["tasks"])
+    reports = {}
+    for path in folder.glob("report_*.json"):
+        if int(path.stem.removeprefix("report_")) >= first - 1:
+            reports[path.name] = json.loads(path.read_text())
+    rows = None
+    if (folder / "layers.csv").exists():
+        layers = pd.read_csv(folder / "layers.csv", dtype=str)
+        seconds = layers["seconds"].astype(float)
+        if "solving_seconds" in layers:
+            assert (seconds >= layers.pop("solving_seconds").astype(float)).all()
+        rows = layers[layers["step"].astype(int) >= first].drop(columns="seconds").values.tolist()
+    return steps, reports, rows
 
 
 class Weights(TasksByName):
@@ -81,119 +97,134 @@ class Weights(TasksByName):
         return scores
 
 
-def method_in(folder, name):
+class WeightsOfTexts(GLUE):
+    """The same of texts, on which a method trains."""
+
+    def __init__(self):
+        super().__init__(["task1", "task2"])
+        self.scores = Weights()
+
+    def load_task(self, name):
+        task = super().load_task(name)
+        task.evaluate = lambda model: self.scores.evaluate(model, [name])[name]
+        return task
+
+
+def method_in(folder, kind):
     """A method of each kind, with a log directory."""
     options = {"shuffle_order": False, "evaluate": "every_step"}
-    if name == "without state":
+    if kind == "without state":
         return logging_to(folder, LayerwiseMergingAlgorithm("sum", **options))
-    if name == "with state":
+    if kind in ("with state", "with heads"):
         return algorithm_in(folder, evaluate="every_step")
-    rule = {"batch rule": "task_arithmetic", "running rule": "magmax"}[name]
+    if kind == "trained":
+        return logging_to(folder, LoRAWEMoE(rule="released", lr=0.01, max_steps=2, **options))
+    rule = {"batch rule": "task_arithmetic", "running rule": "magmax"}[kind]
     words = [f"method.{key}={value}" for key, value in options.items()]
     if rule == "magmax":
         words.append("method.rule=add_running")
     return logging_to(folder, baseline(rule, *words))
 
 
-def outcome(folder, first=1):
-    """The bits and numbers that a run leaves, by step."""
-    steps = {}
-    for step in range(first, 5):
-        manifest = finished_step(folder / "checkpoints" / f"merged_model_{step - 1}").whole()
-        report = json.loads((folder / f"report_{step - 1}.json").read_text())
-        weights = {name: file for name, file in manifest["files"].items() if "safetensors" in name}
-        steps[step] = (weights, report["task1"])
-    return steps
+def stream_of(kind, dtype):
+    """The models of a stream, and what makes a task pool for them."""
+    if kind == "trained":
+        return pool(2, t5()), WeightsOfTexts
+    if kind != "with heads":
+        return {name: model.to(dtype) for name, model in pool().items()}, Weights
+    models = pool(base=build(hf.BertForSequenceClassification, KINDS["bert"][1], 0))
+    for name, model in models.items():
+        model.config.id2label = {0: f"no {name}", 1: name}
+    return models, Weights
 
 
-#: Pairs of a kind of method and of where it stops: after a step, or while that step is scored.
+@pytest.fixture(scope="module")
+def clean_runs(tmp_path_factory):
+    """The folders of clean runs and their scores, by kind of method and dtype."""
+
+    @cache
+    def run(kind, dtype):
+        folder = tmp_path_factory.mktemp("clean")
+        models, taskpool = stream_of(kind, dtype)
+        algorithm = method_in(folder, kind)
+        algorithm.run(models, taskpool())
+        return folder, algorithm.matrix.rows()
+
+    return run
+
+
+#: Kinds of methods, and where they stop: after a step, or while that step is scored.
 PAIRS = [
-    ("with state", "step 1", torch.float32),
+    ("with state", "step 1", torch.bfloat16),
     ("with state", "scoring 2", torch.bfloat16),
+    ("with state", "step 3", torch.bfloat16),
     ("with state", "_merged_", torch.bfloat16),
     ("with state", "step 4", torch.float32),
-    ("without state", "scoring 1", torch.bfloat16),
+    ("without state", "scoring 1", torch.float32),
     ("without state", "step 3", torch.float32),
     ("without state", "_merged_", torch.float32),
     ("batch rule", "step 2", torch.bfloat16),
-    ("batch rule", "_merged_", torch.float32),
-    ("running rule", "scoring 3", torch.float32),
+    ("batch rule", "_merged_", torch.bfloat16),
     ("running rule", "step 1", torch.bfloat16),
+    ("running rule", "scoring 3", torch.bfloat16),
     ("running rule", "_merged_", torch.bfloat16),
+    ("trained", "step 1", torch.float32),
+    ("trained", "scoring 2", torch.float32),
+    ("with heads", "step 2", torch.float32),
 ]
 
 
-@pytest.mark.parametrize(("method", "stop", "dtype"), PAIRS)
+@pytest.mark.parametrize(("kind", "stop", "dtype"), PAIRS)
 def test_a_run_that_goes_on_has_the_bits_and_the_numbers_of_a_clean_one(
-    tmp_path, method, stop, dtype
+    tmp_path, clean_runs, kind, stop, dtype
 ):
-    models = {name: model.to(dtype) for name, model in pool().items()}
-    clean = method_in(tmp_path / "clean", method)
-    clean.run(models, Weights())
-    parts = tmp_path / "parts"
+    clean, scores = clean_runs(kind, dtype)
+    models, taskpool = stream_of(kind, dtype)
+    last = len(models) - 1
+    interrupted = taskpool()
     if stop == "_merged_":
-        early = {name: models[name] for name in ("_pretrained_", "task1", "task2")}
-        method_in(tmp_path / "early", method).run(early, Weights())
-        late = {name: models[name] for name in ("_pretrained_", "task3", "task4")}
-        merged_before = tmp_path / "early" / "checkpoints" / "merged_model_1"
-        models = saved_pool(tmp_path / "models", late, _merged_=merged_before)
-        resumed = method_in(parts, method)
-        resumed.run(models, Weights())
-        assert outcome(parts, first=3) == outcome(tmp_path / "clean", first=3)
-        assert resumed.matrix.rows() == clean.matrix.rows()
-        manifest = finished_step(parts / "checkpoints" / "merged_model_3").whole()
-        assert manifest["tasks"] == ["task1", "task2", "task3", "task4"]
-        return
-    kind, step = stop.split()
-    taskpool = Weights()
-    on_step = None
-    if kind == "step":
-        on_step = interrupt_after(int(step))
+        step = 2
+        of_run = {name: models[name] for name in ("_pretrained_", "task3", "task4")}
+        merged_before = clean / "checkpoints" / "merged_model_1"
+        models = saved_pool(tmp_path / "models", of_run, _merged_=merged_before)
+        first = 3
     else:
-        taskpool.interrupted_at = int(step)
-    with pytest.raises(InterruptedRunError):
-        method_in(parts, method).run(models, taskpool, on_step)
+        first = 1
+        place, number = stop.split()
+        step = int(number)
+        on_step = interrupt_after(step)
+        if place == "scoring":
+            on_step = None
+            # Of the steps before, each task by itself where a pool is asked so.
+            getattr(interrupted, "scores", interrupted).interrupted_at = step
+        with pytest.raises(InterruptedRunError):
+            method_in(tmp_path / "run", kind).run(models, interrupted, on_step)
+        if kind not in ("trained", "with heads"):
+            models = saved_pool(tmp_path / "models", models)  # the same from another place
     steps = []
-    resumed = method_in(parts, method)
-    resumed.run(models, Weights(), noting(steps))
-    assert steps == list(range(int(step) + 1, 5))
-    assert outcome(parts) == outcome(tmp_path / "clean")
-    assert resumed.matrix.rows() == clean.matrix.rows()
-    assert len(resumed.merge_seconds) == 4
+    resumed = method_in(tmp_path / "run", kind)
+    resumed.run(models, taskpool(), noting(steps))
+    assert steps == list(range(step + 1, last + 1))
+    assert outcome(tmp_path / "run", first) == outcome(clean, first)
+    assert resumed.matrix.rows() == scores
+    assert len(resumed.merge_seconds) == last - first + 1
     # The same command in a finished folder finds everything there.
-    again = method_in(parts, method)
-    again.run(models, Weights(), lambda *_: pytest.fail("a step was made again"))
-    assert again.matrix.rows() == clean.matrix.rows()
-
-
-def test_the_layers_of_a_run_that_goes_on_are_those_of_a_clean_one(tmp_path):
-    algorithm_in(tmp_path / "whole").run(pool(3))
-    with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path / "parts").run(pool(3), on_step=interrupt_after(2))
-    algorithm_in(tmp_path / "parts").run(pool(3))
-    assert without_times(tmp_path / "parts") == without_times(tmp_path / "whole")
+    again = method_in(tmp_path / "run", kind)
+    again.run(models, taskpool(), lambda *_: pytest.fail("a step was made again"))
+    assert again.matrix.rows() == scores
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", MANIFEST])
 def test_a_damaged_step_is_made_again(tmp_path, file, caplog):
     algorithm_in(tmp_path).run(pool())
-    expected = without_times(tmp_path)
+    expected = outcome(tmp_path)
     damaged = tmp_path / "checkpoints" / "merged_model_3" / file
     damaged.write_bytes(damaged.read_bytes()[:-10])
     steps = []
     algorithm_in(tmp_path).run(pool(), on_step=noting(steps))
     assert steps == [4]
     assert "merged_model_3" in caplog.text
-    assert without_times(tmp_path) == expected
-
-
-def test_the_same_weights_from_another_place_are_gone_on_with(tmp_path):
-    models = pool(3)
-    steps = []
-    with pytest.raises(InterruptedRunError):
-        algorithm_in(tmp_path / "run").run(models, on_step=interrupt_after(2))
-    algorithm_in(tmp_path / "run").run(saved_pool(tmp_path, models), on_step=noting(steps))
-    assert steps == [3]
+    assert outcome(tmp_path) == expected
 
 
 def test_a_model_in_memory_is_merged_onto_where_its_number_of_models_is_told(tmp_path):
@@ -231,15 +262,6 @@ def test_damaged_reports_of_layers_begin_anew(tmp_path, begun, caplog):
         algorithm_in(folder).run(pool(2))
         assert f"{number}/layers.csv' is damaged" in caplog.text
         assert set(pd.read_csv(folder / "layers.csv")["step"]) == {2}
-
-
-def test_rows_that_the_report_of_the_layers_has_lost_are_named(tmp_path, begun, caplog):
-    header, *rows = (begun / "layers.csv").read_text().splitlines()
-    for lost in (1, len(rows)):
-        folder = shutil.copytree(begun, tmp_path / str(lost))
-        (folder / "layers.csv").write_text("\n".join([header, *rows[lost:]]))
-        algorithm_in(folder).run(pool(2))
-        assert f"layers.csv' has lost {lost} rows, that of " in caplog.text
 
 
 def damage(folder, how):

@@ -139,10 +139,12 @@ class MixtureOfExperts(nn.Module):
                 yield name, module
 
     def set_ranks(self, ranks: Sequence[int]) -> None:
-        """Note the experts that the model has."""
+        """Note the experts that the model has, of which the gates alone are trained."""
         self.config.experts = {**self.config.experts, "ranks": list(ranks)}
+        self.requires_grad_(False)
         for _, mixture in self.mixtures():
             mixture.ranks = list(ranks)
+            mixture.gate.requires_grad_()
 
     @torch.no_grad()
     def add_expert(
@@ -295,10 +297,8 @@ class LoRAWEMoE(ContinualMergingAlgorithm):
             self._mixture.add_expert(
                 pretrained, task, self.expert_rank(step), attention_alone=released
             )
-        mixture = self._mixture.to(self.fabric.device).requires_grad_(False)
-        gates: list[Tensor] = []
-        for _, experts in mixture.mixtures():
-            gates += experts.gate.requires_grad_().parameters()
+        mixture = self._mixture.to(self.fabric.device)
+        gates = [parameter for parameter in mixture.parameters() if parameter.requires_grad]
         with torch.enable_grad():
             self._data[name].minimise_entropy(
                 mixture, gates, self._options, self.seed, self.stopwatch

@@ -15,7 +15,6 @@ from fusion_bench_nufilt.continual.baselines.wemoe import (
 )
 from fusion_bench_nufilt.demo import load_vision_model
 from tests.continual.baselines.helpers import GLUE, demo_images, on_cpu, same, unchanged
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
 from tests.tiny_models import clip, finetuned, llama, t5
 
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -217,45 +216,6 @@ def test_the_same_seed_gives_the_same_bits():
     _, other = run(models, taskpool, seed=2, max_steps=2)
     assert same(one, again)
     assert not same(one, other)
-
-
-class KilledWhileScoring(GLUE):
-    """A pool that is interrupted when it scores for the nth time."""
-
-    def __init__(self, last):
-        super().__init__()
-        self.left = last
-
-    def load_task(self, name):
-        task = super().load_task(name)
-
-        def evaluate(model):
-            self.left -= 1
-            if self.left == 0:
-                raise InterruptedRunError
-            model(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :2])
-            return {"accuracy": 0.5}
-
-        task.evaluate = evaluate
-        return task
-
-
-@pytest.mark.parametrize("stop", ["step 1", "scoring 2"])
-def test_a_run_that_goes_on_has_the_same_bits(tmp_path, stop):
-    models, _ = texts()
-    options = {"shuffle_order": False, "rule": "released", "lr": 0.01, "max_steps": 2}
-    whole = on_cpu(LoRAWEMoE(**options)).run(models, KilledWhileScoring(0))
-    taskpool = KilledWhileScoring(2 if stop == "scoring 2" else 0)
-    on_step = interrupt_after(1) if stop == "step 1" else None
-    with pytest.raises(InterruptedRunError):
-        logging_to(tmp_path, LoRAWEMoE(**options)).run(models, taskpool, on_step)
-    steps = []
-    resumed = logging_to(tmp_path, LoRAWEMoE(**options))
-    merged = resumed.run(models, KilledWhileScoring(0), noting(steps))
-    assert steps == ([2] if stop == "step 1" else [])
-    assert same(whole, merged)
-    assert all(module.ranks == [32, 32] for _, module in merged.mixtures())
-    assert merged.config.experts == whole.config.experts
 
 
 def test_what_it_cannot_do_is_refused_before_any_work():
