@@ -432,19 +432,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             return
         # A step that was reported, but is not whole on disk, is made and reported again.
         self._reports = rows[rows["step"] <= step].to_dict("records")
-        missing = []
         for finished_step in range(self.first_step, step + 1):
-            of_step = [row for row in self._reports if row["step"] == finished_step]
-            layers = {row["layer"] for row in of_step}
-            missing += [f"{name} at step {finished_step}" for name in self.layers.keys() - layers]
-            self._log_means(of_step)
-        if missing:
-            log.warning(
-                "'%s' has lost %d rows, that of %s first: only a new run measures them again",
-                file,
-                len(missing),
-                min(missing),
-            )
+            self._log_means([row for row in self._reports if row["step"] == finished_step])
 
     def _report(self, name: str, reports: Mapping[str, Report]) -> None:
         """Add what a step did to the layers to ``layers.csv``, and its means to the loggers."""

@@ -77,23 +77,22 @@ OTHER_SETTINGS = {
     'other_params is "mean" there and "pretrained" here': {"other_params": "pretrained"},
     'target_modules is "auto" there and "all-linear" here': {"target_modules": "all-linear"},
     "seed is 42 there and 43 here": {"seed": 43},
-    'method is "nufilt" there and "spectral" here': {"method": "spectral"},
 }
 
 
-@pytest.mark.parametrize(
-    ("difference", "merged"), list(zip(OTHER_SETTINGS, 3 * ["merged", "step"], strict=True))
-)
-def test_other_settings_are_said_or_refused(folders, merged, difference, caplog):
-    options = OTHER_SETTINGS[difference]
-    if "method" in options:
-        # It goes on from sums, which NUFILT does not keep.
-        with pytest.raises(ValueError, match=r"was merged by NUFILT, which keeps no sums"):
-            go_on(folders, merged, **options)
-        return
+@pytest.mark.parametrize("merged", ["merged", "step"])
+def test_other_settings_are_said(folders, merged, caplog):
+    options = {}
+    for option in OTHER_SETTINGS.values():
+        options |= option
     go_on(folders, merged, **options)
-    assert "'_merged_' was made with: " in caplog.text
-    assert difference in caplog.text
+    (message,) = [text for text in caplog.messages if "'_merged_' was made with: " in text]
+    assert all(difference in message for difference in OTHER_SETTINGS)
+
+
+def test_a_method_of_sums_does_not_go_on_from_one_without(folders):
+    with pytest.raises(ValueError, match=r"was merged by NUFILT, which keeps no sums"):
+        go_on(folders, "step", method="spectral")
 
 
 @pytest.mark.parametrize("merged", ["merged", "step"])
