@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,15 @@ To merge one more {{ noun }} into this one:
 """
 
 
-def card(plan: Plan, warnings: Sequence[str], energy_kept: Mapping[str, Any] | None) -> str:
-    """Return the card of the result of a plan, as Markdown for the hub, with the warnings in its
-    manifest and, of an adapter, the energy that is kept.
-    """
+def card(plan: Plan, manifest: Mapping[str, Any]) -> str:
+    """Return the card of the result of a plan, as Markdown for the hub, given its manifest."""
     noun = "adapter" if plan.is_adapter else "model"
-    metadata = _metadata_of_adapter(plan) if plan.is_adapter else _metadata(plan)
     task_with_head = ""
     if plan.heads:
         task_with_head = json.dumps(next(iter(plan.heads)))
     energy = ""
-    if energy_kept is not None and plan.settings.rank is not None:
-        energy = sentence_about_energy(plan, energy_kept)
+    if plan.settings.rank is not None:
+        energy = sentence_about_energy(plan, manifest["energy_kept"])
     # Names of folders and tasks are text, and no HTML; in code, they stay as they are.
     text = {
         "number": counted(len(plan.names), noun),
@@ -98,11 +95,11 @@ def card(plan: Plan, warnings: Sequence[str], energy_kept: Mapping[str, Any] | N
         "energy": energy,
     }
     filled = ModelCard.from_template(
-        ModelCardData(**metadata),
+        ModelCardData(**_metadata(plan)),
         template_str=_TEMPLATE,
         **{key: escape_html(value) for key, value in text.items()},
         names=list(map(escape_html, plan.names)),
-        warnings=list(map(escape_html, warnings)),
+        warnings=list(map(escape_html, manifest["warnings"])),
         loading="\n".join(_loading_adapter(plan) if plan.is_adapter else _loading(plan)),
         task_with_head=task_with_head,
         recipe=_yaml(_recipe(plan)),
@@ -127,24 +124,21 @@ _TAGS = ["merge", "model-merging", "nufilt"]
 _OF_THE_BASE = ("license", "license_name", "license_link", "pipeline_tag")
 
 
-def _metadata_of_adapter(plan: Plan) -> dict[str, Any]:
-    metadata: dict[str, Any] = {}
-    if _HUB_NAME.fullmatch(plan.base.label):
-        metadata["base_model"] = plan.base.label
-        metadata["base_model_relation"] = "adapter"
-    metadata["library_name"] = "peft"
-    metadata["tags"] = [*_TAGS, "lora"]
-    return metadata
-
-
 def _metadata(plan: Plan) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    if plan.is_adapter:
+        if _HUB_NAME.fullmatch(plan.base.label):
+            metadata["base_model"] = plan.base.label
+            metadata["base_model_relation"] = "adapter"
+        metadata["library_name"] = "peft"
+        metadata["tags"] = [*_TAGS, "lora"]
+        return metadata
     # A dict has models in merging order, and once though one may come at two revisions.
     hub_names: dict[str, None] = {}
     for label in (plan.base.label, *plan.names):
         match = _HUB_NAME.fullmatch(label)
         if match:
             hub_names[match[1]] = None
-    metadata: dict[str, Any] = {}
     if hub_names:
         metadata["base_model"] = list(hub_names)
         metadata["base_model_relation"] = "merge"

@@ -218,14 +218,6 @@ def check_state(plan: Plan, name: str) -> list[str]:
             f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
             f"from: merge all of its tasks again with {method.name}, or go on with its own method"
         )
-    # None is the default, with which methods that need sums keep them.
-    had_state = plan.merged_manifest.get("settings", {}).get("state")
-    if plan.state is None and had_state is False and method.keeps_sums:
-        remedy = "merge its tasks again without --no-state, or all at once with the new ones"
-        raise ValueError(
-            f"'{name}' was merged with --no-state, so that {method.label} can't go on from it: "
-            f"{remedy}"
-        )
     return KeptState(plan).check(name)
 
 
@@ -239,32 +231,26 @@ def verify_merged(plan: Plan) -> list[str]:
     if not plan.merged_manifest:
         return []
     merged = plan.merged.checkpoint
-    small_files = []
+    names = []
     for name in plan.merged_manifest.get("files", {}):
         # People edit a card; files of weights are checked below, by what was opened of them.
         if name != CARD and not name.endswith(".safetensors"):
-            small_files.append(name)
+            names.append(name)
+    advice = "configurations in the result are the base's"
     if plan.settings.verify:
-        state_files = []
+        advice = _CHANGED
+        # Configurations, too: the result has the base's, and an edit would be lost without a word.
+        names += merged.opened
         if plan.state is not None:
             state_folder = Path(STATE_FILE).parent
-            state_files = [f"{state_folder}/{name}" for name in plan.state.source.opened]
-        # Configurations, too: the result has the base's, and an edit would be lost without a word.
-        names = [*merged.opened, *state_files, *small_files]
-        verify_files(merged.folder, plan.merged_manifest, _CHANGED, names)
-        return []
-    warnings = []
-    for name in small_files:
-        try:
-            verify_files(
-                merged.folder,
-                plan.merged_manifest,
-                "configurations in the result are the base's",
-                [name],
-            )
-        except ValueError as error:
-            warnings.append(str(error))
-    return warnings
+            names += [f"{state_folder}/{name}" for name in plan.state.source.opened]
+    try:
+        verify_files(merged.folder, plan.merged_manifest, advice, names)
+    except ValueError as error:
+        if plan.settings.verify:
+            raise
+        return [str(error)]
+    return []
 
 
 def check_tensors(

@@ -68,29 +68,28 @@ def merge_folders(
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
     kept = KeptState(plan)
-    with (
-        disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
-        closing(_open_output(kept, out)) as output,
-    ):
-        _merge(kept, output, progress or (lambda done, total: None))
-        refuse_changed(plan)
-        manifest = _manifest(plan, output.done, warnings)
-        _finish(plan, output, files, manifest)
-    return out
-
-
-def _open_output(kept: KeptState, out: Path) -> Output:
-    """Open the folder in which the result grows, with what an interrupted run finished of it."""
-    plan = kept.plan
     layout = dict(plan.headers)
     state_header, _ = kept.layout()
     if state_header:
         layout[STATE_FILE] = state_header
     headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
-    return Output(out, plan.description, headers)
+    with (
+        disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
+        closing(Output(out, plan.description, headers)) as output,
+    ):
+        _merge(kept, output, progress or (lambda done, total: None))
+        _refuse_changed(plan)
+        manifest = _manifest(plan, output.done, warnings)
+        if plan.settings.rank is not None:
+            log.info("%s", sentence_about_energy(plan, manifest["energy_kept"]))
+        write_files(output.model, {**files, CARD: card(plan, manifest).encode()})
+        # The last of the files, since it has the sums of all others.
+        write_manifest(output.model, manifest, fingerprints=output.fingerprints())
+        output.finish()
+    return out
 
 
-def refuse_changed(plan: Plan) -> None:
+def _refuse_changed(plan: Plan) -> None:
     """Raise a ValueError if a file was written to during the run, which may have given parts of two
     models to one result.
     """
@@ -99,20 +98,6 @@ def refuse_changed(plan: Plan) -> None:
         raise ValueError(
             f"{format_names(names)} was changed during the run: run the same command again"
         )
-
-
-def _finish(
-    plan: Plan, output: Output, files: Mapping[str, bytes], manifest: Mapping[str, Any]
-) -> None:
-    """Write what stands beside the weights, and give the folder its name."""
-    energy_kept = manifest.get("energy_kept")
-    if plan.settings.rank is not None:
-        log.info("%s", sentence_about_energy(plan, manifest["energy_kept"]))
-    content = card(plan, manifest["warnings"], energy_kept)
-    write_files(output.model, {**files, CARD: content.encode()})
-    # The last of the files, since it has the sums of all others.
-    write_manifest(output.model, manifest, fingerprints=output.fingerprints())
-    output.finish()
 
 
 def check_output(plan: Plan, out: Path) -> bool:

@@ -236,8 +236,8 @@ class KeptState:
             content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
             raise ValueError(
                 f"'{name}' has {content} in {STATE_FILE}: {self.method.label} goes on from its own "
-                "merges of the same layers only; merge its tasks again, or all at once with the "
-                "new ones"
+                "merges of the same layers only, without --no-state; merge its tasks again, or "
+                "all at once with the new ones"
             )
         warnings = []
         if missing and plan.merged_manifest and (plan.keeps_state or self._was_cut()):

@@ -7,7 +7,7 @@ it, and changes nothing.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -200,12 +200,25 @@ class Plan(Selection):
         for param, keys in self.other_keys.items():
             if param not in changed:
                 kept.update(keys)
-        return make_headers(self.pretrained.checkpoint, self.files, kept)
+        headers = {}
+        for file, tensors in self.files.items():
+            of_base = self.pretrained.checkpoint.opened.get(file)
+            if of_base is None:
+                headers[file] = make_header(tensors)
+            elif tensors.keys() <= kept and _shapes(of_base.tensors) == _shapes(tensors):
+                # Byte for byte, so that the whole file is the base's.
+                headers[file] = of_base.header
+            else:
+                headers[file] = make_header(tensors, read_metadata(of_base.header))
+        return headers
 
     @cached_property
     def places(self) -> dict[str, TensorInfo]:
         """Where the result has each tensor, by its key in the base."""
-        return find_places(self.pretrained.checkpoint, self.headers)
+        places: dict[str, TensorInfo] = {}
+        for file, header in self.headers.items():
+            places |= read_header(file, header)
+        return split_rows(places, self.pretrained.checkpoint.row_ranges)
 
     @property
     def models(self) -> dict[str, ModelWeights]:
@@ -361,10 +374,10 @@ def small_files_of(
     result = {file: small[file] for file in small if file not in DESCRIPTIONS}
     if _CONFIG in result:
         of_base = json.loads(result[_CONFIG])
-        config = _retyped(of_base, dtype)
+        config = _edited(of_base, dtype, untied)
         if untied:
             # Also where the base's config is silent, since many classes tie by default.
-            config = {**_untied(config), "tie_word_embeddings": False}
+            config["tie_word_embeddings"] = False
         if config != of_base:
             result[_CONFIG] = _json_file(config)
     # A copy is how the base presents one weight as two; its files and index lack it.
@@ -377,32 +390,24 @@ def small_files_of(
     return result
 
 
-def _retyped(config: Any, dtype: str) -> Any:
-    """Return a part of config.json with the dtype of the result, and without the base's
-    quantisation, which the result does not have.
+def _edited(config: Any, dtype: str, untied: bool) -> Any:
+    """Return a part of config.json with the dtype of the result, without what it ties if it is
+    ``untied``, and without the base's quantisation, which the result does not have.
     """
     if not isinstance(config, dict):
         return config
-    retyped = {}
+    edited = {}
     for key, value in config.items():
-        if key not in ("quantization_config", "compression_config"):
-            # Parts of a composite model, such as text_config, have a dtype of their own.
-            retyped[key] = _retyped(value, dtype)
-    # transformers 4 writes the one, transformers 5 the other.
-    for key in ("torch_dtype", "dtype"):
-        if isinstance(retyped.get(key), str) and dtype in DTYPES:
-            retyped[key] = dtype
-    return retyped
-
-
-def _untied(config: Any) -> Any:
-    """Return a part of config.json that ties nothing."""
-    if not isinstance(config, dict):
-        return config
-    untied = {key: _untied(value) for key, value in config.items()}
-    if "tie_word_embeddings" in untied:
-        untied["tie_word_embeddings"] = False
-    return untied
+        if key in ("quantization_config", "compression_config"):
+            continue
+        # Parts of a composite model, such as text_config, have a dtype of their own.
+        edited[key] = _edited(value, dtype, untied)
+        # transformers 4 writes the one, transformers 5 the other.
+        if key in ("torch_dtype", "dtype") and isinstance(value, str) and dtype in DTYPES:
+            edited[key] = dtype
+        if key == "tie_word_embeddings" and untied:
+            edited[key] = False
+    return edited
 
 
 def _index(files: Files) -> bytes:
@@ -420,33 +425,8 @@ def _json_file(content: Any) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def make_headers(base: Checkpoint, files: Files, kept: Set[str]) -> dict[str, bytes]:
-    """Return the header of each file, which is the base's own where all its tensors are; ``kept``
-    has those of the base that stay as they are.
-    """
-    headers = {}
-    for file, tensors in files.items():
-        of_base = base.opened.get(file)
-        if of_base is None:
-            headers[file] = make_header(tensors)
-        elif tensors.keys() <= kept and _shapes(of_base.tensors) == _shapes(tensors):
-            # Byte for byte, so that the whole file is the base's.
-            headers[file] = of_base.header
-        else:
-            headers[file] = make_header(tensors, read_metadata(of_base.header))
-    return headers
-
-
 def _shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
     return {key: (info.dtype, info.shape) for key, info in tensors.items()}
-
-
-def find_places(base: Checkpoint, headers: Mapping[str, bytes]) -> dict[str, TensorInfo]:
-    """Return the place of each tensor in files with these headers, by its key in the base."""
-    places: dict[str, TensorInfo] = {}
-    for file, header in headers.items():
-        places |= read_header(file, header)
-    return split_rows(places, base.row_ranges)
 
 
 def as_written(info: TensorInfo, dtype: str) -> TensorInfo:

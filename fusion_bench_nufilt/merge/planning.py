@@ -1,8 +1,7 @@
 """Plan a merge of folders: open the models and check them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from fusion_bench_nufilt.methods.base import LayerMethod
@@ -18,10 +17,7 @@ from fusion_bench_nufilt.models.model import (
     complete_base,
     earlier_params,
 )
-from fusion_bench_nufilt.models.vocabulary import (
-    Vocabulary,
-    join_vocabularies,
-)
+from fusion_bench_nufilt.models.vocabulary import join_vocabularies
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
@@ -115,14 +111,37 @@ def _plan_model(
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
     checkpoint = _open("base", base, "name the model that it was trained on")
     architecture = Architecture.of_checkpoint(checkpoint)
-    models = _open_models(tasks, merged, architecture, settings)
+    merged_model = None
+    merged_manifest = Manifest()
+    state = None
+    if merged is not None:
+        advice = "give it as a --task, or add --adapter for one more adapter"
+        merged_model = ModelWeights(_open("merged model", merged, advice), architecture)
+        merged_manifest = read_manifest(merged_model.checkpoint.folder)
+        state = open_kept(merged_model.checkpoint, merged_manifest, architecture)
+    opened = []
+    for name, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
+        opened.append(_open_task(name, architecture, coefficient))
+
+    # Which weights are one, before anything is selected by its name; what is known of them from
+    # earlier merges goes by that.
+    lasting = []
+    earlier: dict[str, str] = {}
+    if merged_model is not None:
+        lasting.append(merged_model)
+        earlier = earlier_params(architecture, merged_model)
     draft = Draft(architecture, checkpoint, targets)
-    _tie(draft, models, settings)
+    draft.tie(lasting, opened, settings.first_step(merged_manifest))
     architecture = draft.architecture
+    complete_base(architecture, draft.pretrained, [draft.pretrained, *lasting, *opened])
+    if "mean_counts" in merged_manifest:
+        carry_over(architecture, merged_manifest["mean_counts"], earlier)
+    if state is not None:
+        carry_over(architecture, state.keys, earlier, state_key)
 
     # A task's own head is no layer, although the base may have one of that name.
-    draft.keep_heads(models.merged_manifest)
-    draft.find_heads(models.tasks)
+    draft.keep_heads(merged_manifest)
+    draft.find_heads(opened)
     draft.select()
     for layer in draft.selection.layers:
         checkpoint.check_floats(layer.keys)
@@ -130,7 +149,16 @@ def _plan_model(
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
-    vocabulary = _join_vocabularies(draft, models, settings.tokenizer, small_files)
+    vocabulary = join_vocabularies(
+        models_by_role(draft.pretrained, merged_model, None, opened),
+        architecture.embeddings(draft.pretrained.params),
+        settings.tokenizer or "union",
+        small_files,
+        merged_manifest.get("vocabulary", {}).get("token_weights", {}),
+        layers=[layer.param for layer in draft.selection.layers],
+        first_alone=targets.other_params == "first",
+        kept=state,
+    )
     if settings.tokenizer is not None:
         # It may be a path, which manifests do not record.
         settings = dataclasses.replace(settings, tokenizer=vocabulary.tokenizer)
@@ -138,67 +166,17 @@ def _plan_model(
     untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
     plan = draft.plan(
-        models.tasks,
+        opened,
         draft.method(method_class, options, settings.seed),
         settings,
-        models.merged_manifest,
-        merged=models.merged,
-        state=models.state,
+        merged_manifest,
+        merged=merged_model,
+        state=state,
         small_files=small_files_of(small_files, checkpoint, files, settings.dtype, untied),
         files=files,
         vocabulary=vocabulary,
     )
     return plan, architecture
-
-
-@dataclass
-class _Models:
-    """The models of a merge beside its base."""
-
-    tasks: list[ModelWeights]
-    merged: ModelWeights | None  # the one to merge into
-    merged_manifest: Manifest
-    state: ModelWeights | None  # what is kept beside it
-
-
-def _open_models(
-    tasks: Sequence[str],
-    merged: str | None,
-    architecture: Architecture,
-    settings: Settings,
-) -> _Models:
-    merged_model = None
-    merged_manifest = Manifest()
-    state = None
-    if merged is not None:
-        advice = "give it as a --task, or add --adapter for one more adapter"
-        checkpoint = _open("merged model", merged, advice)
-        merged_manifest = read_manifest(checkpoint.folder)
-        merged_model = ModelWeights(checkpoint, architecture)
-        state = open_kept(checkpoint, merged_manifest, architecture)
-    opened = []
-    for name, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
-        opened.append(_open_task(name, architecture, coefficient))
-    return _Models(opened, merged_model, merged_manifest, state)
-
-
-def _tie(draft: Draft, models: _Models, settings: Settings) -> None:
-    """Decide which weights are one, before anything is selected by its name; what is known of them
-    from earlier merges goes by that.
-    """
-    lasting = []
-    earlier: dict[str, str] = {}
-    if models.merged is not None:
-        lasting.append(models.merged)
-        earlier = earlier_params(draft.architecture, models.merged)
-    manifest = models.merged_manifest
-    draft.tie(lasting, models.tasks, settings.first_step(manifest))
-    architecture = draft.architecture
-    complete_base(architecture, draft.pretrained, [draft.pretrained, *lasting, *models.tasks])
-    if "mean_counts" in manifest:
-        carry_over(architecture, manifest["mean_counts"], earlier)
-    if models.state is not None:
-        carry_over(architecture, models.state.keys, earlier, state_key)
 
 
 def _open(role: str, name: str, advice: str) -> Checkpoint:
@@ -220,24 +198,6 @@ def _open_task(name: str, architecture: Architecture, coefficient: float) -> Mod
         task = ModelWeights(checkpoint, architecture)
     task.coefficient = coefficient
     return task
-
-
-def _join_vocabularies(
-    draft: Draft, models: _Models, tokenizer: str | None, small_files: Mapping[str, bytes]
-) -> Vocabulary:
-    """Return the result's tokens, and have the models present the base's rows."""
-    embeddings = draft.architecture.embeddings(draft.pretrained.params)
-    vocabulary = models.merged_manifest.get("vocabulary", {})
-    return join_vocabularies(
-        models_by_role(draft.pretrained, models.merged, None, models.tasks),
-        embeddings,
-        tokenizer or "union",
-        small_files,
-        vocabulary.get("token_weights", {}),
-        layers=[layer.param for layer in draft.selection.layers],
-        first_alone=draft.targets.other_params == "first",
-        kept=models.state,
-    )
 
 
 def _filtered_layers(plan: Plan) -> list[Layer]:

@@ -113,7 +113,7 @@ def test_without_a_state_the_model_is_the_same_and_ends_its_stream(stream):
     assert same(tensors(last), tensors(whole))
     assert not (last / STATE).exists()
     assert manifest(last)["settings"]["state"] is False
-    message = r"last. was merged with --no-state, .*: merge its tasks again without"
+    message = r"last. has no .* of the same layers only, without --no-state; merge its tasks again"
     with pytest.raises(ValueError, match=message):
         plan(stream, ["task3"], "last", method="best")
     end = merge(stream, ["task3"], "end", merged="whole", method="best", settings={"state": False})
