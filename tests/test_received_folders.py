@@ -28,6 +28,7 @@ from tests.compare.test_store import RUN, SETTINGS, SPEC
 from tests.continual.helpers import logging_to, pool, saved_pool
 from tests.merge.helpers import RANKS, change_json, merge, save_stream
 from tests.merge.test_heads import save as save_classifiers
+from tests.models.test_adapters import random_adapter as save_adapter
 from tests.pages.helpers import FOLDERS
 from tests.tiny_models import llama
 
@@ -214,6 +215,13 @@ def test_a_recipe_is_read_as_text(home):
         code, text = nufilt("merge", "recipe.yaml", "--dry-run")
         assert code == 1
         assert "the recipe 'recipe.yaml' can't be read: could not determine a constructor" in text
+
+
+def test_no_kernel_that_a_base_names_is_loaded_for_what_reads_its_adapters(home):
+    save_adapter(home / "task", home / "whole", llama(), seed=0)
+    llama().save_pretrained(home / "base")
+    change_json(home / "base" / "config.json", attn_implementation="somebody/kernel")
+    merge(home, ["task"], base="base", settings={"adapter": True})
 
 
 def test_a_head_of_a_received_folder_is_of_a_model_and_of_no_other_code(home):

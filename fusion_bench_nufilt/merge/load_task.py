@@ -7,7 +7,11 @@ from typing import Any
 from safetensors.torch import load
 from torch import nn
 
-from fusion_bench_nufilt.models.architecture import shared_names, without_implementations
+from fusion_bench_nufilt.models.architecture import (
+    settings_of,
+    shared_names,
+    without_implementations,
+)
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.names import modern_name
 from fusion_bench_nufilt.models.source import format_names
@@ -68,7 +72,7 @@ def _by_transformers(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module
     settings = without_implementations(transformers.AutoConfig.for_model(**config))
     if hasattr(settings, "vocab_size"):
         # The config is the task's, and the merged model may have more tokens.
-        settings.vocab_size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+        settings.vocab_size = settings_of(folder).vocab_size
     # The folder may have the base's head, for another number of labels.
     options = {"dtype": "auto", "ignore_mismatched_sizes": True, "output_loading_info": True}
     verbosity = transformers.logging.get_verbosity()

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -567,11 +568,7 @@ def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
         try:
             # Both import what there is of the class, all of transformers' way to load models.
             with garbage_left():
-                # A model's own code is never run; its layers are told by names instead.
-                settings = transformers.AutoConfig.from_pretrained(
-                    base.folder, trust_remote_code=False
-                )
-                settings = without_implementations(settings)
+                settings = settings_of(base.folder)
                 model_class = getattr(transformers, name)
             with torch.device("meta"):
                 model = model_class._from_config(settings)
@@ -589,6 +586,16 @@ def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
     told_by_names: Any = from_names(base.tensors)
     told_by_names.base_model_prefix = _backbone_of(str(config.get("model_type")))
     return told_by_names, "names of the tensors"
+
+
+def settings_of(folder: Path) -> Any:
+    """Return the configuration that transformers has of a folder, without code of its own: layers
+    of a model that needs it are told by names instead.
+    """
+    import transformers
+
+    settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return without_implementations(settings)
 
 
 def without_implementations(settings: Any) -> Any:

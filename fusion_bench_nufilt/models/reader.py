@@ -19,7 +19,7 @@ from fusion_bench_nufilt.utils.garbage import garbage_left
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .adapters import LoraAdapter
-from .architecture import Architecture
+from .architecture import Architecture, settings_of
 from .checkpoint import Checkpoint
 from .peft_layers import PREFIX, Place, place_of
 from .source import format_names
@@ -168,7 +168,7 @@ def reader_of(
     if own is None:
         return None
     with garbage_left():
-        config = transformers.AutoConfig.from_pretrained(base.folder, trust_remote_code=False)
+        config = settings_of(base.folder)
     kinds = {class_of(adapter.config, config) or own for adapter in adapters}
     kind = kinds.pop() if len(kinds) == 1 else own
     with torch.device("meta"):
