@@ -7,7 +7,7 @@ mean, for which the base must be given. What no adapter holds is refused.
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
     ROWS,
     WHOLE,
-    Place,
+    place_of,
     skeleton,
 )
 from fusion_bench_nufilt.models.reader import INTO_A_MODEL, Reader, reader_of
@@ -121,10 +121,11 @@ def plan_adapter(
     if reader is None:
         reader = _reader_by_names(plan, adapters, architecture, ranks)
     config = _config(plan, adapters, absent_base.trained_on, reader, ranks)
-    keys, saved = _keys(reader.wrap(config), reader, ranks, plan.saved_tensors)
+    shapes = reader.wrap(config)
+    keys, saved = _keys(shapes, reader, ranks, plan.saved_tensors)
     plan = dataclasses.replace(plan, adapter_keys=keys, saved_tensors=saved)
     plan = dataclasses.replace(
-        plan, files=_files(plan, ranks), small_files=_small_files(adapters, config)
+        plan, files=_files(plan, ranks, shapes), small_files=_small_files(adapters, config)
     )
     reader.check(plan.files[ADAPTER_WEIGHTS], [*keys, *saved])
     warnings = _check_tokenizers(plan)
@@ -350,22 +351,25 @@ def _config(
 
 
 def _keys(
-    places: Mapping[str, Place],
+    shapes: Mapping[str, tuple[int, ...]],
     reader: Reader,
     ranks: Mapping[str, int],
     saved: Mapping[str, SavedTensor],
 ) -> tuple[dict[str, list[FactorKeys]], dict[str, SavedTensor]]:
-    """Return the keys of what has factors in the result, and of what it holds in full, given what
-    an adapter of its configuration has.
+    """Return the keys of what has factors in the result, and of what it holds in full, given the
+    shapes by key of what an adapter of its configuration has.
     """
     keys_by_name: dict[str, dict[str, str]] = {}
-    for key, place in places.items():
+    for key in shapes:
+        place = place_of(key)
         keys_by_name.setdefault(place.name, {})[place.part] = key
     factor_keys: dict[str, list[FactorKeys]] = {}
     saved_keys: dict[str, SavedTensor] = {}
     for name, keys in keys_by_name.items():
         param = reader.param(name)
         if param in ranks and "A" in keys:
+            if shapes[keys["A"]][0] != ranks[param]:
+                reader.refuse(f"it would have another rank for '{name}'")
             of_embedding = keys["A"].endswith(EMBEDDING_A)
             pair = FactorKeys(keys["A"], keys["B"], of_embedding)
             factor_keys.setdefault(param, []).append(pair)
@@ -401,28 +405,18 @@ def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
     return ranks
 
 
-def _files(plan: Plan, ranks: Mapping[str, int]) -> Files:
-    shapes: dict[str, tuple[int, ...]] = {}
-    views = {layer.param: layer.view for layer in plan.layers}
-    for param, rank in ranks.items():
-        for keys in plan.adapter_keys.get(param, ()):
-            if param in views:
-                d_o, d_i = views[param].shape
-            else:
-                d_o, d_i = plan.pretrained.params[param]
-            if keys.of_embedding:
-                d_o, d_i = d_i, d_o
-            shapes[keys.a] = (rank, d_i)
-            shapes[keys.b] = (d_o, rank)
-    for param, saved in plan.saved_tensors.items():
-        shape = plan.pretrained.params[param]
-        if saved.tokens is not None:
-            shape = (len(saved.tokens), *shape[1:])
-        shapes |= dict.fromkeys(saved.keys, shape)
+def _files(plan: Plan, params: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Files:
+    """Return the tensors in the result's file, those of the ``params`` that have factors first."""
+    keys: list[str] = []
+    for param in params:
+        for pair in plan.adapter_keys[param]:
+            keys += [pair.a, pair.b]
+    for saved in plan.saved_tensors.values():
+        keys += saved.keys
     dtype = DTYPES.get(plan.settings.dtype, "F32")
     tensors = {}
-    for key, shape in shapes.items():
-        tensors[key] = TensorInfo(ADAPTER_WEIGHTS, "F32", shape, 0, 0).with_dtype(dtype)
+    for key in keys:
+        tensors[key] = TensorInfo(ADAPTER_WEIGHTS, "F32", shapes[key], 0, 0).with_dtype(dtype)
     return {ADAPTER_WEIGHTS: tensors}
 
 

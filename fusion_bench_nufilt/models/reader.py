@@ -21,7 +21,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 from .adapters import LoraAdapter
 from .architecture import Architecture, settings_of
 from .checkpoint import Checkpoint
-from .peft_layers import PREFIX, Place, place_of
+from .peft_layers import PREFIX
 from .source import format_names
 
 # Where transformers lists the class of a configuration for peft's types of task.
@@ -79,9 +79,9 @@ class Reader:
             )
         return self._architecture.first(names)
 
-    def wrap(self, config: Mapping[str, Any]) -> dict[str, Place]:
-        """Wrap the model for an adapter of a configuration, and return what such an adapter has, by
-        key.
+    def wrap(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Wrap the model for an adapter of a configuration, and return the shapes of what such an
+        adapter has, by key.
         """
         from peft import (
             MODEL_TYPE_TO_PEFT_MODEL_MAPPING,
@@ -100,7 +100,7 @@ class Reader:
                 state = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
         except Exception as error:  # whatever peft finds wrong with it
             self.refuse(message_in_one_line(error), error)
-        return {key: place_of(key) for key in state}
+        return {key: tuple(tensor.shape) for key, tensor in state.items()}
 
     def check(self, tensors: Mapping[str, TensorInfo], changed: Collection[str]) -> None:
         """Refuse an adapter of which peft would read another one than was meant.

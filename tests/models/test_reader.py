@@ -102,10 +102,9 @@ def test_a_tensor_that_peft_takes_for_no_layer_is_refused():
     model = llama()
     reader = Reader(model, Architecture(llama()))
     config = adapter_config([{}], None, {"model.layers.0.self_attn.q_proj": 2}, None)
-    sides = {"A": (2, 32), "B": (32, 2)}
     infos = {}
-    for key, place in reader.wrap(config).items():
-        infos[key] = TensorInfo("", "F32", sides[place.part], 0, 0)
+    for key, shape in reader.wrap(config).items():
+        infos[key] = TensorInfo("", "F32", shape, 0, 0)
     changed = ["model.layers.0.self_attn.q_proj.weight"]
     reader.check(infos, changed)
     infos[f"{PREFIX}model.extra.weight"] = TensorInfo("", "F32", (2, 2), 0, 0)
