@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fusion_bench_nufilt.models.checkpoint import ADAPTER_CONFIG
+from fusion_bench_nufilt.models.peft_layers import auto_class
 from fusion_bench_nufilt.utils.files import CARD, counted, escape_html
 
 from .plan import Plan
@@ -184,21 +185,11 @@ def _loading(plan: Plan) -> Iterator[str]:
         yield f'{name} = {kind}.from_pretrained("THIS_FOLDER")'
 
 
-#: The classes to which adapters for a type of task are added.
-_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-}
-
-
 def _loading_adapter(plan: Plan) -> Iterator[str]:
     """Yield the lines that load the base and an adapter on it."""
     config = json.loads(plan.small_files[ADAPTER_CONFIG])
     mapped = (config.get("auto_mapping") or {}).get("base_model_class")
-    kind = _CLASSES.get(config["task_type"], mapped or "AutoModel")
+    kind = getattr(auto_class(config), "__name__", mapped or "AutoModel")
     if not hasattr(transformers, kind):
         return
     yield "from peft import PeftModel"

@@ -36,6 +36,7 @@ from .peft_layers import (
     Place,
     UnknownLayersError,
     ask_peft,
+    auto_class,
     outer_module,
     place_of,
     without_prefix,
@@ -48,13 +49,6 @@ _ORIGINAL = ".original_module."
 # In a model, names have that of the adapter, without which peft saves it; in a file with another
 # name than 'default', peft passes over them and merges nothing.
 _NAMED = re.compile(r"\.lora_(?:[AB]\.(\w+)\.weight|embedding_[AB]\.(\w+))$")
-
-# The classes that peft trains for a type of task; for any other type, the adapter names the class.
-_CLASSES = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-}
 
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"
 _ONLY_LORA = "and only LoRA, rsLoRA and DoRA are merged. Where peft can merge it, "
@@ -477,7 +471,7 @@ class LoraAdapter(ModelWeights):
             return super().head_config(base)
         count = self._count_labels()
         model_class = (self.config.get("auto_mapping") or {}).get("base_model_class")
-        model_class = model_class or _CLASSES.get(str(self.config.get("task_type")))
+        model_class = model_class or getattr(auto_class(self.config), "__name__", None)
         config = {**base, "architectures": [model_class]}
         if len(labels(config) or ()) != count:
             config["id2label"] = {str(number): f"LABEL_{number}" for number in range(count)}

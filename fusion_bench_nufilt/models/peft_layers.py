@@ -80,6 +80,19 @@ def without_prefix(key: str) -> str:
     return re.sub(rf"(^|(?<=\.)){re.escape(PREFIX)}", "", key)
 
 
+def auto_class(adapter_config: Mapping[str, Any]) -> Any:
+    """Return the class of transformers that loads models for an adapter's type of task, as peft
+    has it; None if the adapter names no type.
+    """
+    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, auto
+
+    wrapper = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(adapter_config.get("task_type")))
+    for kind in vars(auto).values():
+        if wrapper is not None and getattr(kind, "_target_peft_class", None) is wrapper:
+            return kind._target_class
+    return None
+
+
 def outer_module(path: str) -> str:
     """Return the path of the module that peft wrapped, once for each of its parameters, each time
     what it had wrapped.

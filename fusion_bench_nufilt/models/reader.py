@@ -21,18 +21,9 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 from .adapters import LoraAdapter
 from .architecture import Architecture, settings_of
 from .checkpoint import Checkpoint
-from .peft_layers import PREFIX
+from .peft_layers import PREFIX, auto_class
 from .source import format_names
 
-# Where transformers lists the class of a configuration for peft's types of task.
-_CLASSES = {
-    "CAUSAL_LM": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "SEQ_2_SEQ_LM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-    "QUESTION_ANS": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-    "FEATURE_EXTRACTION": "MODEL_MAPPING",
-}
 INTO_A_MODEL = "leave --adapter out, and name the base with --base, for a full model"
 
 
@@ -185,7 +176,7 @@ def class_of(adapter_config: Mapping[str, Any], config: Any) -> Any:
     name = (adapter_config.get("auto_mapping") or {}).get("base_model_class")
     kind = getattr(transformers, str(name), None)
     if kind is None:
-        mapping = getattr(transformers, _CLASSES.get(str(adapter_config.get("task_type")), ""), {})
+        mapping = getattr(auto_class(adapter_config), "_model_mapping", {})
         kind = mapping.get(type(config), None)
     if kind is None or _config_for(kind, config) is None:
         return None

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -27,7 +28,7 @@ from transformers import (
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.models.adapters import adapter_config
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.peft_layers import PREFIX
+from fusion_bench_nufilt.models.peft_layers import PREFIX, auto_class
 from fusion_bench_nufilt.models.reader import Reader
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 from tests.merge.helpers import change_json, merge, plan
@@ -110,6 +111,14 @@ def test_a_tensor_that_peft_takes_for_no_layer_is_refused():
     infos[f"{PREFIX}model.extra.weight"] = TensorInfo("", "F32", (2, 2), 0, 0)
     with pytest.raises(ValueError, match=r"it takes other tensors: '.*model\.extra"):
         reader.check(infos, changed)
+
+
+@pytest.mark.oldest
+def test_peft_tells_the_class_of_each_type_of_task():
+    classes = {task.value: auto_class({"task_type": task.value}) for task in peft.TaskType}
+    assert classes["SEQ_CLS"] is AutoModelForSequenceClassification
+    assert len({*classes.values()} - {None}) == len(classes)
+    assert auto_class({}) is None
 
 
 def pixels(size=32):
