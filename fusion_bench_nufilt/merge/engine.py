@@ -19,7 +19,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fusion_bench_nufilt.methods.base import LayerMethod, Measures, State, block_bytes
+from fusion_bench_nufilt.methods.base import (
+    LayerMethod,
+    Measures,
+    State,
+    block_bytes,
+    check_update,
+)
 from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.models.model import scaled_update
@@ -433,7 +439,7 @@ class Worker:
         rule = first.rule.for_stack([job.name for job in batch.jobs])
         base = _to(batch.base, device, float64)
         # The rule alone holds a stack of weights, and can free it.
-        return rule.update(
+        result = rule.update(
             _to(batch.state, device, float64),
             base,
             TaskVector(
@@ -445,6 +451,7 @@ class Worker:
             ),
             first.first_step + number,
         )
+        return check_update(rule, batch.state, result)
 
     def _merged_weight(self, merged: MergedLayer, device: torch.device) -> Tensor:
         """Return the merged weight of a layer ``(d_o, d_i)``."""
@@ -460,6 +467,11 @@ class Worker:
 
         with self._turn_on(device):
             weight = self._solved(merged_weight, [merged.job], device)
+        if weight.shape != base.shape:
+            raise ValueError(
+                f"method '{rule.name}': merged_weight() was given weights {tuple(base.shape)}, "
+                f"returned {tuple(weight.shape)}"
+            )
         return weight[0].to(base.dtype)
 
     def _solved(

@@ -166,6 +166,29 @@ class LayerMethod(ABC):
         return widest * (5 * math.prod(shape) + 10 * min(shape) ** 2)
 
 
+def check_update(method: LayerMethod, state: State, result: Any) -> tuple[State, Measures]:
+    """Return what :meth:`LayerMethod.update` returned for a state; a ValueError says why it can't
+    be that.
+    """
+    call = f"method '{method.name}': update()"
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(f"{call} must return two values, the state and what was measured")
+    after, measures = result
+    if _shapes(after) != _shapes(state):
+        raise ValueError(f"{call} was given the state {_shapes(state)}, returned {_shapes(after)}")
+    count = len(method.names)
+    if any(shape != (count,) for shape in _shapes(measures).values()):
+        raise ValueError(
+            f"{call} must measure one number for each of {count} layers, returned "
+            f"{_shapes(measures)}"
+        )
+    return after, measures
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(torch.as_tensor(value).shape) for name, value in tensors.items()}
+
+
 def block_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     """Return the bytes of what is computed of some rows of a layer at a time: the values of a task
     and of the base, widened, and what becomes of them (:func:`.row_blocks`).

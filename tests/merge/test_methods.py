@@ -64,6 +64,6 @@ def test_a_state_that_changes_its_shape_is_refused_by_name(stream, monkeypatch):
 
     monkeypatch.setattr(RunningSum, "update", update)
     monkeypatch.setattr(RunningSum, "merged_weight", lambda self, state, base: base)
-    message = r"method running_sum, layer 'model\.layers.*'sum' of its state is .* \(1,\)"
+    message = r"method 'running_sum': update\(\) was given the state .*, returned {'sum': \(1, 1\)"
     with pytest.raises(ValueError, match=message):
         merge(stream, method="running_sum")

@@ -1,12 +1,15 @@
 """A layer-wise method is one class, which a run goes on with and names; its YAML repeats it."""
 
 import dataclasses
+import re
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
 import torch
 from fusion_bench.utils import instantiate
 from hydra.utils import get_class
+from torch.nn import Linear
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run, plain
@@ -43,6 +46,43 @@ class RunningSum(LayerMethod):
 
     def merged_weight(self, state, base):
         return base + self.options.scale * state["sum"]
+
+
+MISTAKES = {
+    "update() must return two values": ("update", lambda after, measures: after),
+    "update() was given the state {'sum': (1, 24, 16), 'count': (1,)}, returned {'sum'": (
+        "update",
+        lambda after, measures: ({"sum": after["sum"]}, measures),
+    ),
+    "update() must measure one number for each of 1 layers, returned {'task_norm': ()}": (
+        "update",
+        lambda after, measures: (after, {"task_norm": measures["task_norm"].mean()}),
+    ),
+    # Its numbers would be written in another order.
+    "merged_weight() was given weights (1, 24, 16), returned (1, 16, 24)": (
+        "merged_weight",
+        lambda weight: weight.transpose(-1, -2),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_a_method_of_ones_own_returns_wrong_is_named(mistake, monkeypatch):
+    function, wrong = MISTAKES[mistake]
+    right = getattr(RunningSum, function)
+
+    def mistaken(self, *arguments):
+        result = right(self, *arguments)
+        return wrong(*result) if isinstance(result, tuple) else wrong(result)
+
+    monkeypatch.setitem(METHODS, "running_sum", RunningSum)
+    monkeypatch.setattr(RunningSum, function, mistaken)
+    base = Linear(16, 24)
+    task = deepcopy(base)
+    task.weight.data += 0.01
+    models = {"_pretrained_": base, "one": task}
+    with pytest.raises(ValueError, match=re.escape(f"method 'running_sum': {mistake}")):
+        LayerwiseMergingAlgorithm("running_sum").run(models)
 
 
 def test_a_model_that_nobody_sees_is_not_rendered(monkeypatch):
