@@ -222,7 +222,7 @@ MERGE = ("nufilt", "merge", "--base", "base", "--task", "math", "--task", "code"
 def test_the_method_of_ones_own_on_the_page_merges_folders_runs_and_is_compared(own_method, demo):
     run_with(own_method, *MERGE, "own", "--method", "running_sum", "scale=0.3")
     folder = own_method.parent
-    targets = TargetConfig(target_modules="all-linear")
+    targets = TargetConfig(target_modules="all-linear", other_params="mean")
     tasks = [str(folder / "math"), str(folder / "code")]
     planned = plan_merge(str(folder / "base"), tasks, targets=targets, method="sum")
     merge_folders(planned, folder / "sum")
@@ -230,7 +230,7 @@ def test_the_method_of_ones_own_on_the_page_merges_folders_runs_and_is_compared(
     torch.testing.assert_close(own, load_file(folder / "sum" / "model.safetensors"))
     words = ["--config-dir", "config", "modelpool=nufilt_demo"]
     run_with(own_method, "-m", "fusion_bench", *words, "method=running_sum", "path.log_dir=run")
-    methods = ["--methods", "running_sum,sum,nufilt", "--evaluate", "last"]
+    methods = ["--methods", "running_sum,sum,best", "--evaluate", "last"]
     run_with(own_method, "nufilt", "compare", "--config-dir", "config", *methods, "--out", "both")
 
 

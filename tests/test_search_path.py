@@ -42,7 +42,9 @@ def search_path_of(monkeypatch, *words):
     return [element.path for element in path.get_path()]
 
 
-def test_a_folder_of_the_users_comes_before_the_plugins_configurations(monkeypatch):
+def test_a_folder_of_the_users_comes_before_the_plugins_configurations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my").mkdir()
     for words in (
         ["--config-dir", "my"],
         ["--config-dir=my"],
@@ -67,6 +69,7 @@ def test_a_word_that_fusion_bench_can_not_use_is_one_line_with_what_to_type(monk
         ("modelpool=nufilt_dmo", "there is no modelpool 'nufilt_dmo'; did you mean 'nufilt_demo'?"),
         ("taskpool=nufilt_dem", "there is no taskpool 'nufilt_dem'; did you mean 'nufilt_demo'?"),
         ("method=qqqq", "in the folder of --config-dir, as method/qqqq.yaml"),
+        ("--config-dir=no_folder", "--config-dir: there is no folder 'no_folder'"),
         ("path.log_dir=out/lr=1e-5", f"{quoted}\"path.log_dir='out/lr=1e-5'\""),
         ("path.log_dir={x}/y", f"{quoted}\"path.log_dir='{{x}}/y'\""),
     ):

@@ -211,6 +211,8 @@ class _MethodConfigs:
             yield from self._tree(prefix + group)
 
     def _unknown(self, name: str) -> str:
+        if name in METHODS:  # one of another package
+            return f"method '{name}' needs --config-dir, the folder in which method/{name}.yaml is"
         of_fusion_bench = {path for path in self._tree() if not path.startswith("continual/")}
         continual_methods = {*METHODS, *self._names("continual")} - {*_GENERIC}
         return unknown("method", name, of_fusion_bench | continual_methods)

@@ -49,6 +49,8 @@ def refuse_unknown_names(words: Sequence[str], folders: Sequence[str]) -> None:
     from hydra._internal.utils import get_args_parser
 
     options, other_words = get_args_parser().parse_known_args(list(words))
+    if options.config_dir is not None:
+        _refuse_missing_folder(Path(options.config_dir))
     for word in [*options.overrides, *other_words]:
         if word.startswith("-"):
             continue  # Hydra itself says what is wrong with it
@@ -93,10 +95,14 @@ def with_config_dir(folder: Path | None, words: Sequence[str]) -> list[str]:
     """Add the word that makes Hydra look for configurations in a folder of the user's."""
     if folder is None:
         return list(words)
-    if not folder.expanduser().is_dir():
-        raise ValueError(f"--config-dir: there is no folder '{folder}'")
+    _refuse_missing_folder(folder.expanduser())
     path = str(folder.expanduser().resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*words, f"hydra.searchpath=['file://{path}']"]
+
+
+def _refuse_missing_folder(config_dir: Path) -> None:
+    if not config_dir.is_dir():
+        raise ValueError(f"--config-dir: there is no folder '{config_dir}'")
 
 
 def without_method(words: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ from fusion_bench_nufilt.compare.presets import (
     preset_specs,
 )
 from fusion_bench_nufilt.compare.specs import RunSpec, check_specs, parse_methods, parse_seeds
-from fusion_bench_nufilt.methods import ORDER_FREE
+from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.utils.files import file_name
 from fusion_bench_nufilt.utils.overrides import key_of, key_value, without_method
@@ -100,6 +100,13 @@ def test_methods_that_can_not_be_compared_are_refused(text, words):
     with pytest.raises(ValueError, match=message) as error:
         check_specs(parse_methods(text))
     assert all(word in str(error.value) for word in words)
+
+
+def test_a_method_of_another_package_needs_the_folder_of_its_yaml_file(monkeypatch):
+    monkeypatch.setitem(METHODS, "running_sum", type)
+    message = "method 'running_sum' needs --config-dir, the folder in which method/running_sum.yaml"
+    with pytest.raises(ValueError, match=message):
+        parse_methods("running_sum")
 
 
 def test_all_is_nufilt_and_the_baselines_that_need_no_data():
