@@ -164,6 +164,7 @@ PAIRS = [
     ("without state", "step 3", torch.float32),
     ("without state", "_merged_", torch.float32),
     ("batch rule", "step 2", torch.bfloat16),
+    ("batch rule", "scoring 4", torch.bfloat16),
     ("batch rule", "_merged_", torch.bfloat16),
     ("running rule", "step 1", torch.bfloat16),
     ("running rule", "scoring 3", torch.bfloat16),
@@ -199,7 +200,7 @@ def test_a_run_that_goes_on_has_the_bits_and_the_numbers_of_a_clean_one(
             getattr(interrupted, "scores", interrupted).interrupted_at = step
         with pytest.raises(InterruptedRunError):
             method_in(tmp_path / "run", kind).run(models, interrupted, on_step)
-        if kind not in ("trained", "with heads"):
+        if stop == "step 3":
             models = saved_pool(tmp_path / "models", models)  # the same from another place
     steps = []
     resumed = method_in(tmp_path / "run", kind)
@@ -208,10 +209,6 @@ def test_a_run_that_goes_on_has_the_bits_and_the_numbers_of_a_clean_one(
     assert outcome(tmp_path / "run", first) == outcome(clean, first)
     assert resumed.matrix.rows() == scores
     assert len(resumed.merge_seconds) == last - first + 1
-    # The same command in a finished folder finds everything there.
-    again = method_in(tmp_path / "run", kind)
-    again.run(models, taskpool(), lambda *_: pytest.fail("a step was made again"))
-    assert again.matrix.rows() == scores
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", MANIFEST])
