@@ -1,6 +1,7 @@
 """`nufilt analyze`: the paper's measures besides accuracy."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,7 +126,8 @@ def analyze(
 
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
-    folders = [word for word in overrides if "=" not in word and Path(word).expanduser().is_dir()]
+    # Of a word such as ~modelpool.models.digits, Path.expanduser would miss a user of that name.
+    folders = [word for word in overrides if os.path.isdir(os.path.expanduser(word))]
     if folders:
         base, *tasks = folders
         command = " ".join([f"--base {base}", *(f"--task {task}" for task in tasks)])

@@ -60,7 +60,7 @@ def test_a_pool_that_is_not_found_is_one_short_line(here):
 
 
 def test_folders_are_analysed_without_a_configuration():
-    words = ("--base", "base", "--task", "task", "--config-dir", "my_config")
-    code, text = nufilt("analyze", *words)
-    assert code == 1
-    assert "--config-dir does not go with --base" in text
+    for word in ("--config-dir=my_config", "~modelpool.models.digits"):
+        code, text = nufilt("analyze", "--base", "base", "--task", "task", word)
+        assert code == 1
+        assert f"{word.partition('=')[0]} does not go with --base" in text
