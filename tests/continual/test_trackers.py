@@ -11,6 +11,7 @@ import lightning.pytorch.loggers
 import pytest
 from lightning.fabric.loggers import Logger
 
+from fusion_bench_nufilt.compare.configs import make_trackers
 from fusion_bench_nufilt.continual import layerwise
 
 CONFIGS = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
@@ -63,24 +64,19 @@ def run(program):
     return lambda *words: program("taskpool=dummy", "method.save_on_every_step=false", *words)
 
 
-def test_a_csv_file_has_every_step(run):
-    logs = run("fabric/loggers=csv_logger")
-    with open(logs / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == STEPS
-    assert all(float(row[NORM]) >= 0 for row in rows)
-    # There is no filter before the second step, and so no number of it.
-    assert [int(row["step"]) for row in rows if row["layers/filtered_share"]] == STEPS[1:]
-
-
-def test_a_csv_file_of_a_resumed_run_has_every_step(run):
+def test_a_csv_file_has_every_step_also_of_a_run_that_goes_on(run):
     words = ("fabric/loggers=csv_logger", "method.save_on_every_step=true")
     logs = run(*words)
-    shutil.rmtree(logs / "checkpoints" / "merged_model_2")
-    run(*words)
-    with open(logs / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows if row[NORM]] == STEPS
+    for is_again in (False, True):
+        if is_again:
+            shutil.rmtree(logs / "checkpoints" / "merged_model_2")
+            run(*words)
+        with open(logs / "metrics.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row[NORM]]
+        assert [int(row["step"]) for row in rows] == STEPS
+        assert all(float(row[NORM]) >= 0 for row in rows)
+        # There is no filter before the second step, and so no number of it.
+        assert [int(row["step"]) for row in rows if row["layers/filtered_share"]] == STEPS[1:]
 
 
 def test_tensorboard_has_every_step(run):
@@ -102,9 +98,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("logger", OTHERS)
-def test_others_get_every_step_and_are_finished_once(run, stubs, logger):
-    run(f"fabric/loggers={logger}", *OTHERS[logger])
+def test_others_are_made_of_their_configurations(stubs, tmp_path):
+    for logger, words in OTHERS.items():
+        make_trackers([f"fabric/loggers={logger}", *words], tmp_path)
+    assert len(stubs) == len(OTHERS)
+
+
+def test_others_get_every_step_and_are_finished_once(run, stubs):
+    run("fabric/loggers=wandb_logger", *OTHERS["wandb_logger"])
     (tracker,) = stubs
     assert sorted(tracker.steps) == STEPS
     assert all(NORM in metrics for metrics in tracker.steps.values())

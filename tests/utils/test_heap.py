@@ -63,6 +63,7 @@ def test_who_starts_the_process_decides_what_is_kept(second):
     assert kept > 0.9 * PAGES
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_nothing_of_the_samples_that_it_reads(tmp_path):
     """Otherwise up to 200 MB stayed in the heap, in one process of six."""
     save_stream(tmp_path, llama())

@@ -64,6 +64,7 @@ def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
         assert (tuned.get_parameter(name) - weight).norm() < 0.02 * moved, name
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_the_same_bits(pools, tmp_path):
     class InFolder(SequentialFineTuning):
         log_dir = str(tmp_path)
