@@ -23,12 +23,18 @@ from fusion_bench_nufilt.merge.checks import (
     check_task,
     other_options,
 )
-from fusion_bench_nufilt.merge.draft import Draft, take_head
 from fusion_bench_nufilt.merge.engine import MergedLayer, Pieces, do_jobs
 from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.other_params import new_heads, tensors_in_memory
 from fusion_bench_nufilt.merge.output import Record
-from fusion_bench_nufilt.merge.plan import Plan
+from fusion_bench_nufilt.merge.plan import (
+    Plan,
+    Selection,
+    describe_heads,
+    heads_of_base,
+    method_of,
+    take_heads,
+)
 from fusion_bench_nufilt.merge.planned import (
     affords_state,
     as_stored,
@@ -40,11 +46,13 @@ from fusion_bench_nufilt.methods.base import LayerMethod, Report
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import Layer, MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
     earlier_params,
+    tie_weights,
     untie_model,
 )
 from fusion_bench_nufilt.models.source import MemorySource, module_source
@@ -93,7 +101,11 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     method: LayerMethod
     task_heads: dict[str, Head]  # the heads that are kept, by task
     head_tensors: dict[str, dict[str, Tensor]]
-    _draft: Draft  # what is merged, as far as the models so far tell
+    # What is merged, as far as the models so far tell:
+    _architecture: Architecture
+    _pretrained: ModelWeights
+    _heads: Heads
+    _selection: Selection
     _states: dict[str, Tensor]  # what is kept to go on from, as in the file beside a merged model
     _holds_float32: bool  # whether that has all in float32 that the model rounds
     _mean_counts: dict[str, int]  # models in the mean of a tensor, where not one for each step
@@ -144,26 +156,31 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._ignored_keys = {}
         self._first_params = {}
         base = module_source(PRETRAINED, pretrained)
-        self._draft = Draft(Architecture(pretrained), base, self.targets)
-        self._draft.tie()
+        self._architecture = Architecture(pretrained)
+        self._pretrained = ModelWeights(base, self._architecture)
+        self._tie()
         stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).params
         # Before layers are chosen: else the head would be merged, and the state not fit.
-        self._draft.keep_heads(self.merged_manifest, stored=stored)
+        self._heads = heads_of_base(
+            self._architecture, self._pretrained, self.targets.heads, self.merged_manifest, stored
+        )
         # A head that its checkpoint lacks counts, too.
-        self._draft.heads.add(PRETRAINED, self._draft.pretrained.params, base.config, ())
+        self._heads.add(PRETRAINED, self._pretrained.params, base.config, ())
         self._select()
         log.info("%s", self.method)
 
     @property
     def layers(self) -> dict[str, MatrixView]:
         """The merged layers of the last run, by name."""
-        return {layer.name: layer.view for layer in self._draft.selection.layers}
+        return {layer.name: layer.view for layer in self._selection.layers}
 
     def _select(self) -> None:
         """Select the layers, without those of the heads that are known by now."""
-        self._draft.select()
-        self.method = self._draft.method(self.method_class, self.options, self.seed)
-        coverage = self._draft.selection.coverage
+        architecture = self._architecture
+        self._selection = Selection.of(self._pretrained, architecture, self.targets, self._heads)
+        layers = self._selection.layers
+        self.method = method_of(self.method_class, self.options, self.seed, architecture, layers)
+        coverage = self._selection.coverage
         log.info("%s", coverage)
         shapes = []
         if self._last_step > 1:  # the first model of all meets no other
@@ -178,23 +195,36 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def _model(self, name: str, model: nn.Module, ignored: Collection[str]) -> ModelWeights:
         """Return the weights of a module, but those of the ignored keys."""
-        architecture = self._draft.architecture
+        architecture = self._architecture
         weights = ModelWeights(module_source(name, model, ignored), architecture)
         weights.tie(architecture)
         return weights
 
+    def _tie(
+        self,
+        lasting: Sequence[ModelWeights] = (),
+        tasks: Sequence[ModelWeights] = (),
+        first_step: int = 1,
+    ) -> None:
+        """Decide which names share a weight in the pretrained model and in these."""
+        # Anew, since what was tied has a tensor for each weight, and no longer for each name.
+        self._pretrained = ModelWeights(self._pretrained.source, self._architecture)
+        self._architecture = tie_weights(
+            self._architecture, [self._pretrained, *lasting], tasks, self.targets, first_step
+        )
+
     def _untie(self, model: nn.Module, name: str, missing_keys: Sequence[str]) -> None:
         """Untie what a model has as two weights, and the pretrained one as one."""
-        architecture = self._draft.architecture
+        architecture = self._architecture
         weights = ModelWeights(module_source(name, model, missing_keys), architecture)
         tied_before = architecture.names_by_weight
         if name == MERGED:
             self._first_params = earlier_params(architecture, weights)
-            self._draft.tie(lasting=[weights])
+            self._tie(lasting=[weights])
         else:
             step = self.first_step + self.names.index(name)
-            self._draft.tie(tasks=[weights], first_step=step)
-        architecture = self._draft.architecture
+            self._tie(tasks=[weights], first_step=step)
+        architecture = self._architecture
         if architecture.names_by_weight == tied_before:
             return
         self._select()
@@ -215,7 +245,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         return solving_seconds / sum(row["seconds"] for row in self._reports)
 
     def prepare(self, merged: nn.Module) -> nn.Module:
-        untie_model(self._draft.architecture, merged)
+        untie_model(self._architecture, merged)
         return merged
 
     def describe(self) -> dict[str, Any]:
@@ -223,7 +253,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         # A tensor that every model has is the mean of `step` models, and needs no entry.
         counts = {key: count for key, count in self._mean_counts.items() if count != step}
         return {
-            "coverage": self._draft.selection.coverage.as_dict(),
+            "coverage": self._selection.coverage.as_dict(),
             "mean_counts": counts,
             "rounding": self._rounding,
             "heads": self.task_heads,
@@ -246,7 +276,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.head_tensors = {}
         for task, head in self.task_heads.items():
             self.head_tensors[task] = load(self.files[head["file"]])
-        architecture = self._draft.architecture
+        architecture = self._architecture
         carry_over(architecture, self._mean_counts, self._first_params)
         carry_over(architecture, self._states, self._first_params, state_key)
         step = manifest.get("step", self.first_step - 1) + 1
@@ -275,12 +305,13 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             if name == MERGED:
                 self._check_merged(self._model(name, model, ()))
             return
-        draft = self._draft
         task = self._model(name, model, missing_keys)
-        if draft.find_heads([task]):
+        heads_before = self._heads.of(self._pretrained.params)
+        take_heads(self._heads, [task])
+        if self._heads.of(self._pretrained.params) != heads_before:
             self._refuse_late_head(name)
             self._select()
-        missing_heads = draft.heads.of(map(draft.architecture.param, missing_keys))
+        missing_heads = self._heads.of(map(self._architecture.param, missing_keys))
         if missing_heads:
             log.warning(
                 "model '%s': its checkpoint has no head ('%s' was drawn at random): none is kept",
@@ -288,14 +319,14 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 missing_heads[0],
             )
         plan = self._plan([task], self.first_step + self.names.index(name))
-        for warning in check_task(plan, task, draft.architecture, plan.averaged):
+        for warning in check_task(plan, task, self._architecture, plan.averaged):
             log.warning("%s", warning)
         for warning in check_same_base(plan):
             log.warning("%s", warning)
         self._ignored_keys[name] = set(missing_keys)
 
     def _check_merged(self, merged: ModelWeights) -> None:
-        check_made_from(self._draft.pretrained, merged, ())
+        check_made_from(self._pretrained, merged, ())
         plan = self._plan([], self.first_step, merged)
         warnings = other_options(dataclasses.replace(plan, merged_manifest=self.merged_manifest))
         if self.verify and self.is_of_this_base is None:
@@ -307,7 +338,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         """Refuse a head that is found after a step has merged it as a layer."""
         # Choosing the layers anew would drop what the steps made so far have kept of them.
         if not self._checked_first and self.first_step + len(self.merge_seconds) > 1:
-            heads = ", ".join(sorted(self._draft.heads.modules))
+            heads = ", ".join(sorted(self._heads.modules))
             raise ValueError(
                 f"model '{name}' has a head of its own ({heads}), which the models before it had "
                 f"not: set heads='{heads}', or leave check_models on"
@@ -320,7 +351,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         state = None
         if self._states:
             source = MemorySource("the state", self._states)
-            state = ModelWeights(source, self._draft.architecture)
+            state = ModelWeights(source, self._architecture)
         devices = self.device_config.choose(self.fabric.device)
         settings = Settings(
             seed=self.seed,
@@ -335,15 +366,22 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             rounding=dict(self._rounding),
             heads=self.task_heads,
         )
-        return self._draft.plan(
-            tasks, self.method, settings, merged_manifest, merged=merged, state=state
+        return Plan(
+            **vars(self._selection),
+            tasks=tasks,
+            method=self.method,
+            settings=settings,
+            merged_manifest=merged_manifest,
+            merged=merged,
+            state=state,
+            heads=describe_heads(self._heads, self._pretrained, tasks, merged_manifest),
         )
 
     def merge_step(
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
         model = self._model(name, task, self._ignored_keys[name])
-        take_head(self._draft.heads, model)
+        model.take_head(self._heads.of(model.float_params))
         self.prepare(merged)
         merged_weights = self._model(MERGED, merged, ())
         merged_source = merged_weights.source
@@ -494,7 +532,7 @@ class NufiltContinualMergingAlgorithm(LayerwiseMergingAlgorithm):
         self, step: int, name: str, pretrained: nn.Module, merged: nn.Module, task: nn.Module
     ) -> nn.Module:
         merged = super().merge_step(step, name, pretrained, merged, task)
-        parameters, share = self._draft.selection.coverage.other_params
+        parameters, share = self._selection.coverage.other_params
         is_whole = self.options.first_task == "paper" and self.targets.other_params == "pretrained"
         if step == 1 and is_whole and parameters > 0:
             log.info(

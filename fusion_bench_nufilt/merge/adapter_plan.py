@@ -26,7 +26,7 @@ from fusion_bench_nufilt.models.checkpoint import (
     Checkpoint,
     is_adapter,
 )
-from fusion_bench_nufilt.models.model import ModelWeights, complete_base
+from fusion_bench_nufilt.models.model import ModelWeights, complete_base, tie_weights
 from fusion_bench_nufilt.models.names import module_of
 from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
@@ -43,9 +43,18 @@ from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .checks import check_tensors
-from .draft import Draft, add_own_head
 from .kept_state import KeptState, open_kept
-from .plan import DTYPES, FactorKeys, Files, Plan, SavedTensor, Selection
+from .plan import (
+    DTYPES,
+    FactorKeys,
+    Files,
+    Plan,
+    SavedTensor,
+    Selection,
+    add_head_of,
+    heads_of_base,
+    method_of,
+)
 
 # The ranks that vLLM has for its option max_lora_rank end here.
 _HIGHEST_RANK_OF_VLLM = 512
@@ -94,28 +103,34 @@ def plan_adapter(
     if merged_checkpoint is not None:
         state = open_kept(merged_checkpoint, merged_manifest, architecture)
     adapters = models.adapters
-    draft = Draft(architecture, models.base, targets)
     lasting: list[ModelWeights] = []
     if merged_adapter is not None:
         lasting.append(merged_adapter)
-    draft.tie(lasting, opened, first_step)
-    architecture = draft.architecture
-    complete_base(architecture, draft.pretrained, adapters)
-    draft.keep_heads(merged_manifest, rule="none")
-    draft.select()
-    layers_of_model = draft.selection.layers
-    selection = _adapted(draft.selection, models, first_step)
+    pretrained = ModelWeights(models.base, architecture)
+    architecture = tie_weights(architecture, [pretrained, *lasting], opened, targets, first_step)
+    complete_base(architecture, pretrained, adapters)
+    heads = heads_of_base(architecture, pretrained, "none", merged_manifest)
+    of_model = Selection.of(pretrained, architecture, targets, heads)
+    selection = _adapted(of_model, models, first_step)
     covered = architecture.coverage(selection.layers, targets)
-    draft.selection = dataclasses.replace(selection, coverage=covered)
+    selection = dataclasses.replace(selection, coverage=covered)
     for task in opened:
-        check_tensors(draft.selection, task, architecture)
+        check_tensors(selection, task, architecture)
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)
-    method = draft.method(method_class, options, settings.seed)
-    plan = draft.plan(opened, method, settings, merged_manifest, merged=merged_adapter, state=state)
+    plan = Plan(
+        **vars(selection),
+        tasks=list(opened),
+        method=method_of(method_class, options, settings.seed, architecture, selection.layers),
+        settings=settings,
+        merged_manifest=merged_manifest,
+        merged=merged_adapter,
+        state=state,
+        layers_of_model=of_model.layers,
+    )
     tokens = _tokens_of_saved(plan, models.sources_outside(targets, first_step))
     saved = {param: SavedTensor((), tokens[param]) for param in tokens}
-    plan = dataclasses.replace(plan, layers_of_model=layers_of_model, saved_tensors=saved)
+    plan = dataclasses.replace(plan, saved_tensors=saved)
     ranks = _ranks(plan, adapters)
     reader = reader_of(adapters, models.base, architecture)
     if reader is None:
@@ -212,11 +227,10 @@ def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Ch
 def _refuse_what_no_adapter_holds(
     models: _Models, targets: TargetConfig, merged_manifest: Manifest
 ) -> None:
-    draft = Draft(models.architecture, models.base, targets)
-    draft.keep_heads(merged_manifest)
-    heads = draft.heads
+    pretrained = ModelWeights(models.base, models.architecture)
+    heads = heads_of_base(models.architecture, pretrained, targets.heads, merged_manifest)
     for task in models.tasks:
-        add_own_head(heads, task)
+        add_head_of(heads, task)
     for adapter in models.adapters:
         of_heads = heads.of(adapter.keys)
         experts = [

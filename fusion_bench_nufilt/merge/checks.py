@@ -21,6 +21,7 @@ from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, Target
 from fusion_bench_nufilt.models.adapters import with_peft
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import Layer, exclude_hint, with_same_ending
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
 from fusion_bench_nufilt.models.source import format_names, module_source
@@ -606,7 +607,8 @@ def check_module(
             required_layers.append(Layer(view.name, param, (base.keys[param],), view))
     # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
     targets = TargetConfig(other_params="mean")
-    selection = Selection.of(base, architecture, targets, required_layers)
+    no_heads = Heads("none", base.params, base.source.config)
+    selection = Selection.of(base, architecture, targets, no_heads, required_layers)
     task = ModelWeights(module_source(name, model, missing_keys), architecture)
     untied = names_apart(architecture, task)
     if untied:

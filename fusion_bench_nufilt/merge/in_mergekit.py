@@ -19,13 +19,13 @@ from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import in_dtype
 
-from .draft import Draft
 from .fuse import check_layers, merge_matrices
+from .plan import Selection, heads_of_base, method_of
 from .rules import RULES
 from .strength import strength_of
 
@@ -78,7 +78,9 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         model = _base(folder, targets)
         name = group.metadata.name
         layers = _layers_in(model, group)
-        method = model.draft.method(self.kind, options, rest["seed"])
+        method = method_of(
+            self.kind, options, rest["seed"], model.architecture, model.selection.layers
+        )
         if not layers:
             # A tensor of the base that no task changes is copied, whatever it holds.
             if targets.other_params == "pretrained" or not base.is_floating_point():
@@ -139,7 +141,8 @@ def _checked(options_class: type, option: Field[Any]) -> Any:
 class _Base(NamedTuple):
     """What is merged of a base, and for each of its tensors, by param, the layers in it."""
 
-    draft: Draft
+    architecture: Architecture
+    selection: Selection
     layers: dict[str, list[Layer]]
 
 
@@ -151,23 +154,24 @@ def _folder(model: Any) -> Path:
 @cache
 def _base(folder: Path, targets: TargetConfig) -> _Base:
     checkpoint = Checkpoint.from_folder(str(folder), folder)
-    draft = Draft(Architecture.of_checkpoint(checkpoint), checkpoint, targets)
-    draft.tie()
-    architecture = draft.architecture
-    draft.keep_heads(Manifest())
-    draft.select()
-    # mergekit gives tensors as they are stored, of which a draft makes one for each layer.
-    stored = Checkpoint.from_folder(str(folder), folder)
-    layers: dict[str, list[Layer]] = {param: [] for param in architecture.by_param(stored)}
-    for layer in draft.selection.layers:
+    architecture = Architecture.of_checkpoint(checkpoint)
+    pretrained = ModelWeights(checkpoint, architecture)
+    architecture = tie_weights(architecture, [pretrained], [], targets)
+    heads = heads_of_base(architecture, pretrained, targets.heads, Manifest())
+    selection = Selection.of(pretrained, architecture, targets, heads)
+    # mergekit gives tensors as they are stored, of which the base has one for each layer.
+    layers: dict[str, list[Layer]] = {}
+    for key in checkpoint.whole:
+        layers[architecture.param(key)] = []
+    for layer in selection.layers:
         layers[architecture.param(layer.view.key)].append(layer)
-    return _Base(draft, layers)
+    return _Base(architecture, selection, layers)
 
 
 def _layers_in(base: _Base, group: Any) -> list[Layer]:
     """Return the layers to merge that a tensor holds."""
     tensor = group.metadata.name
-    param = base.draft.architecture.param(tensor)
+    param = base.architecture.param(tensor)
     if param not in base.layers:
         raise ValueError(
             f"the base '{group.base.id}' has no tensor '{tensor}' of the result: name one that has "
@@ -180,17 +184,10 @@ def _layers_in(base: _Base, group: Any) -> list[Layer]:
 @cache
 def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
-    draft = _base(base_folder, targets).draft
-    task = _task(base_folder, targets, folder)
-    return strength_of(draft.pretrained, draft.selection.layers, task)
-
-
-@cache
-def _task(base_folder: Path, targets: TargetConfig, folder: Path) -> ModelWeights:
-    architecture = _base(base_folder, targets).draft.architecture
-    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), architecture)
-    task.tie(architecture)
-    return task
+    base = _base(base_folder, targets)
+    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), base.architecture)
+    task.tie(base.architecture)
+    return strength_of(base.selection.pretrained, base.selection.layers, task)
 
 
 def _matrices(layers: list[Layer], tensor: Tensor, name: str) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Head, Manifest
-from fusion_bench_nufilt.utils.manifest import combined_digest, package_versions
+from fusion_bench_nufilt.utils.manifest import add_head, combined_digest, package_versions
 from fusion_bench_nufilt.utils.options import recorded_options
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
@@ -62,22 +62,21 @@ class Selection:
         pretrained: ModelWeights,
         architecture: Architecture,
         targets: TargetConfig,
-        layers: Sequence[Layer],
-        heads: Heads | None = None,
+        heads: Heads,
+        layers: Sequence[Layer] | None = None,
     ) -> "Selection":
-        """Return what a merge of some layers of a base makes of all its tensors; those of the
-        ``heads`` stay as they are.
+        """Return what a merge of some layers of a base makes of all its tensors, by default of
+        those that the targets choose; the heads stay as they are.
         """
+        if layers is None:
+            layers = architecture.layers(pretrained.source, targets, heads)
         other_keys = architecture.other_keys(pretrained.source, layers)
-        head_params: set[str] = set()
-        if heads is not None:
-            head_params.update(heads.of(pretrained.params))
         return cls(
             pretrained=pretrained,
             targets=targets,
             layers=list(layers),
             other_keys=other_keys,
-            head_params=head_params,
+            head_params=set(heads.of(pretrained.params)),
             computed=set(filter(architecture.is_computed, other_keys)),
             coverage=architecture.coverage(layers, targets),
             layers_known_from=architecture.known_from,
@@ -319,6 +318,69 @@ class Plan(Selection):
             if count != self.last_step:
                 counts[param] = count
         return counts
+
+
+def heads_of_base(
+    architecture: Architecture,
+    pretrained: ModelWeights,
+    rule: str,
+    merged_manifest: Manifest,
+    stored: Mapping[str, tuple[int, ...]] | None = None,
+) -> Heads:
+    """Return the heads that are kept out of a merge before any task is looked at: those that an
+    earlier merge kept, as its manifest has them.
+
+    ``stored`` has the base's tensors, without those that a model in memory has and its checkpoint
+    lacks.
+    """
+    if stored is None:
+        stored = pretrained.params
+    config = pretrained.source.config
+    embeddings = architecture.embeddings(stored)
+    heads = Heads(rule, stored, config, architecture.backbone, embeddings)
+    # Without the heads of earlier tasks, this merge would choose other layers than theirs.
+    heads.keep(merged_manifest.get("heads", {}).values())
+    return heads
+
+
+def add_head_of(heads: Heads, task: ModelWeights) -> None:
+    """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
+    shapes = {param: task.params[param] for param in task.float_params}
+    heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
+
+
+def take_heads(heads: Heads, tasks: Sequence[ModelWeights]) -> None:
+    """Take the heads that tasks have for themselves out of the merge."""
+    for task in tasks:
+        add_head_of(heads, task)
+    # All have been found: one task's head is no layer of another either.
+    for task in tasks:
+        task.take_head(heads.of(task.float_params))
+
+
+def describe_heads(
+    heads: Heads, base: ModelWeights, tasks: Sequence[ModelWeights], merged_manifest: Manifest
+) -> dict[str, Head]:
+    """Return the manifest's entries for the heads of earlier tasks and of these, by task."""
+    described = dict(merged_manifest.get("heads", {}))
+    for task in tasks:
+        if task.head:
+            modules = heads.modules_of(task.head)
+            config = task.head_config(base.source.config)
+            add_head(described, task.source.label, modules, config)
+    return described
+
+
+def method_of(
+    kind: type[LayerMethod],
+    options: Any,
+    seed: int,
+    architecture: Architecture,
+    layers: Sequence[Layer],
+) -> LayerMethod:
+    """Return the method that merges these layers of a model."""
+    shapes = {layer.name: layer.view.shape for layer in layers}
+    return kind(options, list(shapes), seed, architecture.last_blocks, shapes)
 
 
 def models_by_role(

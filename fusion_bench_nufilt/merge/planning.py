@@ -16,6 +16,7 @@ from fusion_bench_nufilt.models.model import (
     carry_over,
     complete_base,
     earlier_params,
+    tie_weights,
 )
 from fusion_bench_nufilt.models.vocabulary import join_vocabularies
 from fusion_bench_nufilt.utils.devices import process_memory
@@ -33,9 +34,18 @@ from .checks import (
     check_task,
     verify_merged,
 )
-from .draft import Draft
 from .kept_state import KeptState, open_kept
-from .plan import Plan, arrange_files, models_by_role, small_files_of
+from .plan import (
+    Plan,
+    Selection,
+    arrange_files,
+    describe_heads,
+    heads_of_base,
+    method_of,
+    models_by_role,
+    small_files_of,
+    take_heads,
+)
 from .planned import layer_jobs
 
 
@@ -130,46 +140,48 @@ def _plan_model(
     if merged_model is not None:
         lasting.append(merged_model)
         earlier = earlier_params(architecture, merged_model)
-    draft = Draft(architecture, checkpoint, targets)
-    draft.tie(lasting, opened, settings.first_step(merged_manifest))
-    architecture = draft.architecture
-    complete_base(architecture, draft.pretrained, [draft.pretrained, *lasting, *opened])
+    pretrained = ModelWeights(checkpoint, architecture)
+    first_step = settings.first_step(merged_manifest)
+    architecture = tie_weights(architecture, [pretrained, *lasting], opened, targets, first_step)
+    complete_base(architecture, pretrained, [pretrained, *lasting, *opened])
     if "mean_counts" in merged_manifest:
         carry_over(architecture, merged_manifest["mean_counts"], earlier)
     if state is not None:
         carry_over(architecture, state.keys, earlier, state_key)
 
     # A task's own head is no layer, although the base may have one of that name.
-    draft.keep_heads(merged_manifest)
-    draft.find_heads(opened)
-    draft.select()
-    for layer in draft.selection.layers:
+    heads = heads_of_base(architecture, pretrained, targets.heads, merged_manifest)
+    take_heads(heads, opened)
+    selection = Selection.of(pretrained, architecture, targets, heads)
+    for layer in selection.layers:
         checkpoint.check_floats(layer.keys)
 
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
     vocabulary = join_vocabularies(
-        models_by_role(draft.pretrained, merged_model, None, opened),
-        architecture.embeddings(draft.pretrained.params),
+        models_by_role(pretrained, merged_model, None, opened),
+        architecture.embeddings(pretrained.params),
         settings.tokenizer or "union",
         small_files,
         merged_manifest.get("vocabulary", {}).get("token_weights", {}),
-        layers=[layer.param for layer in draft.selection.layers],
+        layers=[layer.param for layer in selection.layers],
         first_alone=targets.other_params == "first",
         kept=state,
     )
     if settings.tokenizer is not None:
         # It may be a path, which manifests do not record.
         settings = dataclasses.replace(settings, tokenizer=vocabulary.tokenizer)
-    files = arrange_files(draft.selection, vocabulary, settings)
+    files = arrange_files(selection, vocabulary, settings)
     untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
-    plan = draft.plan(
-        opened,
-        draft.method(method_class, options, settings.seed),
-        settings,
-        merged_manifest,
+    plan = Plan(
+        **vars(selection),
+        tasks=opened,
+        method=method_of(method_class, options, settings.seed, architecture, selection.layers),
+        settings=settings,
+        merged_manifest=merged_manifest,
+        heads=describe_heads(heads, pretrained, opened, merged_manifest),
         merged=merged_model,
         state=state,
         small_files=small_files_of(small_files, checkpoint, files, settings.dtype, untied),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.tensors import compute_dtype
+from fusion_bench_nufilt.utils.tensors import FLOATS, compute_dtype
 
 from .architecture import (
     Architecture,
@@ -137,6 +137,15 @@ class ModelWeights:
     def trained_modules(self) -> Collection[str] | None:
         """The modules that an adapter holds in full, and None for a whole model."""
         return None
+
+    @property
+    def float_params(self) -> list[str]:
+        """The params of what the model holds in full and is floating point."""
+        params = []
+        for param, key in self.keys.items():
+            if self.source.tensors[key].dtype in FLOATS:
+                params.append(param)
+        return params
 
     def take_head(self, params: Iterable[str]) -> None:
         """Keep some tensors out of the merge, as the task's own head."""
