@@ -388,30 +388,29 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         self._data_seconds_before = manifest.get("data_seconds", 0.0)
         if self.scores is not None:
             for finished_step in range(self.first_step, step):
-                self._take_scores(finished_step, merged)
+                self._score_finished_step(self.scores, finished_step, merged)
         # After earlier steps, which may have been loaded into `merged` to be scored.
         self._load_step(manifest, merged)
-        if self.scores is not None and not self.scores.take_report(step):
+        if self.scores is not None:
             with self.stopwatch.part(SCORING):
-                self.scores.score_step(step, merged)
+                self.scores.score_step(step, lambda: merged)
         return step - self.first_step + 1
 
-    def _take_scores(self, step: int, merged: nn.Module) -> None:
-        """Enter the scores of a finished step: those of its report, or else of its model, which is
-        loaded into ``merged``.
+    def _score_finished_step(self, scores: RunScores, step: int, merged: nn.Module) -> None:
+        """Enter the scores of a step before the last whole one; ``merged`` is changed if they need
+        its model.
         """
-        assert self.scores is not None
-        assert self.folder is not None
-        if self.scores.take_report(step):
-            return
+
+        def load_model_of_step() -> nn.Module:
+            assert self.folder is not None
+            self._load_step(self.folder.read_step(step), merged)
+            return merged
+
         try:
-            manifest = self.folder.read_step(step)
+            with self.stopwatch.part(SCORING):
+                scores.score_step(step, load_model_of_step)
         except ValueError as error:
             log.warning("the scores of step %d are lost: it has no report, and %s", step, error)
-            return
-        self._load_step(manifest, merged)
-        with self.stopwatch.part(SCORING):
-            self.scores.score_step(step, merged)
 
     def _load_step(self, manifest: Manifest, merged: nn.Module) -> None:
         assert self.folder is not None
@@ -474,6 +473,9 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             len(self.names),
             seconds,
         )
+        if self.folder is not None:
+            # An earlier run's would pass for this one's.
+            self.folder.delete_report(step)
         if self._kept is not None:
             manifest = self._description()
             manifest["step"] = step
@@ -489,7 +491,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 self._kept.save_step(step, merged, manifest, self.state(), self.files)
         if self.scores is not None:
             with self.stopwatch.part(SCORING):
-                self.scores.score_step(step, merged)
+                self.scores.score_step(step, lambda: merged)
         if self.on_step is not None:
             self.on_step(step, merged)
 

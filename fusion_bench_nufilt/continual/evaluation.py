@@ -217,6 +217,11 @@ def score(result: dict[str, float | None]) -> float:
     return float(value)
 
 
+def scores_of(report: Report, tasks: Iterable[str]) -> dict[str, float]:
+    """Return the scores of tasks, as far as a report has these."""
+    return {task: score(report[task]) for task in tasks if task in report}
+
+
 def unaveraged(report: Report, tasks: Iterable[str]) -> dict[str, dict[str, float]]:
     """Return the metrics of tasks without a score, which are in no mean."""
     metrics_by_task = {}
@@ -569,15 +574,8 @@ class RunScores:
         if self.earlier == 0 or self.evaluate == "last":
             return
         tasks = self.matrix.tasks[: self.earlier]
-        report = None
-        if self.folder is not None:
-            report = self.folder.read_report(self.first_step - 1)
-        if report is None:
-            report = self._report(merged_before, tasks, self.earlier)
-            if self.folder is not None:
-                self.folder.save_report(self.first_step - 1, report)
-        scores = {task: score(report[task]) for task in tasks if task in report}
-        self.matrix.record(self.earlier, scores)
+        report = self._report(self.first_step - 1, lambda: merged_before, tasks)
+        self.matrix.record(self.earlier, scores_of(report, tasks))
 
     def means_of_earlier(self) -> tuple[float, float]:
         """Return the mean score of the earlier tasks before and after the run; NaN if unknown."""
@@ -585,35 +583,13 @@ class RunScores:
         last_scores = self.matrix.values[-1, : self.earlier]
         return Mean.of(first_scores).mean, Mean.of(last_scores).mean
 
-    def score_step(self, step: int, merged: nn.Module) -> None:
-        """Score the model after a step."""
+    def score_step(self, step: int, model: Callable[[], nn.Module]) -> None:
+        """Enter the scores of a step: those of its report, or else of the model after it."""
         tasks = self.tasks(step)
         if not tasks:
             return
-        report = self._report(merged, tasks, self.row(step), further_tasks=self.is_last(step))
-        if self.folder is not None:
-            self.folder.save_report(step, report)
-        self.record(step, report)
-
-    def _report(
-        self, model: nn.Module, tasks: Sequence[str], row: int, *, further_tasks: bool = False
-    ) -> Report:
-        """Return FusionBench's report of a step, whose ``average`` is that of all tasks merged so
-        far; where one of them has no score, the average has another name.
-        """
-        report = self.evaluator.report(model, tasks, further_tasks=further_tasks)
-        of_scored = report.pop("average")
-        merged_tasks = self.matrix.tasks[:row]
-        if all(task in report for task in merged_tasks):
-            report["average"] = average(report, merged_tasks)
-        else:
-            report["average_of_scored"] = of_scored
-        return report
-
-    def record(self, step: int, report: Report) -> None:
-        """Enter the scores of a report into the matrix."""
-        self.last_report = report
-        scores = {task: score(report[task]) for task in self.tasks(step) if task in report}
+        self.last_report = self._report(step, model, tasks)
+        scores = scores_of(self.last_report, tasks)
         self.matrix.record(self.row(step), scores)
         if self.log_dict is not None:
             self.log_dict({f"score/{task}": value for task, value in scores.items()}, step=step)
@@ -621,18 +597,24 @@ class RunScores:
             if self.is_last(step):
                 self.log_dict(self.matrix.metrics(), step=step)
 
-    def take_report(self, step: int) -> bool:
-        """Enter the scores of a finished step, and tell whether there was nothing to be scored or
-        they have been taken before.
+    def _report(self, step: int, model: Callable[[], nn.Module], tasks: Sequence[str]) -> Report:
+        """Return FusionBench's report of a step, which is read, or else made and saved.
+
+        Its ``average`` is that of all tasks merged so far; where one of them has no score, there is
+        none.
         """
-        assert self.folder is not None
-        if not self.tasks(step):
-            return True
-        report = self.folder.read_report(step)
-        if report is None:
-            return False
-        self.record(step, report)
-        return True
+        if self.folder is not None:
+            saved = self.folder.read_report(step)
+            if saved is not None:
+                return saved
+        report = self.evaluator.report(model(), tasks, further_tasks=self.is_last(step))
+        del report["average"]
+        merged_tasks = self.matrix.tasks[: self.row(step)]
+        if all(task in report for task in merged_tasks):
+            report["average"] = average(report, merged_tasks)
+        if self.folder is not None:
+            self.folder.save_report(step, report)
+        return report
 
     def final_report(self) -> Report:
         """Return the last report, with the metrics of the run and the paths of its matrix and its
@@ -648,9 +630,8 @@ class RunScores:
             metrics["page"] = str(self.folder.path / PAGE)
         # FusionBench's report of a merged model is on all tasks of the pool.
         tasks = [name for name in self.last_report if name not in IN_REPORTS]
-        report = {**self.last_report, "average": average(self.last_report, tasks)}
-        report.pop("average_of_scored", None)
-        return {**report, "continual": metrics}
+        mean = average(self.last_report, tasks)
+        return {**self.last_report, "average": mean, "continual": metrics}
 
 
 def tasks_to_score(order: Sequence[str], step: int, evaluate: Evaluate) -> list[str]:

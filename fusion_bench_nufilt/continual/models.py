@@ -22,7 +22,7 @@ from fusion_bench_nufilt.utils.manifest import read_manifest, verify_files
 PRETRAINED = "_pretrained_"
 MERGED = "_merged_"
 #: What a report of FusionBench, or of a run, holds beside the scores of the tasks.
-IN_REPORTS = ("average", "average_of_scored", "continual", "model_info")
+IN_REPORTS = ("average", "continual", "model_info")
 #: What to do about a model that is not the one that was merged.
 CHANGED = "merge or fetch it again; method.verify=false goes on from it all the same"
 

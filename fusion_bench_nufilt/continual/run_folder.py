@@ -142,6 +142,9 @@ class RunFolder:
             log.warning("step %d: %s", step, error)
             return None
 
+    def delete_report(self, step: int) -> None:
+        self._report(step).unlink(missing_ok=True)
+
     def save_step(
         self,
         step: int,
@@ -153,8 +156,6 @@ class RunFolder:
         """Save the model after a step, with its manifest, the state to go on from, and further
         files.
         """
-        # An earlier run's report would pass for this one's.
-        self._report(step).unlink(missing_ok=True)
         save_checkpoint(model, self.checkpoint(step), about, state, files)
 
     def newest_step(self, first: int, last: int) -> Manifest | None:

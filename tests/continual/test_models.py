@@ -82,7 +82,7 @@ def test_a_pool_of_which_nothing_can_be_merged_is_refused(tmp_path, models, mess
         algorithm_in(tmp_path).run(BaseModelPool(models))
 
 
-@pytest.mark.parametrize("name", ["average", "average_of_scored", "continual", "model_info"])
+@pytest.mark.parametrize("name", ["average", "continual", "model_info"])
 def test_a_model_whose_scores_a_report_can_not_hold_is_refused_before_any_is_loaded(tmp_path, name):
     models = {"_pretrained_": "/nowhere", "task1": "/nowhere", name: "/nowhere"}
     message = f"model '{name}': a report has .*; give the model another name in modelpool.models"
