@@ -13,13 +13,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import VARIANTS
 from tests.merge.helpers import RANKS, manifest, merge, save_stream, tensors
-from tests.tiny_models import llama
+from tests.tiny_models import SMALL, build
 
 TASKS = ("math", "code", "chat")
+BLOCKS = 3
 TARGETS = ["q_proj", "up_proj", "down_proj"]  # square, tall and wide
 SHAPES = {"self_attn.q_proj": (32, 32), "mlp.up_proj": (64, 32), "mlp.down_proj": (32, 64)}
 #: Of the length of a layer's update: what float32 rounds.
@@ -38,7 +40,7 @@ def unrelated_factors():
     factors = {}
     for number, task in enumerate(TASKS):
         generator = torch.Generator().manual_seed(number)
-        for block in range(2):
+        for block in range(BLOCKS):
             for name, shape in SHAPES.items():
                 layer = f"model.layers.{block}.{name}"
                 factors[task, layer] = draw(shape, 2 + number, generator)
@@ -52,8 +54,10 @@ def draw(shape, rank, generator):
     return B, A
 
 
-def related_factors():
-    """The same, but for layers in which adapters have much in common, or which some leave alone."""
+def factors_of_adapters():
+    """The same in the last block; in the others are layers in which adapters have much in common,
+    or which some leave alone.
+    """
     factors = unrelated_factors()
     generator = torch.Generator().manual_seed(5)
     first_block = "model.layers.0"
@@ -81,27 +85,19 @@ def related_factors():
     return factors
 
 
-FACTORS = {"unrelated": unrelated_factors, "related": related_factors}
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Models by how related they are, which are made as they are asked for."""
-    made = {}
-
-    def folder(kind):
-        if kind not in made:
-            made[kind] = save_models(tmp_path_factory.mktemp(kind), FACTORS[kind]())
-        return made[kind]
-
-    return folder
+def folder(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"), factors_of_adapters())
 
 
 def save_models(path, factors):
     """Save adapters, the base that they name, and what peft makes of them; and in `zeros` the same
     on a base of zeros.
     """
-    save_stream(path, llama(tie_word_embeddings=False), tasks=0, dtype=torch.float64, shards="1GB")
+    size = {**SMALL, "num_hidden_layers": BLOCKS, "num_attention_heads": 4}
+    config = LlamaConfig(**size, vocab_size=50, tie_word_embeddings=False)
+    model = build(LlamaForCausalLM, config, 0)
+    save_stream(path, model, tasks=0, dtype=torch.float64, shards="1GB")
     base = tensors(path / "base")
     on_zeros = {}
     for key, value in base.items():
@@ -152,7 +148,7 @@ def save_adapter(folder, base, factors):
 
 
 def load(folder):
-    return type(llama()).from_pretrained(folder / "base", dtype=torch.float64)
+    return LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
 
 
 def merge_any(folder, method, tasks, out, merged=None, settings=None, **options):
@@ -194,12 +190,10 @@ def assert_close(changes, expected):
 
 
 @pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("kind", FACTORS)
-def test_adapters_are_merged_as_whole_models_on_any_base(folders, tmp_path, kind, method):
+def test_adapters_are_merged_as_whole_models_on_any_base(folder, tmp_path, method):
     """At once, one by one, and with a cut after which the merge goes on; into an adapter, and into
     the base.
     """
-    folder = folders(kind)
     zeros = folder / "zeros"
     on_zeros = merge_any(zeros, method, TASKS, tmp_path / "zeros")
     expected = updates(zeros / "base", on_zeros)
@@ -223,9 +217,8 @@ def test_adapters_are_merged_as_whole_models_on_any_base(folders, tmp_path, kind
 
 
 @pytest.mark.parametrize("method", NAMES)
-def test_a_cut_is_the_best_approximation_of_its_rank(folders, tmp_path, method):
+def test_a_cut_is_the_best_approximation_of_its_rank(folder, tmp_path, method):
     """Which is not the only one where directions are equally strong."""
-    folder = folders("unrelated")
     whole = merge_adapters(folder, method, TASKS, tmp_path / "whole")
     cut = merge_adapters(folder, method, TASKS, tmp_path / "cut", settings={"rank": 2})
     uncut = updates_by_peft(folder, whole, tmp_path)
@@ -243,8 +236,7 @@ def test_a_cut_is_the_best_approximation_of_its_rank(folders, tmp_path, method):
 
 
 @pytest.mark.parametrize("method", NAMES)
-def test_a_single_adapter_is_what_peft_makes_of_it(folders, tmp_path, method):
-    folder = folders("related")
+def test_a_single_adapter_is_what_peft_makes_of_it(folder, tmp_path, method):
     alone = merge_adapters(folder, method, ["chat"], tmp_path / "alone", **WHOLE.get(method, {}))
     expected = updates(folder / "base", folder / "chat_whole")
     assert_close(updates_by_peft(folder, alone, tmp_path), expected)
