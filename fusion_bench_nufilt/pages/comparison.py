@@ -1,13 +1,13 @@
 """The tables, pictures and page of a comparison, made from ``results.json``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 from altair.typing import ChartType
 
 from .charts import dots, lines, score_maps
-from .comparison_tables import by_accuracy, main_table, mean_words, overhead_tables, task_table
+from .comparison_tables import by_accuracy, main_table, mean_words, task_table
 from .content import Comparison, Json, Method
 from .metrics import METRICS, Mean
 from .page import Layers, Outputs, render_page
@@ -27,42 +27,33 @@ def comparison_outputs(results: Comparison, _: Layers) -> Outputs:
     """
     # The methods of a comparison measure no layers.
     texts = {"results.csv": to_csv(results.table.drop(columns="layer"))}
-    files = {
-        "table": [main_table(results)],
-        "per_task": [task_table(results)],
-        "overhead": overhead_tables(results),
-    }
-    for name, tables in files.items():
-        if tables:
-            texts[f"{name}.md"] = "\n".join(table.as_markdown() for table in tables)
-            texts[f"{name}.tex"] = "".join(table.as_latex() for table in tables)
+    main = main_table(results)
+    tasks = task_table(results)
+    for name, table in {"table": main, "per_task": tasks}.items():
+        texts[f"{name}.md"] = table.as_markdown()
+        texts[f"{name}.tex"] = table.as_latex()
     charts = charts_of_comparison(results)
     drawings = {name: draw(chart) for name, chart in charts.items()}
     # None removes a picture that an earlier comparison in the folder has left.
     pictures = {name: drawings.get(name) for name in PICTURES}
-    return Outputs(_page(results, drawings), pictures, texts)
+    page = render_page(
+        "comparison.html",
+        results=results,
+        charts=drawings,
+        main=main,
+        tasks=tasks,
+        overrides={label: method.overrides for label, method in results.methods.items()},
+        forgetting=len(rows_with(results.table, metric="BWT")) > 0,
+    )
+    return Outputs(page, pictures, texts)
 
 
 def print_comparison(results: Comparison) -> None:
     """Print the tables, that of the tasks only if it fits, since it is in ``per_task.md``, too."""
     print_table(task_table(results).as_rich(), if_it_fits=True)
     main = main_table(results)
-    for table in (main, *overhead_tables(results)):
-        print_table(table.as_rich())
+    print_table(main.as_rich())
     print("\n".join(main.notes))
-
-
-def _page(results: Comparison, drawings: Mapping[str, str]) -> str:
-    overrides = {label: method.overrides for label, method in results.methods.items()}
-    return render_page(
-        "comparison.html",
-        results=results,
-        charts=drawings,
-        main=main_table(results),
-        tables=[task_table(results), *overhead_tables(results)],
-        overrides=overrides,
-        forgetting=len(rows_with(results.table, metric="BWT")) > 0,
-    )
 
 
 def charts_of_comparison(results: Comparison) -> dict[str, ChartType]:
@@ -110,9 +101,7 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     for label in labels:
         for step, mean in zip(step_names, seen.loc[label], strict=True):
             row: Json = {"name": curve_names[label], "x": step, "y": 100 * mean.mean}
-            if mean.count > 1:
-                row |= _bar(mean, lowest=0)
-            rows.append(row)
+            rows.append(row | _bar(mean, "ACC"))
     individual = means(results.table, "metric", ["individual"], ["ACC"]).loc["individual", "ACC"]
     rows.append({"level": 100 * individual.mean, "words": "individual models, all tasks"})
     title = "mean score on the tasks seen so far (%)"
@@ -132,10 +121,13 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     return chart
 
 
-def _bar(mean: Mean, lowest: float) -> Json:
-    """Return the ends of a bar of one standard deviation around a mean, in per cent, within what
-    there can be: from ``lowest`` to 100.
+def _bar(mean: Mean, metric: str) -> Json:
+    """Return the ends of a bar of one standard deviation around the mean of a metric, in per cent,
+    within what there can be; of a single number there is none.
     """
+    if mean.count < 2:
+        return {}
+    lowest = -100 if METRICS[metric].signed else 0
     low = 100 * (mean.mean - mean.std)
     high = 100 * (mean.mean + mean.std)
     # A score may be below zero, as a correlation is, and lies on its bar all the same.
@@ -149,11 +141,10 @@ def _mean_rows(results: Comparison, labels: Sequence[str], metrics: Sequence[str
     for metric in metrics:
         if not any(mean.count for mean in measured[metric]):
             continue
-        lowest = -100 if METRICS[metric].signed else 0
         for label, mean in measured[metric].items():
             row: Json = {"panel": METRICS[metric].title, "name": label}
             row["text"] = mean_words(results, label, mean, metric)
-            rows.append({**row, "value": 100 * mean.mean, **_bar(mean, lowest)})
+            rows.append({**row, "value": 100 * mean.mean, **_bar(mean, metric)})
     return rows
 
 
@@ -171,9 +162,7 @@ def _sensitivity(results: Comparison) -> ChartType:
                 row: Json = {"panel": _panel_title(results, panel, method), "name": "mean"}
                 # Words stand at equal distances, which values such as 8, 16 and 128 would not.
                 row |= {"x": str(method.config[panel["key"]]), "y": 100 * mean.mean}
-                if mean.count > 1:
-                    row |= _bar(mean, lowest=-100 if METRICS[name].signed else 0)
-                rows.append(row)
+                rows.append(row | _bar(mean, name))
         if rows:
             ends = [row[key] for row in rows for key in ("y", "low", "high") if key in row]
             y_scale = value_scale(ends, 18)  # one for all panels

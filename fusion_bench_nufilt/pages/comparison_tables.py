@@ -6,61 +6,67 @@ from typing import Any
 
 import pandas as pd
 
-from fusion_bench_nufilt.utils.files import counted
-
 from .content import Comparison
 from .metrics import COSTS, HEADLINE, METRICS, Mean, as_shown, shown_number
 from .page import sentences
 from .results import means, rows_with
 from .tables import Table
 
-_CHANGED = (
-    "changed: how many tensors of the pretrained model have other values in the merged one, and "
-    "the share of its parameters in them"
-)
 _RANKED = (
     "best (bold) and second best (underlined) of the methods that need no data and lack no score"
 )
-_COSTS = [
+#: The notes on columns whose titles don't say it.
+_MEANINGS = {
+    "changed": "changed: how many tensors of the pretrained model have other values in the merged "
+    "one, and the share of its parameters in them",
+    COSTS["total_seconds"].title: "total: merging and set-up of data, without loading, saving and "
+    "scoring",
+    COSTS["memory"].title: "memory: most in use between scorings, with all that stays loaded",
+}
+_SECONDS = ["merging_seconds", "data_seconds"]
+#: With the preset ``overhead``; iterations are those of a step.
+_ALL_COSTS = [
     "iterations",
     "solving_seconds",
-    "data_seconds",
+    *_SECONDS,
     "total_seconds",
     "memory",
     "parameters",
 ]
-_SECONDS = ["merging_seconds", "data_seconds"]
 
 
 def main_table(results: Comparison) -> Table:
-    """Tabulate the headline metrics, mean ± standard deviation over the seeds."""
-    metrics = means(results.table, "metric", results.labels, HEADLINE)
-    seconds = means(results.table, "metric", results.labels, _SECONDS)
+    """Tabulate the headline metrics, mean ± standard deviation over the seeds, and what they cost,
+    means over the seeds.
+    """
+    costs = _ALL_COSTS if results.preset == "overhead" else _SECONDS
+    measured = means(results.table, "metric", results.labels, [*HEADLINE, *costs])
 
     texts = pd.DataFrame(index=results.labels)
     for name in HEADLINE:
-        words = [mean_words(results, label, mean, name) for label, mean in metrics[name].items()]
+        words = [mean_words(results, label, mean, name) for label, mean in measured[name].items()]
         texts[METRICS[name].title] = words
     extra_parameters = _first_values(results, "extra_parameters")
     texts["extra params"] = [_millions(number) for number in extra_parameters]
     texts["changed"] = _changed_words(results)
     texts["data"] = pd.Series({label: method.data for label, method in results.methods.items()})
-    for name in _SECONDS:
-        texts[COSTS[name].title] = [shown_number(mean.mean) for mean in seconds[name]]
+    for name in costs:
+        digits = 0 if name == "iterations" else 1
+        numbers = [mean.mean / COSTS[name].unit for mean in measured[name]]
+        texts[COSTS[name].title] = [shown_number(number, digits) for number in numbers]
     texts["runs"] = ""
     if not all(method.complete for method in results.methods.values()):
         for label, method in results.methods.items():
             texts.loc[label, "runs"] = f"{len(method.finished)}/{len(method.runs)}"
     # Single models are scored, and not merged.
     of_merged = [METRICS[name].title for name in HEADLINE if name != "ACC"]
-    of_merged += ["extra params", "changed", *(COSTS[name].title for name in _SECONDS)]
+    of_merged += ["extra params", "changed", *(COSTS[name].title for name in costs)]
     texts.loc[list(results.references), of_merged] = ""
 
-    ranks = _ranks(results, metrics, HEADLINE)
+    ranks = _ranks(results, measured[HEADLINE], HEADLINE)
     ranks = ranks.rename(columns={name: METRICS[name].title for name in HEADLINE})
     table = _table(results, results.stream, texts.fillna(""), ranks)
-    if "changed" in table.texts:
-        table.notes.append(_CHANGED)
+    table.notes.extend(note for title, note in _MEANINGS.items() if title in table.texts)
     return table
 
 
@@ -143,46 +149,13 @@ def _ranks(results: Comparison, numbers: pd.DataFrame, metrics: Sequence[str] = 
     return ranks
 
 
-def _table(
-    results: Comparison, title: str, texts: pd.DataFrame, ranks: pd.DataFrame | None = None
-) -> Table:
+def _table(results: Comparison, title: str, texts: pd.DataFrame, ranks: pd.DataFrame) -> Table:
     """Return the columns in which some row has a value, with the notes of a comparison."""
     texts = texts.loc[:, ~texts.isin(["", "-", "failed"]).all()].rename_axis("method")
     notes = _notes(results)
-    if ranks is None:
-        return Table(title, texts, notes=notes)
     if not ranks.empty:
         notes.insert(1, _RANKED)
     return Table(title, texts, ranks, len(results.references), notes)
-
-
-def overhead_tables(results: Comparison) -> list[Table]:
-    """Tabulate the cost of merging the whole stream, with the set-up of data and without loading
-    and scoring, means over the seeds; other presets have no such table.
-
-    Iterations are per step, and "subspaces" is the time outside the solver and the set-up of data.
-    """
-    if results.preset != "overhead":
-        return []
-    labels = list(results.methods)
-    costs = means(results.table, "metric", labels, _COSTS).map(lambda mean: mean.mean)
-    words = pd.DataFrame(index=labels)
-    for name in _COSTS:
-        if name == "data_seconds":
-            merging_seconds = costs["total_seconds"] - costs["data_seconds"].fillna(0)
-            outside_solver = merging_seconds - costs["solving_seconds"]
-            words["subspaces s"] = [shown_number(seconds) for seconds in outside_solver]
-        digits = 0 if name == "iterations" else 1
-        words[COSTS[name].title] = [
-            shown_number(cost / COSTS[name].unit, digits) for cost in costs[name]
-        ]
-    accuracy = means(results.table, "metric", labels, ["ACC"])["ACC"]
-    words[METRICS["ACC"].title] = [mean.percent() for mean in accuracy]
-    words.loc[results.failed, METRICS["ACC"].title] = "failed"
-    table = _table(results, f"Cost of merging {counted(len(results.tasks), 'model')}", words)
-    table.notes.append("total: merging and set-up of data, without loading, saving and scoring")
-    table.notes.append("memory: most in use between scorings, with all that stays loaded")
-    return [table]
 
 
 def _first_values(results: Comparison, metric: str) -> "pd.Series[int]":

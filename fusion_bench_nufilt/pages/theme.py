@@ -122,9 +122,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{number * step:.6g}") for number in range(first, last + 1)]
 
 
-def style(
-    among: Sequence[str], shown: Sequence[str], field: str = "name", **legend: Any
-) -> Options:
+def style(among: Sequence[str], shown: Sequence[str], **legend: Any) -> Options:
     """Return encodings that share a legend of the names ``shown``; a name's place ``among`` all is
     how it looks.
     """
@@ -136,7 +134,7 @@ def style(
         of_names = list(islice(cycle(looks), len(among)))
         # All names: a method looks the same in a chart that shows fewer.
         scale = alt.Scale(domain=list(among), range=of_names)
-        return channel(f"{field}:N", scale=scale, legend=names if len(shown) > 1 else None)
+        return channel("name:N", scale=scale, legend=names if len(shown) > 1 else None)
 
     # Where the colours begin again, the dashes change.
     dashes = [DASHES[number // len(COLOURS)] for number in range(len(DASHES) * len(COLOURS))]

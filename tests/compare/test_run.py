@@ -386,7 +386,7 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     [
         ("paper", "table.md"),
         ("sensitivity", "sensitivity.png"),
-        ("overhead", "overhead.md"),
+        ("overhead", "table.md"),
     ],
 )
 def test_a_preset_runs_whole(tmp_path, preset, file):

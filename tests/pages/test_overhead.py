@@ -11,7 +11,7 @@ from fusion_bench_nufilt.compare.run import compare
 from fusion_bench_nufilt.compare.specs import parse_methods
 from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.continual.evaluation import TasksByName
-from fusion_bench_nufilt.pages.comparison_tables import overhead_tables
+from fusion_bench_nufilt.pages.comparison_tables import main_table
 from tests.compare.helpers import CONFIG, comparison, finished
 
 
@@ -20,11 +20,14 @@ def test_the_total_is_the_solver_and_the_rest_and_iterations_are_those_of_the_me
     without = finished(42, config={**CONFIG, "lora_rank": 0})
     wudi = finished(42, config={"base_method": {"iter_num": 50}})
     runs = {"nufilt": [run], "filter": [without], "wudi": [wudi]}
-    (costs,) = overhead_tables(comparison(runs, preset="overhead"))
-    table = dict(zip(costs.texts.index, costs.texts.to_numpy().tolist(), strict=True))
-    assert table["nufilt"] == ["6", "0.5", "2.5", "3.0", "3.0", "87.5", "60.0"]
-    assert table["filter"] == ["-", "-", "-", "3.0", "-", "-", "60.0"]
-    assert table["wudi"][0] == "50"
+    table = main_table(comparison(runs, preset="overhead"))
+    titles = ["iterations", "solving s", "merging s", "total s", "memory GB", "parameters M"]
+    costs = table.texts[titles].T
+    assert list(costs["nufilt"]) == ["6", "0.5", "3.0", "3.0", "3.0", "87.5"]
+    assert list(costs["filter"]) == ["-", "-", "3.0", "3.0", "-", "-"]
+    assert costs["wudi"]["iterations"] == "50"
+    assert set(costs["pretrained"]) == {""}
+    assert [note.partition(":")[0] for note in table.notes[-2:]] == ["total", "memory"]
 
 
 @pytest.mark.slow
@@ -35,7 +38,8 @@ def test_a_run_says_what_it_cost(tmp_path, demo):
     assert other.solving_seconds is None
     assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert ours.parameters == other.parameters > 0
-    assert {"overhead.md", "overhead.tex"} <= set(save_comparison(result, tmp_path))
+    save_comparison(result, tmp_path)
+    assert "| solving s" in (tmp_path / "table.md").read_text()
 
 
 def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch):
