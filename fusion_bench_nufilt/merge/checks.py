@@ -282,7 +282,7 @@ def check_tensors(
         if architecture.packed_params(param):
             expected = architecture.shape(param)
         if expected is None:
-            if task.is_update(param):
+            if param not in task.keys:  # as an update, of which the base must have the rest
                 reason = _why_base_lacks(param, task, base, architecture)
                 _refuse(task, base, param, None, reason)
         elif shape != expected:
@@ -309,7 +309,7 @@ def _why_base_lacks(
             f"it was trained on another class of the model, where this is '{renamed[0]}'; with "
             f"that class, {with_peft(task.checkpoint, architecture)}"
         )
-    if any(task.is_update(other) for other in base.params):
+    if not task.params.keys().isdisjoint(base.params):
         return "give as the base the model with that layer, on which the adapter was trained"
     return "it is for another base"
 

@@ -31,6 +31,7 @@ from .peft_layers import (
     EMBEDDING_A,
     LENGTHS,
     ROWS,
+    SAVED,
     WHOLE,
     PeftLayer,
     Place,
@@ -39,12 +40,10 @@ from .peft_layers import (
     auto_class,
     outer_module,
     place_of,
-    without_prefix,
 )
 from .source import format_names
 
 # peft also writes what the wrapper of a module in modules_to_save holds, if embeddings are saved.
-_SAVED = ".modules_to_save."
 _ORIGINAL = ".original_module."
 # In a model, names have that of the adapter, without which peft saves it; in a file with another
 # name than 'default', peft passes over them and merges nothing.
@@ -110,9 +109,9 @@ class LoraAdapter(ModelWeights):
         keys: dict[str, dict[str, str]] = {}  # by part, of each module with factors
         unknown = []
         for key in tensors:
-            if _is_of_base(key) or (_SAVED in key and key.replace(_SAVED, ".") in tensors):
+            if _is_of_base(key) or (SAVED in key and key.replace(SAVED, ".") in tensors):
                 continue
-            place = place_of(self._prefix + self.name_of(key))
+            place = place_of(self._prefix + key)
             if place.part == ROWS:
                 self._add_tokens(architecture, place.module, key)
             elif place.part == WHOLE and ".lora_" not in key:
@@ -330,9 +329,6 @@ class LoraAdapter(ModelWeights):
             marks.append(tuple(digests))
         return marks
 
-    def has(self, param: str) -> bool:
-        return True  # what an adapter does not change is the base's
-
     def rank_of(self, param: str) -> int | None:
         if param in self.keys or param in self.magnitudes:
             return None
@@ -343,9 +339,6 @@ class LoraAdapter(ModelWeights):
             experts = 1 if update.expert is None else update.expert.count
             rank += self.source.tensors[update.key_a].shape[0] // experts
         return rank
-
-    def is_update(self, param: str) -> bool:
-        return param in self.updates
 
     @property
     def trained_modules(self) -> Collection[str]:
@@ -462,8 +455,7 @@ class LoraAdapter(ModelWeights):
         return _dora(theta_0[None], of_row, lengths[row : row + 1])[0]
 
     def name_of(self, key: str) -> str:
-        name = without_prefix(key).replace(_SAVED, ".")
-        return name.replace(".base_layer.bias", ".bias")  # of trained biases
+        return place_of(key).name
 
     def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the base's configuration, with the labels that the adapter trained."""
@@ -634,8 +626,8 @@ def _prefix_in(checkpoint: Checkpoint, architecture: Architecture) -> str:
     auto_mapping = checkpoint.adapter_config.get("auto_mapping") or {}
     prefix = architecture.prefix_of(str(auto_mapping.get("base_model_class")))
     for key in checkpoint.tensors:
-        module, is_a, _ = without_prefix(key).partition(".lora_A.weight")
-        if is_a and architecture.has(f"{module}.weight"):
+        place = place_of(key)
+        if place.part == "A" and architecture.has(place.name):
             return ""
     return prefix
 

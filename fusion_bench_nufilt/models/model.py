@@ -121,17 +121,14 @@ class ModelWeights:
 
     def has(self, param: str) -> bool:
         """Return whether the model has a tensor of the base, changed or not."""
-        return param in self.keys
+        # What an adapter does not change is the base's.
+        return param in self.keys or not self.is_complete
 
     def rank_of(self, param: str) -> int | None:
         """Return the rank of the factors by which the model gives a layer's update, 0 where it
         leaves the layer as it is, and None where it gives the weight in full.
         """
         return None
-
-    def is_update(self, param: str) -> bool:
-        """Return whether the model has a tensor as an update of the base's, which must exist."""
-        return False
 
     @property
     def trained_modules(self) -> Collection[str] | None:

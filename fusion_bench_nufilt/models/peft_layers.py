@@ -30,6 +30,9 @@ ROWS = "rows"
 LENGTHS = "lengths"
 WHOLE = "whole"
 
+#: In the keys of what the wrapper of a module that is held in full has.
+SAVED = ".modules_to_save."
+
 # How the keys of parts end.
 _PARTS = {
     ".lora_A.weight": "A",
@@ -63,21 +66,16 @@ class Place(NamedTuple):
 
 
 def place_of(key: str) -> Place:
-    """Return what peft has under a key, whose prefix may be gone."""
-    name = without_prefix(key)
-    for suffix, part in _PARTS.items():
-        if name.endswith(suffix):
-            return Place(f"{name.removesuffix(suffix)}.weight", part)
-    return Place(name.replace(".base_layer.", "."), WHOLE)
-
-
-def without_prefix(key: str) -> str:
-    """Return the name in the model of what an adapter has under a key.
+    """Return what peft has under a key, whose prefix may be gone.
 
     The prefix is there more than once where peft wrapped what it had wrapped, and in the middle
     where a part of a model was wrapped, and the whole was saved.
     """
-    return re.sub(rf"(^|(?<=\.)){re.escape(PREFIX)}", "", key)
+    name = re.sub(rf"(^|(?<=\.)){re.escape(PREFIX)}", "", key)
+    for suffix, part in _PARTS.items():
+        if name.endswith(suffix):
+            return Place(f"{name.removesuffix(suffix)}.weight", part)
+    return Place(name.replace(".base_layer.", ".").replace(SAVED, "."), WHOLE)
 
 
 def auto_class(adapter_config: Mapping[str, Any]) -> Any:
