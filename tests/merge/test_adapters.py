@@ -165,18 +165,18 @@ def test_layers_of_other_ranks_and_embeddings_are_what_peft_reads(tmp_path):
     assert_close(on_base(tmp_path, one_by_one), expected)
 
 
-KEPT_IN_FULL = {
-    "modules_to_save": {"modules_to_save": ["lm_head", "norm"]},
-    "trained tokens": {"trainable_token_indices": [1, 4]},
-    "biases": {"bias": "all"},
-    "biases of layers": {"bias": "lora_only"},
-}
-
-
-def save_with_full_tensors(folder, kind, *, tie_word_embeddings=False):
+def save_with_full_tensors(folder, *, tie_word_embeddings=False, bias="all"):
     """A base, two adapters that hold tensors in full, not all the same ones, and one that holds
     none.
     """
+    configs = {
+        "math": {"trainable_token_indices": [1, 4], "bias": bias},
+        "code": {"trainable_token_indices": [4, 7, 2], "bias": bias},
+        "chat": {},
+    }
+    if not tie_word_embeddings:
+        configs["math"]["modules_to_save"] = ["lm_head", "norm"]
+        configs["code"]["modules_to_save"] = ["lm_head"]
     base = build(
         LlamaForCausalLM,
         LlamaConfig(
@@ -188,11 +188,6 @@ def save_with_full_tensors(folder, kind, *, tie_word_embeddings=False):
         seed=0,
     )
     save_stream(folder, base, tasks=0, dtype=torch.float64)
-    configs = {"math": KEPT_IN_FULL[kind], "code": dict(KEPT_IN_FULL[kind]), "chat": {}}
-    if kind == "trained tokens":
-        configs["code"] = {"trainable_token_indices": [4, 7, 2]}
-    if kind == "modules_to_save":
-        configs["code"] = {"modules_to_save": ["lm_head"]}
     for number, name in enumerate(ALL):
         model = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
         options = {"r": 2, "target_modules": ["q_proj", "up_proj"], **configs[name]}
@@ -202,10 +197,10 @@ def save_with_full_tensors(folder, kind, *, tie_word_embeddings=False):
 MEAN = {"target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
 
 
-@pytest.mark.parametrize("kind", KEPT_IN_FULL)
-def test_what_adapters_hold_in_full_is_kept_in_full_with_the_base_given(tmp_path, kind):
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_what_adapters_hold_in_full_is_kept_in_full_with_the_base_given(tmp_path, bias):
     """As the mean, of which a model that leaves a tensor alone has the base's part."""
-    save_with_full_tensors(tmp_path, kind)
+    save_with_full_tensors(tmp_path, bias=bias)
     merge(tmp_path, whole_models(ALL), "model", **MEAN)
     expected = updates(tmp_path, "model")
     options = {**MEAN, "base": "base"}
@@ -222,7 +217,7 @@ def test_what_adapters_hold_in_full_is_kept_in_full_with_the_base_given(tmp_path
 
 
 def test_tokens_that_were_trained_are_those_of_a_tied_head_too(tmp_path):
-    save_with_full_tensors(tmp_path, "trained tokens", tie_word_embeddings=True)
+    save_with_full_tensors(tmp_path, tie_word_embeddings=True)
     merge(tmp_path, whole_models(ALL), "model", **MEAN)
     adapter = adapter_of(tmp_path, out="adapter", base="base", **MEAN)
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -238,7 +233,7 @@ def test_tokens_that_were_trained_are_those_of_a_tied_head_too(tmp_path):
 
 def test_a_mean_of_full_tensors_needs_the_base_or_is_left_to_it(tmp_path):
     """Both ways that the refusal names are gone."""
-    save_with_full_tensors(tmp_path, "modules_to_save")
+    save_with_full_tensors(tmp_path)
     with pytest.raises(ValueError, match=r"adapter '.*math' holds 'lm_head.weight', ") as no:
         adapter_of(tmp_path, **MEAN)
     assert "name the folder of the base with --base, or leave them" in str(no.value)
@@ -257,7 +252,7 @@ def test_a_mean_of_full_tensors_needs_the_base_or_is_left_to_it(tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_going_on_from_a_mean_of_full_tensors_in_16_bits_says_so(tmp_path, dtype):
     """And float32, which the warning asks for, is none."""
-    save_with_full_tensors(tmp_path, "modules_to_save")
+    save_with_full_tensors(tmp_path)
     options = {**MEAN, "base": "base", "settings": {"dtype": dtype}}
     first = adapter_of(tmp_path, ["math"], "first", **options)
     assert not any("the means" in warning for warning in manifest(first)["warnings"])
@@ -348,7 +343,7 @@ def test_the_command_line_goes_on_from_an_adapter(adapters, tmp_path):
 
 
 def test_the_command_line_goes_on_with_the_base_of_full_tensors(tmp_path):
-    save_with_full_tensors(tmp_path, "modules_to_save")
+    save_with_full_tensors(tmp_path)
     merge(tmp_path, whole_models(["math", "code"]), "model", method="sum")
     names = {name: str(tmp_path / name) for name in ("math", "code", "base", "first", "second")}
     words = ["--task", names["math"], "--base", names["base"], "--adapter", "--method", "sum"]
