@@ -392,9 +392,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             plan = self._plan([model], step, merged_weights)
         self._keep_heads(plan)
         kept = KeptState(plan)
-        names_kept = set()
-        if plan.keeps_state:
-            names_kept = {layer.name for layer in plan.layers if kept.is_needed(layer)}
         names = {layer.param: layer.name for layer in plan.layers}
         reports: dict[str, Report] = {}
 
@@ -403,11 +400,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             if not self.method.keeps_sums or self.is_used(step):
                 weight = as_stored(plan, layer, result, weigh())
                 yield (merged_source.write, merged_weights.keys[layer.param]), weight
-            if layer.name in names_kept:
-                # The state stays with the model, whichever GPU computed the layer.
-                device = layer.view.read(pretrained).device
-                for key, value in kept.by_key(layer, result).items():
-                    yield (self._states.__setitem__, key), value.to(device)
+            # The state stays with the model, whichever GPU computed the layer.
+            device = layer.view.read(pretrained).device
+            for key, value in kept.by_key(layer, result).items():
+                yield (self._states.__setitem__, key), value.to(device)
 
         def add(record: Record, pieces_of_layer: Pieces) -> None:
             for (write, key), value in pieces_of_layer:
@@ -418,7 +414,6 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 (reports[name],) = record["reports"]
 
         jobs = layer_jobs(kept, plan.layers, task_strengths(kept), pieces)
-        means = kept.means()
         tensors = tensors_in_memory(kept, merged_source.write, self._states.__setitem__)
         with (
             closing(do_jobs(jobs, machine_of(plan), add, tensors)) as merged_layers,
@@ -432,16 +427,12 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         ):
             for count in merged_layers:
                 bar.update(count)
-        for layer in plan.layers:
-            # What an earlier merge kept in float32 is in the model now.
-            if layer.name not in names_kept:
-                for part in kept.of_layer(layer):
-                    self._states.pop(state_key(layer.name, part), None)
-        mean_counts = plan.mean_counts
-        for param in mean_counts:
-            if param not in means:
-                self._states.pop(state_key(param), None)
-        self._mean_counts |= mean_counts
+        # What an earlier merge kept in float32 is in the model now.
+        kept_keys = {state_key(param) for param in kept.means()}
+        if plan.keeps_state:
+            kept_keys |= kept.needed().keys()
+        self._states = {key: value for key, value in self._states.items() if key in kept_keys}
+        self._mean_counts |= plan.mean_counts
         # Whichever device is free takes the next layers, so that they end in any order.
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})
         return merged

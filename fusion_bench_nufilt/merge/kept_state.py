@@ -304,10 +304,12 @@ class KeptState:
         self, layer: Layer, merged: MergedLayer, weight: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Return the state of a layer by its keys in the file, which has a place for these shapes
-        and dtypes alone.
+        and dtypes alone; nothing where none is kept.
 
         ``weight`` is that of a layer that was merged in a basis, as the base has it.
         """
+        if not (self.plan.keeps_state and self.is_needed(layer)):
+            return {}
         state = merged.state
         if isinstance(merged, LayerInBasis):
             state = self._from_basis(layer, merged, weight)

@@ -328,10 +328,8 @@ def _pieces_in_files(
     weight = merged_weight()
     if layer.param not in plan.adapter_keys:
         weight = as_stored(plan, layer, merged, weight)
-    if state_places:
-        for key, value in kept.by_key(layer, merged, weight).items():
-            if key in state_places:
-                yield state_places[key], value
+    for key, value in kept.by_key(layer, merged, weight).items():
+        yield state_places[key], value
     if layer.param in plan.adapter_keys:
         yield from pieces_of_factors(plan, merged, weight)
         return
