@@ -235,12 +235,19 @@ def test_where_tied_weights_stay_the_bases_an_adapter_on_one_is_said_to_be_ignor
     assert not torch.equal(into_head[HEAD], into_head[EMBEDDING])
 
 
-#: Where the second tensor is: in the base, in a task, in the model merged so far.
-PLACES = ["base", "task1", "task2", "merged"]
+#: Where the second tensor is: in the base, in a task, in the model merged so far. As a layer, in a
+#: mean, and as the only layer.
+PLACES = [
+    ("base", SUM),
+    ("base", {"other_params": "mean"}),
+    ("task1", {"target_modules": "lm_head"}),
+    ("task2", {"other_params": "mean"}),
+    ("merged", SUM),
+    ("merged", {"target_modules": "lm_head"}),
+]
 
 
-@pytest.mark.parametrize("options", [SUM, {"other_params": "mean"}, {"target_modules": "lm_head"}])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "options"), PLACES)
 def test_a_head_that_is_stored_apart_is_merged_apart_whatever_config_says(tmp_path, place, options):
     base = llama()
     models = {"base": base, "task1": finetuned(base, 1), "task2": finetuned(base, 2)}
@@ -276,19 +283,16 @@ def test_a_head_that_is_stored_apart_is_merged_apart_whatever_config_says(tmp_pa
 FAMILIES = {
     "gpt2": (gpt2, "transformer.wte.weight", "lm_head.weight"),
     "bert": (bert, "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
-    "t5 head": (tied_t5, "shared.weight", "lm_head.weight"),
-    "t5 decoder": (tied_t5, "shared.weight", "decoder.embed_tokens.weight"),
+    "t5": (tied_t5, "shared.weight", "decoder.embed_tokens.weight"),
     "bart": (bart, "model.shared.weight", "model.decoder.embed_tokens.weight"),
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "shards"), [*((family, "20KB") for family in FAMILIES), ("gpt2", "1GB")]
-)
-def test_whatever_a_config_ties_is_merged_as_the_tensors_that_models_have(tmp_path, family, shards):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_a_config_ties_is_merged_as_the_tensors_that_models_have(tmp_path, family):
     make, first, second = FAMILIES[family]
     base = make()
-    base.save_pretrained(tmp_path / "base", max_shard_size=shards)
+    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     save_apart(tmp_path / "task1", finetuned(base, 1), second, 1)
     finetuned(base, 2).save_pretrained(tmp_path / "task2")
     out = merge(tmp_path, ["task1", "task2"], **SUM)
@@ -360,8 +364,9 @@ def test_a_shared_module_is_two_layers_where_models_have_two_and_stays_shared_in
         shared_block.apart([["one.linear.weight"], ["two.linear.weight"]])
 
 
-@pytest.mark.parametrize("place", ["_pretrained_", "task1", "task2"])
-@pytest.mark.parametrize("check_models", [True, False])
+@pytest.mark.parametrize(
+    ("place", "check_models"), [("_pretrained_", True), ("task1", False), ("task2", True)]
+)
 def test_pools_merge_two_tensors_as_two(tmp_path, place, check_models):
     base = llama()
     models = {"_pretrained_": base, "task1": finetuned(base, 1), "task2": finetuned(base, 2)}

@@ -193,9 +193,6 @@ def rows_of(folder, token, names, key):
     return [row(folder / name, token, key).float() for name in names]
 
 
-ANY_LAYERS = [{}, MEAN, {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN}]
-
-
 def test_rows_of_a_token_that_several_models_trained_are_averaged_whatever_the_rule(trained):
     out = merge(trained, ["code", "chat", "other", "third"])
     assert loads(out) == ["w2", "<fim>", "w3"]
@@ -233,12 +230,16 @@ def test_the_first_task_alone_decides_where_the_others_change_no_other_parameter
     assert same(tensors(two), tensors(out))
 
 
-BFLOAT16 = (torch.bfloat16, [2.0, 0.5, 1.0])
-
-
 @pytest.mark.parametrize(
     ("options", "dtype", "weights"),
-    [(ANY_LAYERS[2], torch.float32, [1.0] * 3), *((each, *BFLOAT16) for each in ANY_LAYERS)],
+    [
+        (
+            {"method": "sum", "target_modules": ["lm_head", "up_proj"], **MEAN},
+            torch.float32,
+            3 * [1.0],
+        ),
+        (MEAN, torch.bfloat16, [2.0, 0.5, 1.0]),
+    ],
 )
 def test_rows_of_a_token_are_the_same_one_model_at_a_time_in_any_order(
     trained, options, dtype, weights
@@ -258,9 +259,9 @@ def test_rows_of_a_token_are_the_same_one_model_at_a_time_in_any_order(
         assert loads(out) == ["w2", "<fim>", "w3"]
         for key in (EMBEDDING, HEAD):
             rows = [row(each, "<fim>", key).float() for each in (out, at_once)]
-            # With other rules than a mean, bfloat16 rounds it after each of three steps.
-            tolerance = 1e-6 if dtype == torch.float32 else 3 * 2**-8 * float(rows[1].abs().max())
-            torch.testing.assert_close(*rows, rtol=0, atol=tolerance)
+            # The means of two orders may be rounded to neighbours.
+            tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+            torch.testing.assert_close(*rows, rtol=tolerance, atol=1e-6)
         # Of a mean, the state has all digits, those of the rows of new tokens as well.
         if options is MEAN and order == 1:
             assert torch.equal(row(out, "<fim>"), row(at_once, "<fim>"))
