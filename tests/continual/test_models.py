@@ -82,6 +82,11 @@ def test_a_pool_of_which_nothing_can_be_merged_is_refused(tmp_path, models, mess
         algorithm_in(tmp_path).run(BaseModelPool(models))
 
 
+def test_a_number_of_merged_models_without_a_merge_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_merged=2, but the model pool has no '_merged_'"):
+        algorithm_in(tmp_path, num_merged=2).run(pool(2))
+
+
 @pytest.mark.parametrize("name", ["average", "continual", "model_info"])
 def test_a_model_whose_scores_a_report_can_not_hold_is_refused_before_any_is_loaded(tmp_path, name):
     models = {"_pretrained_": "/nowhere", "task1": "/nowhere", name: "/nowhere"}

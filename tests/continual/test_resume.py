@@ -337,25 +337,6 @@ def test_a_merge_that_was_changed_is_not_gone_on_from_unless_the_user_knows(tmp_
     merged_onto(tmp_path, models, verify=False)
 
 
-def test_a_merge_of_another_pretrained_model_is_not_gone_on_from(tmp_path, begun):
-    models = pool(2)
-    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
-    tower(models["_pretrained_"]).encoder.layers[0].mlp.fc1.weight.data[0, 0] += 1e-4
-    with pytest.raises(
-        ValueError, match="was merged from another '_pretrained_' model than the pool's"
-    ):
-        merged_onto(tmp_path, models)
-
-
-def test_how_many_models_are_in_a_merge_must_be_known():
-    models = pool(2)
-    models["_merged_"] = models.pop("task1")
-    with pytest.raises(ValueError, match="num_merged"):
-        NufiltContinualMergingAlgorithm(**SMALL).run(models)
-    with pytest.raises(ValueError, match="_merged_"):
-        NufiltContinualMergingAlgorithm(**SMALL, num_merged=2).run(pool(2))
-
-
 def test_a_bad_merge_is_refused_before_any_work():
     models = pool(2)
     models["_merged_"] = models.pop("task1")
