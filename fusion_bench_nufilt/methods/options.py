@@ -323,8 +323,6 @@ class Settings:
             )
 
     def _check_adapter(self) -> None:
-        if not isinstance(self.adapter, bool):
-            raise ValueError(f"adapter must be true or false, got {self.adapter!r}")
         if self.rank is not None:
             check_whole(self, "rank")
         if self.adapter:

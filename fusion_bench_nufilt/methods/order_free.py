@@ -5,7 +5,7 @@ grow with depth. Here are also those whose state is a plain sum; the others are 
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -47,8 +47,8 @@ class OrderFree(LayerMethod):
     supports_low_rank = True
     sides_in_basis = "oi"
     direction_names: tuple[str, ...] = ()
-    """Names of tensors in the state whose columns are of length 1 or 0, which are kept in
-    :func:`direction_dtype`.
+    """Names of tensors in the state whose columns are of length 1 or 0, which are kept in float16
+    unless the sums are in float64: no value is above 1, so it beats bfloat16.
     """
     scale_option: ClassVar[str] = "scale"
     """The name of the option that is the strength of the update, in the middle of the model."""
@@ -95,12 +95,12 @@ class OrderFree(LayerMethod):
         d_o, d_i = base.shape[1:]
         layer_shape = self.layer_shape(base)
         # The state is much smaller in a basis, where directions need not be rounded.
-        in_basis = layer_shape != (d_o, d_i)
+        is_rounded = layer_shape == (d_o, d_i) and wide == torch.float32
         for name, shape in self.state_shapes(d_o, d_i, layer_shape).items():
             # Single numbers cost nothing in float64.
             dtype = wide if shape else torch.float64
-            if name in self.direction_names and not in_basis:
-                dtype = direction_dtype(wide)
+            if name in self.direction_names and is_rounded:
+                dtype = torch.float16
             state[name] = base.new_zeros((len(base), *shape), dtype=dtype)
         return {**state, "count": base.new_zeros(len(base), dtype=torch.int64)}
 
@@ -146,8 +146,16 @@ class OrderFree(LayerMethod):
         return scale
 
     def scale_of(self, name: str) -> float:
-        """Return the strength of the update of a layer."""
-        return layer_scales([name], self.scale, self.options.ramp, self.last_blocks)[name]
+        r"""Return the strength λ of the update of a layer: :math:`\lambda\,(1 + \text{ramp}\,(2 l /
+        (L - 1) - 1))` in block l of the L blocks that the model has, merged or not.
+
+        A layer outside all blocks, or in the only one of its stack, has :math:`\lambda`.
+        """
+        block = block_of(name)
+        if block is None or self.last_blocks[block.stack] == 0:
+            return self.scale
+        depth = 2 * block.number / self.last_blocks[block.stack] - 1
+        return self.scale * (1 + self.options.ramp * depth)
 
     def working_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         numel = math.prod(shape)
@@ -159,30 +167,6 @@ class OrderFree(LayerMethod):
         # followed by float64, takes more.
         wide_sums = itemsize * numel + 8 * (8 * numel + 8 * gram)
         return wide_sums + block_bytes(shape, itemsize)
-
-
-def direction_dtype(wide: torch.dtype) -> torch.dtype:
-    """Return the dtype of directions beside sums of a dtype. No value is above 1, so float16 beats
-    bfloat16.
-    """
-    return torch.float64 if wide == torch.float64 else torch.float16
-
-
-def layer_scales(
-    names: Sequence[str], scale: float, ramp: float, last_blocks: Mapping[str | None, int]
-) -> dict[str, float]:
-    r"""Return the strength λ of each layer: :math:`\lambda\,(1 + \text{ramp}\,(2 l / (L - 1) - 1))`
-    in block l of the L blocks that the model has, merged or not.
-
-    A layer outside all blocks, or in the only one of its stack, has :math:`\lambda`.
-    """
-    scales = dict.fromkeys(names, scale)
-    for name in names:
-        block = block_of(name)
-        if block is not None and last_blocks[block.stack] > 0:
-            depth = 2 * block.number / last_blocks[block.stack] - 1
-            scales[name] = scale * (1 + ramp * depth)
-    return scales
 
 
 class Sum(OrderFree):

@@ -14,7 +14,7 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import strength
 from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.planned import task_strengths
-from fusion_bench_nufilt.methods.order_free import layer_scales
+from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.utils.tensors import TensorFile
@@ -158,12 +158,13 @@ def test_a_layer_whose_name_lacks_the_prefix_of_its_tensor_finds_its_stack_of_bl
         tower["vision_model"]["layers"].append(nn.ModuleDict({"fc": nn.Linear(4, 4)}))
     (first, *_) = select_layers(tower, ["1.fc"])
     last = Architecture(tower).last_blocks
-    assert layer_scales([first], 1.0, 0.4, last) == {"layers.1.fc": 1.0}
+    assert first == "layers.1.fc"
+    assert Sum(Sum.Options(ramp=0.4), [first], last_blocks=last).scale_of(first) == 0.3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_in_a_block_finds_its_stack_in_the_model(family):
     model = FAMILIES[family]()
     layers = select_layers(model, "all-linear")
-    by_layer = layer_scales(list(layers), 1.0, 0.4, Architecture(model).last_blocks)
-    assert by_layer.keys() == layers.keys()
+    method = Sum(Sum.Options(), list(layers), last_blocks=Architecture(model).last_blocks)
+    assert {method.scale_of(layer) for layer in layers} == {0.3}

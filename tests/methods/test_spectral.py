@@ -6,7 +6,7 @@ import torch
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.methods.base import last_block_numbers
 from fusion_bench_nufilt.methods.options import SpectralConfig
-from fusion_bench_nufilt.methods.order_free import RTOL, layer_scales
+from fusion_bench_nufilt.methods.order_free import RTOL
 from fusion_bench_nufilt.methods.spectral import Best, Spectral, flatten
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from tests.continual.helpers import logging_to, pool
@@ -88,9 +88,10 @@ def test_kappa_grows_with_the_models_blocks_whichever_are_merged_and_stacks_are_
     }
     last = last_block_numbers(list(expected))
     for names in (list(expected), list(expected)[:2]):
-        kappas = layer_scales(names, 0.9, 0.4, last)
-        assert kappas == pytest.approx({name: expected[name] for name in names})
-        assert set(layer_scales(names, 0.9, 0.0, last).values()) == {0.9}
+        for ramp, kappas in ((0.4, expected), (0.0, dict.fromkeys(expected, 0.9))):
+            method = Spectral(SpectralConfig(kappa=0.9, ramp=ramp), names, last_blocks=last)
+            found = {name: method.scale_of(name) for name in names}
+            assert found == pytest.approx({name: kappas[name] for name in names})
 
 
 def test_a_run_reports_votes_and_goes_on_from_no_merge_in_memory_without_them(tmp_path):
