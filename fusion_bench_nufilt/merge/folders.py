@@ -17,7 +17,6 @@ from fusion_bench_nufilt.utils.files import (
 )
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.manifest import (
-    STATE_FILE,
     in_one_line,
     inputs_at_other_times,
     merge_differences,
@@ -68,11 +67,7 @@ def merge_folders(
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
     kept = KeptState(plan)
-    layout = dict(plan.headers)
-    state_header, _ = kept.layout()
-    if state_header:
-        layout[STATE_FILE] = state_header
-    headers = {file: (header, end_of_file(header)) for file, header in layout.items()}
+    headers = {file: (header, end_of_file(header)) for file, header in plan.headers.items()}
     with (
         disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
         closing(Output(out, plan.description, headers)) as output,
@@ -202,7 +197,7 @@ def _merge(kept: KeptState, output: Output, progress: Callable[[int, int], objec
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
     other_params = [param for param in plan.other_keys if param not in done]
-    tensors = tensors_in_files(kept, other_params)
+    tensors = tensors_in_files(plan, other_params)
     machine = machine_of(plan)
     # A run that goes on may have no layer left, for which nothing is measured.
     strengths = task_strengths(kept) if layers else ()

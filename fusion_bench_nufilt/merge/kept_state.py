@@ -21,7 +21,7 @@ from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, state_key
-from fusion_bench_nufilt.utils.tensors import TensorInfo, describe, make_header, read_header
+from fusion_bench_nufilt.utils.tensors import TensorInfo, describe
 
 from .basis import LayerInBasis, along_axes, resize_lists
 from .engine import MergedLayer
@@ -104,15 +104,11 @@ class KeptState:
             tensors[state_key(param)] = like
         return tensors
 
-    def layout(self) -> tuple[bytes, dict[str, TensorInfo]]:
-        """Return the header and the tensors of the file, which are empty if there is none."""
+    def file(self) -> dict[str, TensorInfo]:
+        """Return the tensors of the file, which are none if there is no file."""
         if not self.plan.keeps_state:
-            return b"", {}
-        tensors = {key: describe(like) for key, like in self.needed().items()}
-        if not tensors:
-            return b"", {}
-        header = make_header(tensors)
-        return header, read_header(STATE_FILE, header)
+            return {}
+        return {key: describe(like) for key, like in self.needed().items()}
 
     def keys(self) -> set[str]:
         """Return the keys of all that a merge may go on from."""

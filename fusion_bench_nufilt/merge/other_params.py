@@ -164,29 +164,26 @@ class _Tensor:
         return theta_t
 
 
-def tensors_in_files(kept: KeptState, params: Sequence[str]) -> list[Blocks]:
+def tensors_in_files(plan: Plan, params: Sequence[str]) -> list[Blocks]:
     """Return the tensors outside the merged layers as they are written to files, under every key
     that the result has for each, with what the state has of it.
     """
-    plan = kept.plan
-    _, state_places = kept.layout()
     tensors = []
     for param in params:
         numel = sum(math.prod(plan.base.tensors[key].shape) for key in plan.other_keys[param])
         record = Record(param=param, written=[], reports=[])
-        jobs = _jobs_in_files(plan, param, state_places.get(state_key(param)), record)
+        jobs = _jobs_in_files(plan, param, record)
         if param in plan.adapter_keys:
             jobs = iter([_job_of_update(plan, param, record)])
         tensors.append(Blocks(record, numel, jobs))
     return tensors
 
 
-def _jobs_in_files(
-    plan: Plan, param: str, mean_place: TensorInfo | None, record: Record
-) -> Iterator[Job]:
+def _jobs_in_files(plan: Plan, param: str, record: Record) -> Iterator[Job]:
     """Yield the jobs of each of the base's tensors of a param: of all of it, or for an adapter of
     the rows of some tokens.
     """
+    mean_place = plan.places.get(state_key(param))
     saved = plan.saved_tensors.get(param)
     if saved is not None:
         places = [plan.places[key] for key in saved.keys]

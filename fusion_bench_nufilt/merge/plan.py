@@ -213,7 +213,7 @@ class Plan(Selection):
 
     @cached_property
     def places(self) -> dict[str, TensorInfo]:
-        """Where the result has each tensor, by its key in the base."""
+        """Where the result has each tensor, by its key in the base or in the state."""
         places: dict[str, TensorInfo] = {}
         for file, header in self.headers.items():
             places |= read_header(file, header)

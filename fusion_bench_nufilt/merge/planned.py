@@ -5,7 +5,7 @@ and how they are written with what the next merge needs (:mod:`.kept_state`).
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -21,7 +21,6 @@ from fusion_bench_nufilt.nufilt.noise import rounding_of
 from fusion_bench_nufilt.utils.devices import free_memory, process_memory
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
-    TensorInfo,
     compute_dtype,
     in_dtype,
 )
@@ -70,9 +69,7 @@ def jobs_in_files(
 
     ``strengths`` are those of the tasks.
     """
-    _, state_places = kept.layout()
-    pieces = partial(_pieces_in_files, kept.plan, kept, state_places)
-    return layer_jobs(kept, layers, strengths, pieces)
+    return layer_jobs(kept, layers, strengths, partial(_pieces_in_files, kept))
 
 
 def layer_jobs(
@@ -314,22 +311,15 @@ def as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> 
 
 
 def _pieces_in_files(
-    plan: Plan,
-    kept: KeptState,
-    state_places: Mapping[str, TensorInfo],
-    layer: Layer,
-    merged: MergedLayer,
-    merged_weight: Callable[[], Tensor],
+    kept: KeptState, layer: Layer, merged: MergedLayer, merged_weight: Callable[[], Tensor]
 ) -> Pieces:
-    """Yield a layer's state, if it is kept, and its weight, with their places in the result.
-
-    ``state_places`` has the places in the file of the state, by key; none if there is no such file.
-    """
+    """Yield a layer's state, if it is kept, and its weight, with their places in the result."""
+    plan = kept.plan
     weight = merged_weight()
     if layer.param not in plan.adapter_keys:
         weight = as_stored(plan, layer, merged, weight)
     for key, value in kept.by_key(layer, merged, weight).items():
-        yield state_places[key], value
+        yield plan.places[key], value
     if layer.param in plan.adapter_keys:
         yield from pieces_of_factors(plan, merged, weight)
         return
@@ -391,8 +381,7 @@ def disk_bytes(plan: Plan) -> int:
     for task in plan.tasks:
         for key in task.head.values():
             total += task.source.tensors[key].nbytes
-    _, state_file = KeptState(plan).layout()
-    for tensors in (*plan.files.values(), state_file):
+    for tensors in plan.files.values():
         for info in tensors.values():
             total += info.nbytes
     return total

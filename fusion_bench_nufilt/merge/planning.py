@@ -22,7 +22,7 @@ from fusion_bench_nufilt.models.vocabulary import join_vocabularies
 from fusion_bench_nufilt.utils.devices import process_memory
 from fusion_bench_nufilt.utils.files import Manifest, size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
-from fusion_bench_nufilt.utils.manifest import read_manifest, state_key
+from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest, state_key
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
@@ -102,6 +102,9 @@ def plan_merge(
 
         make_plan = plan_adapter
     plan, architecture = make_plan(base, tasks, merged, options, targets, settings, method_class)
+    state_file = KeptState(plan).file()
+    if state_file:
+        plan = dataclasses.replace(plan, files={**plan.files, STATE_FILE: state_file})
     return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan, architecture)])
 
 
