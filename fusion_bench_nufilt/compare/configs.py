@@ -48,8 +48,7 @@ def composing() -> Iterator[None]:
 def compose_run(overrides: Sequence[str]) -> DictConfig:
     """Return what `fusion_bench` composes from overrides; a ValueError says why it can't."""
     # FusionBench would prefer a `config` in the current directory, even an empty one.
-    with composing(), config_loader(overrides) as loader:
-        folders = [element.path for element in loader.get_search_path().get_path()]
+    with composing(), config_folders(overrides) as folders:
         refuse_unknown_names(overrides, folders)
         try:
             config = compose(PROGRAM, list(overrides))
@@ -73,14 +72,16 @@ def _refuse_unknown_options(words: Sequence[str], config: DictConfig) -> None:
 
 
 @contextmanager
-def config_loader(overrides: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield Hydra's loader, which takes a file of the user's before one of this plugin's."""
-    folder = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
-    with initialize_config_dir(str(folder), version_base=None):
-        loader = GlobalHydra.instance().config_loader()
-        for searched in user_folders(overrides):
-            loader.get_search_path().prepend("user", searched, anchor=PLUGIN)
-        yield loader
+def config_folders(overrides: Sequence[str] = ()) -> Iterator[list[str]]:
+    """Have Hydra compose within the block, with a file of the user's before one of this plugin's;
+    yield the folders (``file://…``) in which it looks for them.
+    """
+    of_fusion_bench = Path(fusion_bench.constants.PROJECT_ROOT_PATH) / "fusion_bench_config"
+    with initialize_config_dir(str(of_fusion_bench), version_base=None):
+        search_path = GlobalHydra.instance().config_loader().get_search_path()
+        for folder in user_folders(overrides):
+            search_path.prepend("user", folder, anchor=PLUGIN)
+        yield [element.path for element in search_path.get_path()]
 
 
 def taskpool_config(config: DictConfig) -> DictConfig:

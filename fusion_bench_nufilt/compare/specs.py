@@ -3,11 +3,10 @@
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_bench.utils import import_object
-from hydra.core.object_type import ObjectType
 from omegaconf import DictConfig
 
 from fusion_bench_nufilt.continual import ContinualMergingAlgorithm
@@ -16,9 +15,9 @@ from fusion_bench_nufilt.methods.registry import METHODS
 from fusion_bench_nufilt.pages.content import SINGLE_MODELS
 from fusion_bench_nufilt.utils.files import file_name, printable
 from fusion_bench_nufilt.utils.options import unknown
-from fusion_bench_nufilt.utils.overrides import key_value
+from fusion_bench_nufilt.utils.overrides import key_value, names_in
 
-from .configs import PROGRAM, compose_run, config_loader, plain
+from .configs import compose_run, config_folders, plain
 
 #: They run any of FusionBench's methods, and are not methods themselves.
 _GENERIC = ("batch", "stream")
@@ -130,22 +129,22 @@ class _MethodConfigs:
         self._searchpath = [
             override for override in overrides if override.startswith("hydra.searchpath")
         ]
-        self._names_by_group: dict[tuple[str, ObjectType], list[str]] = {}
+        with config_folders(self._searchpath) as folders:
+            self._names = sorted(names_in("method", folders))
 
     def resolve(self, name: str) -> list[str]:
         """Return the overrides that choose a continual method, or that run one of FusionBench's own
         continually.
         """
-        if name in self._names("continual"):
+        if f"continual/{name}" in self._names:
             return [f"method=continual/{name}"]
-        folder, _, file = name.rpartition("/")
-        if file not in self._names(folder):
+        if name not in self._names:
             raise ValueError(self._unknown(name))
         target = self.compose([f"method={name}"]).get("_target_")
         method = import_object(target) if target else None
         if inspect.isclass(method) and issubclass(method, ContinualMergingAlgorithm):
             overrides = [f"method={name}"]
-            if folder == "nufilt":
+            if name.startswith("nufilt/"):
                 overrides += self._variant_settings(name)
             return overrides
         # A continual method of FusionBench hands its steps to this function.
@@ -190,29 +189,19 @@ class _MethodConfigs:
         if word != "all":
             return []
         names = [name for name in METHODS if not name.startswith("nufilt/")]
-        for name in self._names("continual"):
-            if name not in _GENERIC and name not in NEED_DATA:
+        return [*names, *(name for name in self._continual_methods() if name not in NEED_DATA)]
+
+    def _continual_methods(self) -> list[str]:
+        """Return the names of the methods in ``method/continual``."""
+        names = []
+        for path in self._names:
+            folder, _, name = path.partition("/")
+            if folder == "continual" and name not in _GENERIC:
                 names.append(name)
         return names
-
-    def _names(self, folder: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
-        group = f"method/{folder}".rstrip("/")
-        if (group, kind) not in self._names_by_group:
-            with config_loader() as loader:
-                names = loader.get_group_options(group, kind, PROGRAM, self._searchpath)
-            self._names_by_group[group, kind] = list(names)
-        return self._names_by_group[group, kind]
-
-    def _tree(self, folder: str = "") -> Iterator[str]:
-        prefix = f"{folder}/" if folder else ""
-        for name in self._names(folder):
-            yield prefix + name
-        for group in self._names(folder, ObjectType.GROUP):
-            yield from self._tree(prefix + group)
 
     def _unknown(self, name: str) -> str:
         if name in METHODS:  # one of another package
             return f"method '{name}' needs --config-dir, the folder in which method/{name}.yaml is"
-        of_fusion_bench = {path for path in self._tree() if not path.startswith("continual/")}
-        continual_methods = {*METHODS, *self._names("continual")} - {*_GENERIC}
-        return unknown("method", name, of_fusion_bench | continual_methods)
+        of_fusion_bench = {path for path in self._names if not path.startswith("continual/")}
+        return unknown("method", name, of_fusion_bench | {*METHODS, *self._continual_methods()})

@@ -41,6 +41,18 @@ def user_folders(words: Sequence[str]) -> list[str]:
     return folders
 
 
+def names_in(group: str, folders: Iterable[str]) -> set[str]:
+    """Return the names of a group, such as ``continual/opcm`` of methods, of which folders
+    (``file://…``) have files.
+    """
+    names = set()
+    for folder in folders:
+        path = Path(folder.removeprefix("file://"), group)
+        if folder.startswith("file://"):
+            names |= {file.relative_to(path).as_posix()[:-5] for file in path.rglob("*.yaml")}
+    return names
+
+
 def refuse_unknown_names(words: Sequence[str], folders: Sequence[str]) -> None:
     """Raise a ValueError of one line for a word of `fusion_bench` that Hydra can't read, or that
     names a method, a pool or the like of which no folder (``file://…``) has a file; Hydra would
@@ -60,11 +72,7 @@ def refuse_unknown_names(words: Sequence[str], folders: Sequence[str]) -> None:
         # Of its own groups, Hydra has names in its package.
         if not isinstance(name, str) or override.is_sweep_override() or group.startswith("hydra"):
             continue
-        names = set()
-        for folder in folders:
-            path = Path(folder.removeprefix("file://"), group)
-            if folder.startswith("file://"):
-                names |= {file.relative_to(path).as_posix()[:-5] for file in path.rglob("*.yaml")}
+        names = names_in(group, folders)
         if names and name not in names:
             listing = (
                 f"one of your own is found in the folder of --config-dir, as {group}/{name}.yaml"

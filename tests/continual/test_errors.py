@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.compare.configs import PROGRAM, compose_run, config_loader
+from fusion_bench_nufilt.compare.configs import PROGRAM, compose_run, config_folders
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.continual.baselines import SequentialFineTuning
 from fusion_bench_nufilt.continual.errors import OneLineErrors, what_is_wrong
@@ -40,7 +40,7 @@ def end_run(error, mode=RunMode.RUN):
 
 @pytest.mark.parametrize("method", ["nufilt", "best", "continual/stream", "continual/adamerging"])
 def test_every_method_brings_the_callbacks_along(method):
-    with config_loader():
+    with config_folders():
         config = compose(PROGRAM, [f"method={method}"], return_hydra_config=True)
     callbacks = [instantiate(callback) for callback in config.hydra.callbacks.values()]
     assert [type(callback) for callback in callbacks] == [OneLineErrors, QuietTerminal]
