@@ -1,7 +1,6 @@
 """`nufilt analyze`: the paper's measures besides accuracy."""
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,13 @@ from fusion_bench_nufilt.merge.folders import refuse_inside
 from fusion_bench_nufilt.merge.plan import Plan
 from fusion_bench_nufilt.pages.analysis import AnalysisSummary
 from fusion_bench_nufilt.pages.write import write_results
-from fusion_bench_nufilt.utils.files import lock_folder, printable, read_json, refuse_foreign
+from fusion_bench_nufilt.utils.files import (
+    expanded,
+    lock_folder,
+    printable,
+    read_json,
+    refuse_foreign,
+)
 from fusion_bench_nufilt.utils.overrides import with_config_dir, without_method
 
 from .terminal import (
@@ -89,7 +94,7 @@ def analyze(
     checkpoint folders alone.
     """
     with terminal(quiet) as console:
-        out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
+        out = expanded(out)
         config = AnalysisConfig(**typed_values(context, options))
         targets = patterns(target_modules) or "auto"
         from fusion_bench_nufilt.analysis.folders import analyze_folders
@@ -126,8 +131,7 @@ def analyze(
 
 
 def _refuse_ignored(typed: list[str], overrides: list[str]) -> None:
-    # Of a word such as ~modelpool.models.digits, Path.expanduser would miss a user of that name.
-    folders = [word for word in overrides if os.path.isdir(os.path.expanduser(word))]
+    folders = [word for word in overrides if expanded(word).is_dir()]
     if folders:
         base, *tasks = folders
         command = " ".join([f"--base {base}", *(f"--task {task}" for task in tasks)])

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fusion_bench_nufilt.utils.files import refuse_foreign
+from fusion_bench_nufilt.utils.files import expanded, refuse_foreign
 from fusion_bench_nufilt.utils.overrides import with_config_dir
 
 from .terminal import (
@@ -84,7 +84,7 @@ def compare(
     Finished runs are kept: the same command goes on where it was interrupted, and methods and seeds
     can be added.
     """
-    out = out.expanduser()  # the shell leaves the ~ of --out=~/results as it is
+    out = expanded(out)
     with terminal(quiet) as console:
         only_log_of("compare")
         words = with_config_dir(config_dir, overrides or ())

@@ -31,6 +31,7 @@ from fusion_bench_nufilt.utils.files import (
     Manifest,
     counted,
     escape_markup,
+    expanded,
     parse_json,
     printable,
     read_yaml,
@@ -119,7 +120,7 @@ def _plan(recipe: dict[str, Any]) -> tuple[Plan, Path]:
     for name in models:
         if name not in MODELS:
             raise ValueError(f"'{name}' is not an option of method={method}")
-    out = Path(models["out"]).expanduser()  # the shell does not expand the ~ of --out=~/merged
+    out = expanded(models["out"])
     plan = plan_merge(
         models.get("base"), models["tasks"], models.get("merged"), *options, method=method
     )
@@ -341,7 +342,7 @@ def _base(merged: str, folder: Path, manifest: Manifest) -> str:
         # A branch in the name moves; the revision stays what it is.
         return f"{name.partition('@')[0]}@{base['revision']}"
     label = Path(name).name
-    for place in (Path(name).expanduser(), Path(label), folder.absolute().parent / label):
+    for place in (expanded(name), Path(label), folder.absolute().parent / label):
         # A manifest from elsewhere may name any folder of the user's.
         if os.path.isdir(place) and _is_base(place, base):
             return str(place)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import exclude_hint
-from fusion_bench_nufilt.utils.files import Input, Manifest, message_in_one_line
+from fusion_bench_nufilt.utils.files import Input, Manifest, expanded, message_in_one_line
 from fusion_bench_nufilt.utils.fingerprint import fingerprint_tensors
 from fusion_bench_nufilt.utils.manifest import read_manifest, verify_files
 
@@ -189,7 +189,7 @@ def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
     path = _path_of(modelpool, MERGED)
     if path is None:
         return None, {}
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     return folder, read_manifest(folder)
 
 
@@ -210,7 +210,7 @@ def identify(
     """
     identity = Input(loaded=fingerprint_of_stored(model, missing_keys))
     path = _path_of(modelpool, name)
-    if path is not None and Path(path).expanduser().is_dir():
+    if path is not None and expanded(path).is_dir():
         with suppress(ValueError):  # without safetensors
             identity["fingerprint"] = Checkpoint.open(path).fingerprint
     return identity

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fusion_bench_nufilt.utils.files import Input, printable
+from fusion_bench_nufilt.utils.files import Input, expanded, printable
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .adapters import base_name_key
@@ -56,7 +56,7 @@ class AbsentBase(Checkpoint):
     @property
     def label(self) -> str:
         # A folder's path is the user's own.
-        if self.name.count("/") > 1 or Path(self.name).expanduser().is_dir():
+        if self.name.count("/") > 1 or expanded(self.name).is_dir():
             return printable(Path(self.name).absolute().name)
         return printable(self.name)
 

@@ -29,6 +29,7 @@ from fusion_bench_nufilt.utils.files import (
     CARD,
     MANIFEST,
     Input,
+    expanded,
     is_inside,
     message_in_one_line,
     printable,
@@ -115,7 +116,7 @@ class Checkpoint(Source):
     ) -> None:
         self.name = name
         self.revision: str | None = None
-        if not Path(name).expanduser().is_dir():
+        if not expanded(name).is_dir():
             self.revision = folder.name  # in the hub's cache, that of the commit
         self.folder = folder / inside
         self.files = list(files)
@@ -150,7 +151,7 @@ class Checkpoint(Source):
         """Read the headers of a folder or, where there is none, of a hub repository
         ``owner/model@revision``.
         """
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         if folder.is_dir():
             return cls.from_folder(name, folder)
         _refuse_path(name)
@@ -472,7 +473,7 @@ def folder_at_hand(name: str, revision: str | None = None) -> Path | None:
     if not name:
         return None
     try:
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         if not folder.is_dir():
             cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
             if not isinstance(cached, str):
@@ -495,7 +496,7 @@ def config_at_hand(name: str, revision: str | None = None) -> dict[str, Any]:
 
 def _refuse_path(name: str) -> None:
     """Raise a ValueError for the path of a file, or of a folder that is not there."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         raise ValueError(f"'{name}' is a file: name the folder that it is in, '{path.parent}'")
     # A name on the hub has one slash at most.

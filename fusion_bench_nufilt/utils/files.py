@@ -64,6 +64,13 @@ def lock_folder(folder: Path) -> BaseFileLock:
     return lock
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home of ``~`` in it, which a shell leaves in ``--out=~/merged``; a
+    path of a user that there is not stays as it is, where pathlib would end with a trace.
+    """
+    return Path(os.path.expanduser(path))
+
+
 def existing_parent(path: Path) -> Path:
     """Return what exists and is nearest above a path."""
     return next(parent for parent in path.absolute().parents if parent.exists())

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .files import message_in_one_line
+from .files import expanded, message_in_one_line
 from .options import unknown
 
 # Hydra is imported where there is a word to read, which most merges do without.
@@ -103,8 +103,8 @@ def with_config_dir(folder: Path | None, words: Sequence[str]) -> list[str]:
     """Add the word that makes Hydra look for configurations in a folder of the user's."""
     if folder is None:
         return list(words)
-    _refuse_missing_folder(folder.expanduser())
-    path = str(folder.expanduser().resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    _refuse_missing_folder(expanded(folder))
+    path = str(expanded(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*words, f"hydra.searchpath=['file://{path}']"]
 
 

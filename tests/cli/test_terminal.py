@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from fusion_bench_nufilt.cli.terminal import bars_on, escape_markup, interruptible, terminal
+from tests.cli.helpers import nufilt
 from tests.conftest import REPO
 
 
@@ -93,3 +94,14 @@ def test_two_signals_at_once_end_the_process_without_a_word_of_pythons():
     assert ended.returncode == -signal.SIGTERM, ended.stderr
     assert "race condition" not in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_the_home_of_a_user_that_there_is_not_is_a_folder_that_is_missing():
+    for words in (
+        ("merge", "--base", "~no_such_user/base", "--task", "task", "--out", "out"),
+        ("analyze", "--base", "base", "--task", "~no_such_user/task"),
+        ("compare", "--methods", "nufilt", "--config-dir", "~no_such_user/configs"),
+    ):
+        code, text = nufilt(*words)
+        assert code == 1
+        assert "error: " in text

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.continual.content import load_data
 from fusion_bench_nufilt.continual.evaluation import TasksByName
-from fusion_bench_nufilt.utils.files import read_json
+from fusion_bench_nufilt.utils.files import expanded, read_json
 
 log = logging.getLogger(__name__)
 
@@ -338,8 +338,8 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         **kwargs: Any,
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
-        task_folder = Path(include_path or Path(__file__).with_name("lmms_tasks"))
-        self._task_folder = str(task_folder.expanduser().absolute())
+        task_folder = include_path or Path(__file__).with_name("lmms_tasks")
+        self._task_folder = str(expanded(task_folder).absolute())
         self._options = [
             f"--model={model}",
             "--batch_size=1",
@@ -347,7 +347,7 @@ class LMMSEvalTaskPool(HarnessTaskPool):
         ]
         if limit is not None:
             self._options.append(f"--limit={limit}")
-        self._python = str(Path(python or sys.executable).expanduser().absolute())
+        self._python = str(expanded(python or sys.executable).absolute())
         try:
             subprocess.run(
                 [self._python, "-c", "import lmms_eval"], check=True, capture_output=True
