@@ -18,13 +18,13 @@ from tests.models import test_experts, test_mxfp4, test_quantised
 def bytes_read(monkeypatch):
     """The number of bytes that were read of the tensors of each folder, by its name."""
     counts: Counter[str] = Counter()
-    read = TensorFile._bytes
+    read = TensorFile.read_bytes
 
     def counted(self, start, stop):
         counts[self.path.parent.name] += stop - start
         return read(self, start, stop)
 
-    monkeypatch.setattr(TensorFile, "_bytes", counted)
+    monkeypatch.setattr(TensorFile, "read_bytes", counted)
     return counts
 
 

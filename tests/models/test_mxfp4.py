@@ -127,13 +127,13 @@ def test_one_expert_is_read_without_the_others(stream):
     whole = checkpoint.read(DOWN)
     checkpoint.split({DOWN: [(0, 1), (1, 2), (2, 3)]})
     read = []
-    read_bytes = file._bytes
+    read_bytes = file.read_bytes
 
     def counted(start, stop):
         read.append(stop - start)
         return read_bytes(start, stop)
 
-    file._bytes = counted
+    file.read_bytes = counted
     expert = checkpoint.read(f"{DOWN}[1:2]")
     assert torch.equal(expert, whole[1:2])
     assert sum(read) == 64 * 32 // 2 + 64
