@@ -62,6 +62,7 @@ class _LoraUpdate:
 
     key_a: str
     key_b: str
+    rank: int
     scaling: float
     expert: Expert | None = None  # its place in factors of several experts
     rows: slice | None = None  # of the layer that it changes, if it does not change all
@@ -155,7 +156,7 @@ class LoraAdapter(ModelWeights):
         the experts in a stack, with what peft says of them.
         """
         try:
-            layers = ask_peft(self.checkpoint, keys, architecture.stacks_of)
+            layers = ask_peft(self.checkpoint, keys, architecture)
         except UnknownLayersError as error:
             raise ValueError(
                 f"adapter '{self.source.name}' {error}, {_ONLY_LORA}"
@@ -166,12 +167,13 @@ class LoraAdapter(ModelWeights):
         experts = find_experts(self.checkpoint, architecture, keys, layers)
         for module, parts in keys.items():
             layer = layers[module]
+            update = _LoraUpdate(parts["A"], parts["B"], layer.rank, layer.scaling)
             if module not in experts:
-                self._add_pair(architecture, module, parts, layer.scaling)
+                self._add_pair(architecture, module, update, parts.get(LENGTHS))
                 continue
             for param, expert in experts[module].items():
                 self._check_new(param, module)
-                self.updates[param] = [_LoraUpdate(parts["A"], parts["B"], layer.scaling, expert)]
+                self.updates[param] = [dataclasses.replace(update, expert=expert)]
                 self.params[param] = architecture.views[param].stored_shape
 
     def _check_shapes(self, module: str, parts: Mapping[str, str], layer: PeftLayer | None) -> None:
@@ -191,10 +193,9 @@ class LoraAdapter(ModelWeights):
         )
 
     def _add_pair(
-        self, architecture: Architecture, module: str, parts: Mapping[str, str], scaling: float
+        self, architecture: Architecture, module: str, update: _LoraUpdate, lengths: str | None
     ) -> None:
         name = f"{module}.weight"
-        update = _LoraUpdate(parts["A"], parts["B"], scaling)
         divided = architecture.rows_of_divided(name)
         if divided is not None:
             param, rows = divided
@@ -204,8 +205,8 @@ class LoraAdapter(ModelWeights):
         param = architecture.untied_name(name)
         self._check_new(param, module)
         self.updates[param] = [update]
-        if LENGTHS in parts:
-            self.magnitudes[param] = parts[LENGTHS]
+        if lengths is not None:
+            self.magnitudes[param] = lengths
         d_i = self.source.tensors[update.key_a].shape[1]
         d_o = self.source.tensors[update.key_b].shape[0]
         self.params[param] = (d_o, d_i)
@@ -332,13 +333,7 @@ class LoraAdapter(ModelWeights):
     def rank_of(self, param: str) -> int | None:
         if param in self.keys or param in self.magnitudes:
             return None
-        if param not in self.updates:
-            return 0
-        rank = 0
-        for update in self.updates[param]:
-            experts = 1 if update.expert is None else update.expert.count
-            rank += self.source.tensors[update.key_a].shape[0] // experts
-        return rank
+        return sum(update.rank for update in self.updates.get(param, ()))
 
     @property
     def trained_modules(self) -> Collection[str]:

@@ -83,14 +83,15 @@ class Architecture:
         self.naming = naming or Names(loaded)
         self.model = self.naming.model
         self.known_from = known_from
-        self._stacks: dict[str, tuple[int, ...]] = {}  # shapes of parameters of three dimensions
+        #: Shapes of parameters of three dimensions, by name in the loaded model.
+        self.stacks: dict[str, tuple[int, ...]] = {}
         # An adapter names parameters of the loaded model, in which transformers 5 joins experts
         # that a checkpoint stores one by one.
         #: Those of which transformers says that they hold the transposes of linear layers.
         self.transposed_stacks: set[str] = set()
         for name, parameter in loaded.named_parameters():
             if parameter.ndim == 3:
-                self._stacks[name] = tuple(parameter.shape)
+                self.stacks[name] = tuple(parameter.shape)
                 module = loaded.get_submodule(module_of(name))
                 if getattr(module, "is_transposed", False):
                     self.transposed_stacks.add(name)
@@ -431,15 +432,14 @@ class Architecture:
 
     # Where an adapter's parameters are
 
-    def stacks_of(self, module: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a module's own parameters of three dimensions in the loaded model,
-        by name.
-        """
-        names = {module, *self._names(module)}
+    def stacks_of(self, module: str) -> dict[str, str]:
+        """Return the names in :attr:`stacks` of a module's own parameters, by their last parts."""
+        paths = {module, *self._names(module)}
         stacks = {}
-        for name, shape in self._stacks.items():
-            if module_of(name) in names:
-                stacks[name] = shape
+        for name in self.stacks:
+            path, _, attribute = name.rpartition(".")
+            if path in paths:
+                stacks[attribute] = name
         return stacks
 
     def rows_of_divided(self, name: str) -> tuple[str, slice] | None:
@@ -480,7 +480,7 @@ class Architecture:
         """Return whether a parameter of the loaded model is stored as linear layers or holds
         several.
         """
-        stack = torch.empty(self._stacks[name], dtype=torch.float32, device="meta")
+        stack = torch.empty(self.stacks[name], dtype=torch.float32, device="meta")
         for key in self.naming.stored({name: stack}):
             param = self.param(key)
             # The weight of a one-dimensional convolution has three sides, too, and is one layer.

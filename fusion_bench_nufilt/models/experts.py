@@ -21,7 +21,6 @@ from .checkpoint import Checkpoint
 from .peft_layers import PeftLayer, outer_module
 from .source import Source
 
-_OTHER_BASE = "it is for another base"
 _WITH_ITS_PEFT = "merge it into its base with what trained it, and give that folder"
 
 
@@ -77,21 +76,18 @@ def find_saved_experts(
     There are none if the parameter, by its ``name`` in the adapter, holds no layers.
     """
     module, _, parameter = name.rpartition(".")
-    stacks = architecture.stacks_of(module)
-    loaded = [stack for stack in stacks if stack.rpartition(".")[2] == parameter]
-    if not loaded or not architecture.holds_layers(loaded[0]):
+    stack = architecture.stacks_of(module).get(parameter)
+    if stack is None or not architecture.holds_layers(stack):
         return {}
-    count, height, width = stacks[loaded[0]]
+    count, height, width = architecture.stacks[stack]
     shape = adapter.tensors[key].shape
     if shape != (count, height, width):
         raise ValueError(
             f"adapter '{adapter.name}', tensor '{key}': shape {shape} differs from "
-            f"{(count, height, width)} of the base: {_OTHER_BASE}"
+            f"{(count, height, width)} of the base: it is for another base"
         )
     places = {}
-    for param, number, rows, flipped in _places(
-        architecture, loaded[0], count, height, adapter.name
-    ):
+    for param, number, rows, flipped in _places(architecture, stack, adapter.name):
         view = architecture.views[param]
         first = number * height + rows.start
         last = number * height + rows.stop
@@ -119,22 +115,20 @@ def find_experts(
     Raises:
         ValueError: nothing tells how the factors are to be read.
     """
-    parameters = {}  # names and shapes in the loaded model, by module
+    names = {}  # of the stacks, by module
     transposed = {}  # whether the transpose of B A is added, where sides tell, by module
     for module, parts in keys.items():
         stacks = architecture.stacks_of(outer_module(module))
         if not stacks:
             continue
-        # Peft has wrapped one of them.
-        for name, shape in stacks.items():
-            if name.rpartition(".")[2] == layers[module].parameter:
-                parameters[module] = (name, shape)
+        names[module] = stacks[layers[module].parameter]
         d_i = adapter.tensors[parts["A"]].shape[1]
         d_o = adapter.tensors[parts["B"]].shape[0]
         if d_i != d_o:
-            transposed[module] = parameters[module][1][1:] != (d_o, d_i)
+            transposed[module] = architecture.stacks[names[module]][1:] != (d_o, d_i)
     experts: dict[str, dict[str, Expert]] = {}
-    for module, (name, (count, *sides)) in parameters.items():
+    for module, name in names.items():
+        count, *sides = architecture.stacks[name]
         # Square experts tell no order, and have that of the others: all were written by one peft.
         orders = set(transposed.values())
         if module in transposed:
@@ -150,8 +144,7 @@ def find_experts(
         is_transposed = orders == {True}
         _check_order(adapter, count, layers[module].rank)
         experts[module] = {}
-        places = _places(architecture, name, count, sides[0], adapter.name)
-        for param, number, rows, flipped in places:
+        for param, number, rows, flipped in _places(architecture, name, adapter.name):
             experts[module][param] = Expert(number, count, rows, is_transposed, flipped)
     return experts
 
@@ -191,11 +184,12 @@ def _check_order(adapter: Checkpoint, count: int, rank: int) -> None:
 
 
 def _places(
-    architecture: Architecture, name: str, count: int, height: int, adapter: str
+    architecture: Architecture, name: str, adapter: str
 ) -> Iterator[tuple[str, int, slice, bool]]:
-    """Yield the params that hold a parameter ``(count, height, width)``, each with its expert, rows
-    and ``flipped``.
+    """Yield the params that hold a stack ``(count, height, width)``, each with its expert, rows and
+    ``flipped``.
     """
+    count, height, _ = architecture.stacks[name]
     # The numbers of the rows, stored as the parameter would be.
     numbers = torch.arange(count * height, dtype=torch.int64, device="cpu")
     numbers = numbers.reshape(count, height, 1)

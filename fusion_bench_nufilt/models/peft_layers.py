@@ -8,7 +8,7 @@ configuration.
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from fusion_bench_nufilt.utils.files import message_in_one_line
 
+from .architecture import Architecture
 from .checkpoint import Checkpoint
 from .layers import without_numbers
 from .names import module_of, submodule
@@ -124,14 +125,14 @@ class UnknownLayersError(ValueError):
 def ask_peft(
     adapter: Checkpoint,
     keys: Mapping[str, Mapping[str, str]],
-    stacks_of: Callable[[str], Mapping[str, tuple[int, ...]]],
+    architecture: Architecture,
 ) -> dict[str, PeftLayer]:
     """Return what peft says of the modules of which an adapter has factors.
 
     Args:
         adapter: whose configuration is asked for.
         keys: those of each module by part; a module may be in another one called ``base_layer``.
-        stacks_of: gives the shapes by name of the parameters of a module that hold experts.
+        architecture: that of the base, which knows the parameters that hold experts.
 
     Raises:
         UnknownLayersError: peft makes no layers of them, or others than we know.
@@ -147,11 +148,11 @@ def ask_peft(
     try:
         for module, parts in keys.items():
             outer = outer_module(module)
-            stacks = stacks_of(outer)
+            stacks = architecture.stacks_of(outer)
             if stacks:
                 stands_for[module] = module
-                for name, shape in stacks.items():
-                    shapes[f"{outer}.{name.rpartition('.')[2]}"] = shape
+                for attribute, name in stacks.items():
+                    shapes[f"{outer}.{attribute}"] = architecture.stacks[name]
                 continue
             # Of a factor that is lacking, no side has to be right.
             d_o = adapter.tensors[parts["B"]].shape[0] if "B" in parts else 1
