@@ -162,10 +162,10 @@ class LMEvalTaskPool(HarnessTaskPool):
         **kwargs: Any,
     ) -> None:
         super().__init__(tasks, metric, **kwargs)
+        self._loaded: dict[str, list[Any]] = {}  # lm-eval's tasks by its name, or a group
 
     def run_harness(self, model: nn.Module, tasks: list[str], limit: int | None) -> Results:
         lm_eval = _lm_eval()
-        manager = self._manager()
         language_model = lm_eval.models.huggingface.HFLM(
             pretrained=model.to(self.fabric.device),
             tokenizer=self.tokenizer,
@@ -173,11 +173,11 @@ class LMEvalTaskPool(HarnessTaskPool):
         )
         report = lm_eval.simple_evaluate(
             language_model,
-            tasks=tasks,
+            tasks=list(chain.from_iterable(map(self._load, tasks))),
             num_fewshot=self.num_fewshot,
             limit=self.limit if limit is None else limit,
             apply_chat_template=self.apply_chat_template,
-            task_manager=manager,
+            task_manager=self._manager(),
             log_samples=False,
             bootstrap_iters=0,
         )
@@ -187,7 +187,7 @@ class LMEvalTaskPool(HarnessTaskPool):
     def scale(self, task: str, metric: str, value: float) -> float | None:
         # Of a group, all tasks must have one scale.
         scales = set()
-        for loaded_task in self._manager().load([task])["tasks"].values():
+        for loaded_task in self._leaves(task):
             scales.add(_scale_in_task(loaded_task, metric, value))
         return scales.pop() if len(scales) == 1 else None
 
@@ -196,7 +196,7 @@ class LMEvalTaskPool(HarnessTaskPool):
         answers.
         """
         prompts: Any = []
-        for loaded_task in self._load(task):
+        for loaded_task in self._leaves(self._names[task]):
             prompts += [loaded_task.doc_to_text(document) for document in loaded_task.eval_docs]
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -208,19 +208,27 @@ class LMEvalTaskPool(HarnessTaskPool):
 
     def load_test_data(self) -> dict[str, Sequence[Any]]:
         data: dict[str, Sequence[Any]] = {}
-        for name in self._names:
+        for name, task in self._names.items():
             documents: list[Any] = []
-            for loaded_task in load_data(name, partial(self._load, name)):
+            for loaded_task in load_data(name, partial(self._leaves, task)):
                 documents += loaded_task.eval_docs
             data[name] = documents
         return data
 
+    def _leaves(self, task: str) -> list[Any]:
+        """Return the tasks of one of lm-eval's names, more than one if it is a group."""
+        return list(self._manager().load(self._load(task))["tasks"].values())
+
     def _load(self, task: str) -> list[Any]:
-        """Return the tasks of lm-eval for a model's, more than one if it is a group."""
-        return list(self._manager().load([self._names[task]])["tasks"].values())
+        """Load what has one of lm-eval's names, once."""
+        if task not in self._loaded:
+            loaded = self._manager().load([task])
+            group = loaded["groups"].get(task)
+            self._loaded[task] = [group] if group else list(loaded["tasks"].values())
+        return self._loaded[task]
 
     def _manager(self) -> Any:
-        manager = _task_manager(self.include_path, self.num_fewshot)
+        manager = _task_manager(self.include_path)
         names = {*manager.all_tasks, *manager.all_groups}
         for task in sorted(self._names.values()):
             if task not in names:
@@ -257,27 +265,9 @@ def _lm_eval() -> Any:
 
 
 @cache
-def _task_manager(include_path: str | None, num_fewshot: int | None) -> Any:
-    """Return an index of all tasks, which takes seconds; the tasks that it loads keep
-    ``num_fewshot``.
-    """
-    task_manager = _lm_eval().tasks.TaskManager
-    manager = task_manager(include_path=include_path)
-
-    @cache
-    def load_once(name: str) -> list[Any]:
-        """Return a group, or a task in a list."""
-        loaded = task_manager.load(manager, [name])
-        if name in loaded["groups"]:
-            return [loaded["groups"][name]]
-        return list(loaded["tasks"].values())
-
-    def load(names: Sequence[str]) -> Any:
-        loaded = list(chain.from_iterable(map(load_once, names)))
-        return task_manager.load(manager, loaded)  # which takes objects as well as names
-
-    manager.load = load
-    return manager
+def _task_manager(include_path: str | None) -> Any:
+    """Return an index of all tasks, which takes seconds."""
+    return _lm_eval().tasks.TaskManager(include_path=include_path)
 
 
 class _ResultsFile(TypedDict):

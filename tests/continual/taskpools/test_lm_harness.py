@@ -128,8 +128,7 @@ def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monk
 
     monkeypatch.setattr(ConfigurableTask, "download", recorded)
     names = ["nufilt_cats", "nufilt_dogs", "nufilt_pets"]  # the last one is a group
-    # No pool of another test has this setting.
-    taskpool = pool(folder, names, metric="acc_norm", num_fewshot=0)
+    taskpool = pool(folder, names, metric="acc_norm")
     evaluator = Evaluator(taskpool)
     assert set(evaluator.description["test_data"]) == set(names)
     for asked in (names[1:2], names[:2], names[2:], names[1:2]):
