@@ -90,6 +90,9 @@ def what_is_wrong(error: Any, config: DictConfig) -> str | None:
     if missing_package is not None:
         remedy = _REMEDIES.get(missing_package, f"pip install {missing_package}")
         return f"the package '{missing_package}' is not installed: {remedy}"
+    if isinstance(error, ImportError) and error.name == "typing":
+        # As some of FusionBench's classes of pools do.
+        return f"this needs a newer Python, such as 3.12: {message_in_one_line(error)}"
     if isinstance(error, MissingMandatoryValue):
         section = str(error.full_key).partition(".")[0]
         keys = [str(error.full_key)]
@@ -141,8 +144,8 @@ def _with_its_place(error: Exception, config: DictConfig) -> Exception:
 
 
 def _where_to_add(name: str, argument: str, config: DictConfig) -> str | None:
-    for section in ("method", "modelpool", "taskpool"):
-        target = str((config.get(section) or {}).get("_target_"))
+    for section in ("method", "modelpool", "taskpool", "modelpool.taskpool"):
+        target = str(OmegaConf.select(config, f"{section}._target_"))
         if target.rpartition(".")[2] == name:
             return (
                 f"{section} lacks '{argument}', which {name} needs: "

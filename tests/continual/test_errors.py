@@ -155,6 +155,20 @@ def test_an_argument_that_a_pool_needs_is_named_with_what_to_add():
     assert Experiment(config).modelpool.model_names == ["math"]
 
 
+def test_an_argument_that_the_task_pool_of_a_model_pool_needs_is_named_in_its_place():
+    config = compose_run(["modelpool=nufilt_demo"])
+    config.modelpool.taskpool = {"_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool"}
+    line = line_of("modelpool.taskpool", config)
+    assert line.startswith("modelpool.taskpool lacks 'test_datasets', which CLIPVisionModel")
+
+
+def test_a_class_of_a_newer_python_says_so():
+    with pytest.raises(ImportError) as caught:
+        from typing import of_a_version_to_come  # noqa: F401
+    line = what_is_wrong(caught.value, OmegaConf.create({}))
+    assert line.startswith("this needs a newer Python, such as 3.12: cannot import name")
+
+
 @pytest.mark.parametrize(
     ("logger", "package", "remedy"),
     [
