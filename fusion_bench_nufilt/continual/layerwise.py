@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.merge.checks import (
     check_made_from,
     check_same_base,
-    check_state,
     check_task,
     other_options,
 )
@@ -281,9 +280,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         carry_over(architecture, self._states, self._first_params, state_key)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), merged_manifest=manifest)
-        for warning in check_state(plan, source):
-            log.warning("%s", warning)
         kept = KeptState(plan)
+        for warning in kept.check(source):
+            log.warning("%s", warning)
         keys = kept.keys()
         self._states = {key: value for key, value in self._states.items() if key in keys}
         if self.folder is not None and folder == self.folder.checkpoint(step - 1):

@@ -43,7 +43,6 @@ from fusion_bench_nufilt.utils.manifest import (
 from fusion_bench_nufilt.utils.options import with_scope
 from fusion_bench_nufilt.utils.tensors import FLOATS
 
-from .kept_state import KeptState
 from .plan import Plan, Selection
 
 log = logging.getLogger(__name__)
@@ -208,18 +207,6 @@ def _refuse_merged_tasks(plan: Plan) -> None:
                     "strength by --weights, or add --no-verify"
                 )
         others.append((name, identity))
-
-
-def check_state(plan: Plan, name: str) -> list[str]:
-    """Check that the method can go on from the state beside the merged model of this name."""
-    method = plan.method
-    made_by = plan.merged_manifest.get("method", method.label)  # a variant has its method's label
-    if made_by != method.label and method.keeps_sums:
-        raise ValueError(
-            f"'{name}' was merged by {made_by}, which keeps no sums that {method.label} goes on "
-            f"from: merge all of its tasks again with {method.name}, or go on with its own method"
-        )
-    return KeptState(plan).check(name)
 
 
 def verify_merged(plan: Plan) -> list[str]:

@@ -117,25 +117,20 @@ class MergekitMethod(mergekit.GroupMergeMethod):
 def _parameter(
     options_class: type, option: Field[Any], method_class: type[LayerMethod]
 ) -> mergekit.ParameterSpec:
-    """Return an option as a parameter of mergekit, which checks its values when it plans the
-    merge.
+    """Return an option as a parameter of mergekit, which has its class check its values when it
+    plans the merge.
     """
-    return mergekit.ParameterSpec(
-        option.name,
-        _checked(options_class, option),
-        mergekit.ParameterScope.SHARED,
-        method_class.defaults.get(option.name, option.default),
-    )
-
-
-def _checked(options_class: type, option: Field[Any]) -> Any:
-    """Return the type of an option, with the check of its value that its class makes."""
 
     def check(value: Any) -> Any:
         options_class(**{option.name: value})
         return value
 
-    return Annotated[option.type, AfterValidator(check)]
+    return mergekit.ParameterSpec(
+        option.name,
+        Annotated[option.type, AfterValidator(check)],
+        mergekit.ParameterScope.SHARED,
+        method_class.defaults.get(option.name, option.default),
+    )
 
 
 class _Base(NamedTuple):

@@ -206,6 +206,14 @@ class KeptState:
         and return warnings.
         """
         plan = self.plan
+        label = self.method.label  # a variant has its method's
+        made_by = plan.merged_manifest.get("method", label)
+        if made_by != label and self.method.keeps_sums:
+            raise ValueError(
+                f"'{name}' was merged by {made_by}, which keeps no sums that {label} goes on from: "
+                f"merge all of its tasks again with {self.method.name}, or go on with its own "
+                "method"
+            )
         stored = set(plan.state.keys) if plan.state else set()
         missing: list[str] = []
         for layer in plan.layers:
@@ -231,7 +239,7 @@ class KeptState:
             # Sums of other layers, or of another method, are not those of these tasks.
             content = f"no '{missing[0]}'" if missing else f"'{unknown[0]}'"
             raise ValueError(
-                f"'{name}' has {content} in {STATE_FILE}: {self.method.label} goes on from its own "
+                f"'{name}' has {content} in {STATE_FILE}: {label} goes on from its own "
                 "merges of the same layers only, without --no-state; merge its tasks again, or "
                 "all at once with the new ones"
             )

@@ -30,7 +30,6 @@ from .checks import (
     check_merged,
     check_module_files,
     check_same_base,
-    check_state,
     check_task,
     verify_merged,
 )
@@ -257,7 +256,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
         warnings += check_task(plan, task, architecture, plan.averaged)
         warnings += check_module_files(plan, task)
     if plan.merged is not None:
-        warnings += check_state(plan, plan.merged.source.name)
+        warnings += KeptState(plan).check(plan.merged.source.name)
     warnings += check_same_base(plan)
     _check_memory(plan)
     # The last one, since it reads whole files, and all that others refuse is known by then.

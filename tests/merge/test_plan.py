@@ -11,7 +11,6 @@ from fusion_bench_nufilt.merge.checks import (
     check_merged,
     check_module_files,
     check_same_base,
-    check_state,
     check_task,
     verify_merged,
 )
@@ -95,7 +94,7 @@ def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path)
         *check_merged(planned, planned.merged),
         *check_task(planned, task, architecture, planned.averaged),
         *check_module_files(planned, task),
-        *check_state(planned, "one"),
+        *KeptState(planned).check("one"),
         *check_same_base(planned),
         *verify_merged(planned),
     ]
