@@ -109,7 +109,7 @@ def test_a_library_is_imported_only_where_it_is_needed():
 
 def test_the_mathematics_of_nufilt_imports_torch_alone():
     """These files are read, and can be copied, without the package around them."""
-    mathematics = {"config", "blocks", "noise", "subspace", "adapter", "step"}
+    mathematics = ("config", "blocks", "noise", "eigenvectors", "subspace", "adapter", "step")
     for name in mathematics:
         file = PACKAGE / "nufilt" / f"{name}.py"
         assert libraries_of(file) <= {"torch", *sys.stdlib_module_names}

@@ -73,7 +73,15 @@ CONTRIBUTIONS = {
         },
         {
             f"fusion_bench/method/nufilt/{name}.py": NUFILT / f"{name}.py"
-            for name in ("config", "blocks", "noise", "subspace", "adapter", "step")
+            for name in (
+                "config",
+                "blocks",
+                "noise",
+                "eigenvectors",
+                "subspace",
+                "adapter",
+                "step",
+            )
         },
     ),
 }

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from fusion_bench_nufilt.continual.evaluation import test_loader
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix
+from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
 from fusion_bench_nufilt.utils.files import Fingerprint
 from fusion_bench_nufilt.utils.finished import FinishedFolder, OtherWorkError
 from fusion_bench_nufilt.utils.manifest import Difference, differences

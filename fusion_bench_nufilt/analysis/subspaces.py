@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.bases import leading_directions, top_eigenvectors
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix, subspace_affinity
+from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
+from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
 
 Floats = NDArray[np.float64]
 

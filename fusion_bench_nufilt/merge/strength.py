@@ -20,6 +20,7 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.task_vector import MAX_TASKS, TaskVector
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import (
     ROUNDING_VARIANCE,
@@ -28,7 +29,6 @@ from fusion_bench_nufilt.nufilt.noise import (
     rounding_of,
     share_of_norm,
 )
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.devices import DevicePool, classify_error, map_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 

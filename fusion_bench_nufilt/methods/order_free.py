@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.nufilt.bases import leading_basis
 from fusion_bench_nufilt.nufilt.blocks import row_blocks
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix
+from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 from .base import LayerMethod, Measures, State, block_bytes, block_of

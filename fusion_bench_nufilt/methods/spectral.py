@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion_bench_nufilt.nufilt.blocks import row_blocks
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix
+from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
 
 from .base import State, block_bytes
 from .options import (

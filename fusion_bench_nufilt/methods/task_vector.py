@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.bases import leading_directions, top_eigenvectors
 from fusion_bench_nufilt.nufilt.blocks import row_blocks
+from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import Noise, above_noise, expected_noise
 from fusion_bench_nufilt.nufilt.step import difference
-from fusion_bench_nufilt.nufilt.subspace import gram_matrix
 from fusion_bench_nufilt.utils.tensors import (
     compute_dtype,
     select_rows,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .subspace import gram_matrix
+from .eigenvectors import gram_matrix
 
 Solver = Callable[["Objective", Tensor], tuple[Tensor, Tensor, Tensor]]
 """Finds an adapter for an objective from an initial A, as :func:`fit_adapter` does."""

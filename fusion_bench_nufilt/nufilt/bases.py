@@ -5,11 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .subspace import (
-    gram_matrix,
-    random_start,
-    split_eigenvectors,
-)
+from .eigenvectors import gram_matrix, random_start, split_eigenvectors
 
 
 def top_eigenvectors(gram: Tensor, rank: int) -> Tensor:

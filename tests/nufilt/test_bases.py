@@ -3,7 +3,7 @@
 import torch
 
 from fusion_bench_nufilt.nufilt import bases
-from fusion_bench_nufilt.nufilt.subspace import random_start
+from fusion_bench_nufilt.nufilt.eigenvectors import random_start
 
 
 def test_a_basis_of_a_size_is_drawn_once_for_all_layers(monkeypatch):

@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_bench_nufilt.nufilt.bases import top_eigenvectors
+from fusion_bench_nufilt.nufilt.eigenvectors import _block_iteration, gram_matrix
 from fusion_bench_nufilt.nufilt.noise import Noise, above_noise
 from fusion_bench_nufilt.nufilt.subspace import (
-    _block_iteration,
     first_coordinates,
-    gram_matrix,
     null_space_filter,
     subspace_affinity,
     top_right_singular_vectors,
@@ -148,7 +147,9 @@ def test_block_iteration_takes_clusters_and_ranks_below_the_block(high, low):
 def test_where_block_iteration_does_not_converge_the_full_solver_steps_in(monkeypatch):
     gram = torch.diag(torch.linspace(1, 0.999999, 400, dtype=torch.float64))
     assert _block_iteration(gram, 8, max_products=3) is None
-    monkeypatch.setattr("fusion_bench_nufilt.nufilt.subspace._block_iteration", lambda *args: None)
+    monkeypatch.setattr(
+        "fusion_bench_nufilt.nufilt.eigenvectors._block_iteration", lambda *args: None
+    )
     expected = torch.eye(400, dtype=torch.float64)[:, :8]
     torch.testing.assert_close(top_eigenvectors(gram, 8).abs(), expected, rtol=0, atol=1e-9)
 
