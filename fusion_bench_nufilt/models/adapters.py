@@ -319,9 +319,8 @@ class LoraAdapter(ModelWeights):
                 # The factors of an embedding are the head's transposed: where peft ties the two,
                 # they must have one mark.
                 if update.of_embedding:
-                    digests += [digest(right.T), digest(left.T), update.scaling]
-                else:
-                    digests += [digest(left), digest(right), update.scaling]
+                    left, right = right.T, left.T
+                digests += [digest(left), digest(right), update.scaling]
             if name in self.magnitudes:
                 digests.append(digest(self.source.read(self.magnitudes[name])))
             if name in self.keys:
