@@ -52,7 +52,6 @@ from .models import (
     identify,
     load_model,
     merged_before,
-    merged_checkpoint,
     source_of,
 )
 from .program import ReportedTaskPool, finish_trackers, use_bundled_taskpool
@@ -91,7 +90,8 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
     scores: RunScores | None  # None without a task pool
     stopwatch: Stopwatch
     merge_seconds: list[float]  # by step, without data, loading, checking, saving and scoring
-    merged_manifest: Manifest  # of `_merged_`, as far as it is known
+    merged_folder: Path | None  # of `_merged_`, if it is in one
+    merged_manifest: Manifest  # its manifest, empty where there is none
     first_step: int  # the number of the first model of the stream: 1 without `_merged_`
     names: list[str]  # the models of the stream, in merging order
     files: Mapping[str, bytes]  # further files saved with each step, by path
@@ -241,7 +241,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             raise ValueError("continual merging runs in one process: set fabric.devices=1")
         self.modelpool = modelpool
         self.files = {}
-        self.merged_manifest, self.first_step = merged_before(
+        self.merged_folder, self.merged_manifest, self.first_step = merged_before(
             modelpool, self.num_merged, verify=self.verify
         )
         names = task_order(modelpool.model_names, shuffle=self.shuffle_order, seed=self.seed)
@@ -336,7 +336,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
             merged.load_state_dict(previous.state_dict())
             if self.scores is not None:
                 with self.stopwatch.part(SCORING):
-                    self.scores.take_earlier_scores(merged_checkpoint(modelpool)[0])
+                    self.scores.take_earlier_scores(self.merged_folder)
                     self.scores.score_earlier_tasks(previous)
             # At no time are more than three models held.
             del previous
@@ -362,7 +362,7 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
                 f"'{self._inputs[MERGED]['source']}' was merged from another '{PRETRAINED}' model "
                 f"than the pool's; {CHANGED}"
             )
-        self.go_on_from(*merged_checkpoint(modelpool))
+        self.go_on_from(self.merged_folder, self.merged_manifest)
         return previous
 
     @property

@@ -160,9 +160,9 @@ def source_of(modelpool: BaseModelPool, name: str) -> Any:
 
 def merged_before(
     modelpool: BaseModelPool, num_merged: int | None, *, verify: bool
-) -> tuple[Manifest, int]:
-    """Return the manifest of the pool's ``_merged_`` model, empty if there is none, and the next
-    model's number.
+) -> tuple[Path | None, Manifest, int]:
+    """Return the folder of the pool's ``_merged_`` model, if there is one, its manifest, which is
+    empty otherwise, and the next model's number.
 
     The number comes from the manifest, too; ``num_merged`` overrides it.
     """
@@ -170,27 +170,21 @@ def merged_before(
     if MERGED not in modelpool.all_model_names:
         if num_merged is not None:
             raise ValueError(f"num_merged={num_merged}, but the model pool has no '{MERGED}' model")
-        return Manifest(), 1
-    folder, manifest = merged_checkpoint(modelpool)
-    if folder is not None and manifest and verify:
-        verify_files(folder, manifest, CHANGED)
+        return None, Manifest(), 1
+    folder = None
+    manifest = Manifest()
+    path = _path_of(modelpool, MERGED)
+    if path is not None:
+        folder = expanded(path)
+        manifest = read_manifest(folder)
+        if manifest and verify:
+            verify_files(folder, manifest, CHANGED)
     num_merged = num_merged or manifest.get("step")
     if num_merged is None:
         raise ValueError(
             f"how many models are in '{MERGED}'? Its checkpoint does not say: set num_merged"
         )
-    return manifest, num_merged + 1
-
-
-def merged_checkpoint(modelpool: BaseModelPool) -> tuple[Path | None, Manifest]:
-    """Return the folder of the pool's ``_merged_`` model, and its manifest, which is empty if there
-    is none.
-    """
-    path = _path_of(modelpool, MERGED)
-    if path is None:
-        return None, {}
-    folder = expanded(path)
-    return folder, read_manifest(folder)
+    return folder, manifest, num_merged + 1
 
 
 def _path_of(modelpool: BaseModelPool, name: str) -> str | None:
