@@ -140,18 +140,6 @@ def test_a_killed_process_is_said_and_what_is_finished_is_kept(tmp_path, monkeyp
     assert (tmp_path / "references.json").exists()
 
 
-@pytest.mark.slow
-def test_finished_pairs_are_kept_and_methods_and_seeds_can_be_added(tmp_path, started):
-    first = run(tmp_path, "nufilt", **CHEAP)
-    again = run(tmp_path, seeds=(42, 43), **CHEAP)
-    run(tmp_path, seeds=(42, 43), **CHEAP)
-    assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]
-    assert (
-        again.matrices(42)["nufilt"].metrics()["ACC"]
-        == first.matrices(42)["nufilt"].metrics()["ACC"]
-    )
-
-
 def test_a_method_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, caplog):
     """It is run again by the next comparison, see tests/oracle/test_experiments.py."""
     step = NufiltContinualMergingAlgorithm.merge_step

@@ -46,7 +46,6 @@ def run(folder, taskpool, **options):
 OTHERS = {
     r"test_data\.a\.sha256 is not the same": {"numbers": (0, 1, 2, 4)},
     r"test_data\.a\.items is 4 there and 3 here": {"numbers": (0, 1, 2)},
-    r'scored is "all test data" there and "one batch .* here': {"fast_dev_run": True},
     r"taskpool\.batch_size is 2 there and 3 here": {"batch_size": 3},
 }
 
