@@ -396,7 +396,7 @@ def check_module_files(plan: Plan, task: ModelWeights) -> list[str]:
     """
     base_files = plan.pretrained.checkpoint.module_files()
     other_files = []
-    for name, content in task.module_files().items():
+    for name, content in task.checkpoint.module_files().items():
         if not _same_content(base_files.get(name), content):
             other_files.append(name)
     if not other_files:

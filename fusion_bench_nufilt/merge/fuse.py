@@ -95,8 +95,7 @@ def matrix_jobs(
 def _read(theta_0: Tensor, kept: State | None, job: Job, device: torch.device) -> MergedLayer:
     theta_0 = theta_0.detach().to(device)
     if kept is None:
-        stack = job.rule.for_stack([job.name]).init_state(theta_0[None])
-        state = {key: value[0] for key, value in stack.items()}
+        state = job.rule.state_of(job.name, theta_0)
     else:
         state = {key: value.detach().to(device) for key, value in kept.items()}
     merged = MergedLayer(job, theta_0, state, {"param": job.name, "reports": []})

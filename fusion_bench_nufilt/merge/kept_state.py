@@ -57,9 +57,8 @@ class KeptState:
         if is_adapter:
             shape = self.shape_in_basis(layer) or shape
         dtype = self.plan.dtype(layer.keys[0])
-        base = torch.empty((1, *shape), dtype=dtype, device="meta")
-        stack = self.method.for_stack([layer.name]).init_state(base)
-        likes = {name: value[0] for name, value in stack.items()}
+        base = torch.empty(shape, dtype=dtype, device="meta")
+        likes = self.method.state_of(layer.name, base)
         if not is_adapter:
             return likes
         # A list of directions has as many as all tasks can have filled.

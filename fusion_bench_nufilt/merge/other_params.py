@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.manifest import read_heads, state_key
@@ -113,8 +113,7 @@ class _Tensor:
 
     def _read(self, start: int, stop: int, job: Job, device: torch.device) -> MergedLayer:
         theta_0 = self._base(start, stop)
-        stack = job.rule.init_state(self._so_far(start, stop, theta_0)[None])
-        state = {name: value[0] for name, value in stack.items()}
+        state = job.rule.state_of(job.name, self._so_far(start, stop, theta_0))
         return MergedLayer(job, theta_0, state, {"reports": []})
 
     def _base(self, start: int, stop: int) -> Tensor:
@@ -246,7 +245,8 @@ def _read_update(plan: Plan, record: Record, job: Job, device: torch.device) -> 
     rights = []
     for model, part in parts_of_mean:
         if model.rank_of(job.name):  # else it has the base's, of which the update is zero
-            update = model.scaled(model.weight(job.name, nothing), nothing)
+            update = model.weight(job.name, nothing)
+            update = scaled_update(update, nothing, model.coefficient)
             assert isinstance(update, LowRank)
             lefts.append(update.left * part)
             rights.append(update.right)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of
@@ -189,8 +189,7 @@ def _read(plan: Plan, kept: KeptState, layer: Layer, job: Job, device: torch.dev
     if not plan.method.keeps_sums:
         state = {"weight": _weight_so_far(plan, layer, theta_0, state)}
     elif not state:
-        stack = plan.method.for_stack([layer.name]).init_state(theta_0[None])
-        state = {name: value[0] for name, value in stack.items()}
+        state = plan.method.state_of(layer.name, theta_0)
     rounding_of_base = 0.0
     # The base is computed in the dtype of the result.
     if theta_0.dtype.itemsize < FLOATS[plan.base.tensors[key].dtype].itemsize:
@@ -236,7 +235,7 @@ def _read_in_basis(
     for number, task in enumerate(plan.tasks):
         if layer.param in task.params:
             update = task.weight(layer.param, no_values)
-            update = task.scaled(update, no_values)
+            update = scaled_update(update, no_values, task.coefficient)
             assert isinstance(update, LowRank)
             factors[number] = update.to(compute_dtype(no_values))
     all_lefts = [update.left for update in factors.values()]
@@ -248,8 +247,7 @@ def _read_in_basis(
         all_rights.append(earlier["inputs"].mT)
     basis, lefts, rights = Basis.of(all_lefts, all_rights, plan.method.sides_in_basis)
     zeros = no_values.new_zeros(job.shape_merged, dtype=compute_dtype(no_values))
-    stack = plan.method.for_stack([layer.name]).init_state(zeros[None])
-    state = {name: value[0] for name, value in stack.items()}
+    state = plan.method.state_of(layer.name, zeros)
     if earlier:
         bases = {"o": lefts[-1]}
         if "inputs" in earlier:

@@ -114,8 +114,8 @@ class LayerMethod(ABC):
     @cached_property
     def state_names(self) -> tuple[str, ...]:
         """The names of what the method keeps of a layer."""
-        base = torch.empty((1, 2, 2), dtype=torch.float32, device="meta")
-        return tuple(self.for_stack(["layer"]).init_state(base))
+        base = torch.empty((2, 2), dtype=torch.float32, device="meta")
+        return tuple(self.state_of("layer", base))
 
     @property
     def keeps_sums(self) -> bool:
@@ -127,6 +127,11 @@ class LayerMethod(ABC):
         """Return the states of layers before the first task, given their pretrained weights; on the
         meta device, too, which tells their names and shapes.
         """
+
+    def state_of(self, name: str, base: Tensor) -> State:
+        """Return the state of one layer before the first task, given its pretrained weight."""
+        stack = self.for_stack([name]).init_state(base[None])
+        return {key: value[0] for key, value in stack.items()}
 
     @abstractmethod
     def update(

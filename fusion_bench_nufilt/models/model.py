@@ -177,12 +177,6 @@ class ModelWeights:
         self.source.check_finite(param, value)
         return value
 
-    def scaled(self, new: Tensor | LowRank, theta_0: Tensor) -> Tensor | LowRank:
-        """Return a weight, or the factors of an update, with the update times the model's
-        coefficient.
-        """
-        return scaled_update(new, theta_0, self.coefficient)
-
     def unit(self, param: str) -> int:
         """Return the number of elements of a tensor that are read together, or not at all."""
         if param in self.matched_rows or param not in self.keys:
@@ -253,10 +247,6 @@ class ModelWeights:
         """The configuration with which the model was trained, empty if it is not at hand."""
         config: Mapping[str, Any] = self.source.config
         return config
-
-    def module_files(self) -> dict[str, bytes]:
-        """Return the files of the modules that sentence-transformers puts behind the model."""
-        return self.checkpoint.module_files()
 
     # What is checked before a merge
 
