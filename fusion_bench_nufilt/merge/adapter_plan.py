@@ -139,11 +139,18 @@ def plan_adapter(
     shapes = reader.wrap(config)
     keys, saved = _keys(shapes, reader, ranks, plan.saved_tensors)
     plan = dataclasses.replace(plan, adapter_keys=keys, saved_tensors=saved)
-    plan = dataclasses.replace(
-        plan, files=_files(plan, ranks, shapes), small_files=_small_files(adapters, config)
-    )
+    small_files = {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    tokenizers = _tokenizers(adapters)
+    if tokenizers:
+        small_files |= tokenizers[0]
+    plan = dataclasses.replace(plan, files=_files(plan, ranks, shapes), small_files=small_files)
     reader.check(plan.files[ADAPTER_WEIGHTS], [*keys, *saved])
-    warnings = _check_tokenizers(plan)
+    warnings = []
+    if len(tokenizers) > 1:
+        warnings.append(
+            "the adapters have different tokenizer files: the result has those of the first one "
+            "that has some"
+        )
     if max(ranks.values()) > _HIGHEST_RANK_OF_VLLM:
         warnings.append(
             f"the adapter has rank {max(ranks.values())}, and vLLM takes no more than "
@@ -434,22 +441,11 @@ def _files(plan: Plan, params: Iterable[str], shapes: Mapping[str, tuple[int, ..
     return {ADAPTER_WEIGHTS: tensors}
 
 
-def _small_files(adapters: Sequence[LoraAdapter], config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the configuration of the result, and the tokenizer of the first adapter with one."""
-    files = {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
-    for adapter in adapters:
-        tokenizer = adapter.checkpoint.small_files(TOKENIZER_FILES)
-        if tokenizer:
-            return tokenizer | files
-    return files
-
-
-def _check_tokenizers(plan: Plan) -> list[str]:
+def _tokenizers(adapters: Sequence[LoraAdapter]) -> list[dict[str, bytes]]:
+    """Return the files of the tokenizers of adapters that have one, the same ones once."""
     tokenizers = []
-    for adapter in plan.tasks:
+    for adapter in adapters:
         files = adapter.checkpoint.small_files(TOKENIZER_FILES)
         if files and files not in tokenizers:
             tokenizers.append(files)
-    if len(tokenizers) > 1:
-        return ["the tasks have different tokenizer files: the result has the first task's"]
-    return []
+    return tokenizers

@@ -271,6 +271,18 @@ def test_an_update_outside_the_layers_that_is_not_merged_is_left_out_of_the_next
     assert not [key for key in tensors(second) if "embed" in key]
 
 
+def test_another_tokenizer_than_that_of_the_adapter_merged_so_far_is_said(tmp_path):
+    save_adapters(tmp_path, tasks=2)
+    file = "tokenizer_config.json"
+    for name in BOTH:
+        (tmp_path / name / file).write_text(f'{{"name": "{name}"}}')
+    first = adapter_of(tmp_path, ["math"], "first")
+    second = adapter_of(tmp_path, ["code"], "second", first)
+    assert (second / file).read_text() == (first / file).read_text() == '{"name": "math"}'
+    for out, is_said in ((first, False), (second, True)):
+        assert is_said == any("different tokenizer" in text for text in manifest(out)["warnings"])
+
+
 @pytest.mark.parametrize(
     ("config", "part"),
     [
