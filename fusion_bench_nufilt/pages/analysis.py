@@ -169,4 +169,4 @@ def _losses(measured: Mapping[str, Json]) -> ChartType:
         scale = alt.Scale(type="log", nice=False, padding=12)
         title = "loss, log scale"
         rows = [row for row in rows if row["y"]]  # 0 has no logarithm
-    return lines(rows, "step", title, size=(220, 170), y_scale={"scale": scale})
+    return lines(rows, "step", title, y_scale={"scale": scale})

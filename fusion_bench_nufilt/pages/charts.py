@@ -27,6 +27,10 @@ from .theme import (
     value_scale,
 )
 
+#: The size of a chart of curves or points by itself, and beside others.
+_ALONE = (360, 300)
+_PANEL = (220, 165)
+
 
 def heat_maps(
     rows: Rows,
@@ -96,17 +100,13 @@ def lines(
     *,
     y_scale: Options | None = None,
     among: Sequence[str] = (),
-    ranked: bool = False,
     dots: bool = True,
-    size: tuple[int, int] = (360, 300),
-    across: int = 4,
 ) -> ChartType:
     """Draw a curve for each ``name`` through its ``x`` and ``y``; a row without ``y`` is no point.
 
     ``x`` are numbers, or words at equal distances. ``low`` and ``high`` are the ends of a bar at a
     point. A row with ``level`` is a dashed line with its ``words``. Without ``y_scale``, each panel
     has the scale of its own numbers. A curve's place ``among`` all names determines how it looks.
-    A ``ranked`` legend is in the order of the curves' last numbers.
     """
     points: Rows = []
     levels = [row for row in rows if "level" in row]
@@ -115,13 +115,10 @@ def lines(
         if y is not None:
             title = f"{row['name']}, {x_title} {row['x']}: {y:.4g}"
             points.append({**row, "y": y, "title": title})
-    last = {row["name"]: row["y"] for row in points}
-    shown = list(last)
-    if ranked:
-        shown.sort(key=lambda name: -last[name])
+    shown = list(dict.fromkeys(row["name"] for row in points))
     # Below a panel, which is then no wider than a phone.
     columns = 2 if any(len(name) > 14 for name in shown) else 3
-    looks = style(among or list(last), shown, orient="bottom", columns=columns)
+    looks = style(among or shown, shown, orient="bottom", columns=columns)
     places = list(dict.fromkeys(row["x"] for row in points))
     names_with_bars = {row["name"] for row in points if "low" in row}
     if len(names_with_bars) > 1:
@@ -153,7 +150,8 @@ def lines(
             layers.append(words.encode(x=alt.XValue("width"), text="words:N"))
         return layers
 
-    return faceted(layers_of, points + levels, size, across=across)
+    is_alone = len({row.get("panel") for row in rows}) == 1
+    return faceted(layers_of, points + levels, _ALONE if is_alone else _PANEL)
 
 
 def _stand_beside(points: Rows, names: Sequence[str]) -> None:
@@ -201,7 +199,7 @@ def by_depth(rows: Rows) -> ChartType:
         dot = alt.Chart().mark_point(size=30, opacity=0.6, aria=True)
         return [dot.encode(x=x, y=y, **look, description="title:N")]
 
-    return faceted(layers_of, placed, (260, 180), across=3)
+    return faceted(layers_of, placed, _PANEL)
 
 
 def dots(rows: Rows) -> ChartType:

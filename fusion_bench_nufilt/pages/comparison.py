@@ -1,7 +1,6 @@
 """The tables, pictures and page of a comparison, made from ``results.json``."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 from altair.typing import ChartType
@@ -107,13 +106,7 @@ def _accuracy_per_step(results: Comparison, labels: Sequence[str]) -> ChartType:
     title = "mean score on the tasks seen so far (%)"
     if any("low" in row for row in rows):
         title += " ± one std"
-    chart = lines(
-        rows,
-        "models merged",
-        title,
-        among=list(curve_names.values()),
-        ranked=True,
-    )
+    chart = lines(rows, "models merged", title, among=list(curve_names.values()))
     if len(labels) < len(results.done):
         # In the picture itself, since it is shown by itself as well.
         which = f"the {len(labels)} of {len(results.done)} methods with the highest ACC"
@@ -166,8 +159,8 @@ def _sensitivity(results: Comparison) -> ChartType:
         if rows:
             ends = [row[key] for row in rows for key in ("y", "low", "high") if key in row]
             y_scale = value_scale(ends, 18)  # one for all panels
-            look: Any = {"size": (240, 150), "y_scale": y_scale}
-            charts.append(lines(rows, "value of the option", METRICS[name].title, **look))
+            title = METRICS[name].title
+            charts.append(lines(rows, "value of the option", title, y_scale=y_scale))
     return alt.vconcat(*charts, title=f"scored on {results.scored}")
 
 

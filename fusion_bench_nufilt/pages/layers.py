@@ -56,12 +56,5 @@ def layer_charts(rows: pd.DataFrame) -> dict[str, ChartType]:
     if rows["step"].nunique() > 1:
         rows = rows.assign(name=rows["layer"].map(kind), x=rows["step"])
         by_step = rows.groupby(["panel", "name", "x"], sort=False)["y"].mean().reset_index()
-        charts["by_step"] = lines(
-            by_step.to_dict("records"),
-            "step",
-            "",
-            among=KINDS,
-            size=(260, 180),
-            across=3,
-        )
+        charts["by_step"] = lines(by_step.to_dict("records"), "step", "", among=KINDS)
     return charts

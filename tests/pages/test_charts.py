@@ -8,7 +8,7 @@ from fusion_bench_nufilt.pages import charts
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix
 from fusion_bench_nufilt.pages.pictures import draw
 from fusion_bench_nufilt.pages.theme import COLOURS, DASHES, cells, style
-from tests.pages.charts import encodings, legend, marks, panels, rows_of
+from tests.pages.charts import encodings, marks, panels, rows_of
 
 NAN = float("nan")
 LAYERS = ["layers.0.self_attn.q", "layers.0.mlp.fc1", "layers.11.mlp.fc1"]
@@ -159,10 +159,13 @@ def test_no_two_places_of_an_axis_have_the_same_label(end):
 def test_the_labels_of_twenty_steps_stand_apart():
     steps = range(1, 21)
     rows = curves({"one": [1.0] * 20}, x=steps)
-    labels, _ = tick_labels(charts.lines(rows, "step", "loss", size=(260, 180)))
+    labels, _ = tick_labels(charts.lines(rows, "step", "loss"))
+    assert labels == [str(step) for step in steps]
+    beside_others = curves({"one": [1.0] * 20}, x=steps, panel="a") + curves(
+        {"one": [1.0]}, panel="b"
+    )
+    labels, *_ = tick_labels(charts.lines(beside_others, "step", "loss"))
     assert labels == [str(step) for step in steps if step % 2]
-    wide, _ = tick_labels(charts.lines(rows, "step", "loss", size=(460, 320)))
-    assert wide == [str(step) for step in steps]
 
 
 def test_a_step_after_which_nothing_was_scored_is_no_row():
@@ -243,12 +246,6 @@ def test_the_bars_of_curves_stand_side_by_side():
     assert len(set(first)) == 4
     assert sum(first) / 4 == pytest.approx(1)
     assert {row["title"] for row in rows_of(chart, name="two")} >= {"two, step 1: 1"}
-
-
-def test_the_legend_is_in_the_order_of_the_last_numbers_where_it_is_ranked():
-    swapped = CURVES[3:] + CURVES[:3]
-    assert legend(charts.lines(swapped, "step", "")) == ["two", "one"]
-    assert legend(charts.lines(swapped, "step", "", ranked=True)) == ["one", "two"]
 
 
 def test_a_dashed_line_has_its_words():
