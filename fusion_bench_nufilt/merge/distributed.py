@@ -7,6 +7,7 @@ each other's.
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy
 from torch import Tensor
@@ -22,7 +23,7 @@ from .engine import Worker, batches, memory_limit
 from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
-from .planned import jobs_in_files, layer_jobs, machine_of
+from .planned import layer_jobs, machine_of, pieces_in_files
 
 # The record of each layer, and its pieces in arrays of bytes, which Ray moves without a copy.
 _Merged = list[tuple[Record, list[tuple[TensorInfo, numpy.ndarray]]]]
@@ -78,7 +79,8 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    all_jobs = jobs_in_files(KeptState(local_plan), plan.layers, strengths)
+    kept = KeptState(local_plan)
+    all_jobs = layer_jobs(kept, plan.layers, strengths, partial(pieces_in_files, kept))
     jobs = {job.name: job for job in all_jobs}
     machine = machine_of(local_plan)
     worker = Worker(machine, memory_limit(all_jobs, machine))

@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from .kept_state import KeptState
 from .other_params import NOT_FINITE, head_files, tensors_in_files
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
-from .planned import disk_bytes, jobs_in_files, machine_of, task_strengths
+from .planned import disk_bytes, layer_jobs, machine_of, pieces_in_files, task_strengths
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ def _merge(kept: KeptState, output: Output, progress: Callable[[int, int], objec
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        jobs = jobs_in_files(kept, layers, strengths)
+        jobs = layer_jobs(kept, layers, strengths, partial(pieces_in_files, kept))
         stages = [do_jobs(jobs, machine, output.add, tensors)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

@@ -62,25 +62,17 @@ def machine_of(plan: Plan, workers: int | None = None) -> Machine:
 PiecesOfLayer = Callable[[Layer, MergedLayer, Callable[[], Tensor]], Pieces]
 
 
-def jobs_in_files(
-    kept: KeptState, layers: Sequence[Layer], strengths: Sequence[float]
-) -> list[Job]:
-    """Return the jobs that merge some layers of a plan into its files; nothing is read for this.
-
-    ``strengths`` are those of the tasks.
-    """
-    return layer_jobs(kept, layers, strengths, partial(_pieces_in_files, kept))
-
-
 def layer_jobs(
     kept: KeptState,
     layers: Sequence[Layer] | None = None,
     strengths: Sequence[float] | None = None,
     pieces: PiecesOfLayer = lambda layer, merged, weigh: (),
 ) -> list[Job]:
-    """Return the jobs that merge layers of a plan, by default all, in their order.
+    """Return the jobs that merge layers of a plan, by default all, in their order; nothing is read
+    for this.
 
-    What is kept of a layer is described once for each ``kept``, of which a merge has one.
+    ``strengths`` are those of the tasks, and ``pieces`` tells what is written of a layer. What is
+    kept of one is described once for each ``kept``, of which a merge has one.
     """
     plan = kept.plan
     strengths = strengths or [1.0] * len(plan.tasks)
@@ -116,7 +108,7 @@ def layer_jobs(
                 shape=layer.view.shape,
                 shape_merged=shape,
                 dtypes=(dtype,),
-                read=partial(_read if in_basis is None else _read_in_basis, plan, kept, layer),
+                read=partial(_read if in_basis is None else _read_in_basis, kept, layer),
                 tasks=tasks,
                 first_step=plan.first_step,
                 pieces=partial(pieces, layer),
@@ -181,7 +173,8 @@ def _stored_memory(kept: KeptState, layer: Layer, in_basis: tuple[int, int] | No
     return (base_itemsize + task_itemsize) * numel + state_bytes
 
 
-def _read(plan: Plan, kept: KeptState, layer: Layer, job: Job, device: torch.device) -> MergedLayer:
+def _read(kept: KeptState, layer: Layer, job: Job, device: torch.device) -> MergedLayer:
+    plan = kept.plan
     key = layer.keys[0]
     weight = plan.base.read(key, device)
     theta_0 = layer.view.matrix(weight.to(plan.dtype(key)))
@@ -199,7 +192,7 @@ def _read(plan: Plan, kept: KeptState, layer: Layer, job: Job, device: torch.dev
         theta_0,
         state,
         _record(layer),
-        rounding=_rounding_before(plan, kept, layer, theta_0, state),
+        rounding=_rounding_before(kept, layer, theta_0, state),
         rounding_of_base=rounding_of_base,
     )
 
@@ -208,10 +201,9 @@ def _record(layer: Layer) -> Record:
     return {"param": layer.param, "written": [], "reports": []}
 
 
-def _rounding_before(
-    plan: Plan, kept: KeptState, layer: Layer, theta_0: Tensor, state: State
-) -> float:
+def _rounding_before(kept: KeptState, layer: Layer, theta_0: Tensor, state: State) -> float:
     """Return what rounding has added to a layer in earlier merges."""
+    plan = kept.plan
     if plan.merged is None:
         return 0.0
     recorded = plan.merged_manifest.get("rounding", {}).get(layer.name)
@@ -225,10 +217,9 @@ def _rounding_before(
     return max(recorded, 2 * rounding_of(state["weight"]))
 
 
-def _read_in_basis(
-    plan: Plan, kept: KeptState, layer: Layer, job: Job, device: torch.device
-) -> LayerInBasis:
+def _read_in_basis(kept: KeptState, layer: Layer, job: Job, device: torch.device) -> LayerInBasis:
     """Read the factors of all tasks, and return the layer in their basis, on a base of zeros."""
+    plan = kept.plan
     # Of the base, an adapter's factors need nothing.
     no_values = torch.empty(0, dtype=plan.dtype(layer.keys[0]), device=device)
     factors = {}
@@ -308,7 +299,7 @@ def as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> 
     return layer.view.as_stored(weight)
 
 
-def _pieces_in_files(
+def pieces_in_files(
     kept: KeptState, layer: Layer, merged: MergedLayer, merged_weight: Callable[[], Tensor]
 ) -> Pieces:
     """Yield a layer's state, if it is kept, and its weight, with their places in the result."""
