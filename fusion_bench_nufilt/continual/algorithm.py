@@ -64,6 +64,10 @@ OnStep = Callable[[int, nn.Module], Any]
 _DESCRIBED_OTHERWISE = ("shuffle_order", "num_merged")
 
 
+class LostStepError(ValueError):
+    """A finished step is missing or damaged; the message says what of it."""
+
+
 @auto_register_config
 @takes_options(ProtocolConfig)
 class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
@@ -403,13 +407,17 @@ class ContinualMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
 
         def load_model_of_step() -> nn.Module:
             assert self.folder is not None
-            self._load_step(self.folder.read_step(step), merged)
+            try:
+                manifest = self.folder.read_step(step)
+            except ValueError as error:
+                raise LostStepError(str(error)) from error
+            self._load_step(manifest, merged)
             return merged
 
         try:
             with self.stopwatch.part(SCORING):
                 scores.score_step(step, load_model_of_step)
-        except ValueError as error:
+        except LostStepError as error:
             log.warning("the scores of step %d are lost: it has no report, and %s", step, error)
 
     def _load_step(self, manifest: Manifest, merged: nn.Module) -> None:

@@ -311,6 +311,24 @@ def test_a_report_that_is_lost_is_made_of_its_step_as_are_those_of_a_run_without
     assert again.matrix.rows() == scored.matrix.rows()
 
 
+def test_a_task_pool_that_fails_is_no_report_that_is_lost(tmp_path):
+    models = {name: Counter() for name in ("_pretrained_", "a", "b", "c")}
+    options = {"shuffle_order": False, "evaluate": "every_step"}
+    logging_to(tmp_path, Counting(**options)).run(models)
+    taskpool = Scores()
+    evaluate = taskpool.evaluate
+
+    def fail_at_first(model):
+        if not taskpool.calls:
+            taskpool.calls.append(0)
+            raise ValueError("no memory for the data")
+        return evaluate(model)
+
+    taskpool.evaluate = fail_at_first
+    with pytest.raises(ValueError, match="no memory for the data"):
+        logging_to(tmp_path, Counting(**options)).run(models, taskpool)
+
+
 def merged_onto(folder, models, **options):
     """Merge task2 onto the step of task1 that is in a folder."""
     rest = {key: models[key] for key in ("_pretrained_", "task2")}
