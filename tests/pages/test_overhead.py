@@ -39,7 +39,7 @@ def test_a_run_says_what_it_cost(tmp_path, demo):
     assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
     assert ours.parameters == other.parameters > 0
     save_comparison(result, tmp_path)
-    assert "| solving s" in (tmp_path / "table.md").read_text()
+    assert " solving s |" in (tmp_path / "table.md").read_text()
 
 
 def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch):
