@@ -89,16 +89,18 @@ def plan_adapter(
         merged_manifest = read_manifest(merged_checkpoint.folder)
     first_step = settings.first_step(merged_manifest)
     absent_base = AbsentBase(all_checkpoints, base)
-    models = _open_models(absent_base, checkpoints, coefficients, merged_checkpoint)
+    models = _open_models(absent_base, checkpoints, merged_checkpoint)
     _refuse_what_no_adapter_holds(models, targets, merged_manifest)
     for adapter in models.sources_outside(targets, first_step):
         if adapter.keys:
             with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
-            models = _open_models(with_weights, checkpoints, coefficients, merged_checkpoint)
+            models = _open_models(with_weights, checkpoints, merged_checkpoint)
             break
     architecture = models.architecture
     merged_adapter = models.merged
     opened = models.tasks
+    for task, coefficient in zip(opened, coefficients, strict=True):
+        task.coefficient = coefficient
     state = None
     if merged_checkpoint is not None:
         state = open_kept(merged_checkpoint, merged_manifest, architecture)
@@ -200,17 +202,10 @@ class _Models:
 
 
 def _open_models(
-    base: Checkpoint,
-    tasks: Sequence[Checkpoint],
-    coefficients: Sequence[float],
-    merged: Checkpoint | None,
+    base: Checkpoint, tasks: Sequence[Checkpoint], merged: Checkpoint | None
 ) -> _Models:
     architecture = Architecture.of_checkpoint(base)
-    opened = []
-    for checkpoint, coefficient in zip(tasks, coefficients, strict=True):
-        task = LoraAdapter(checkpoint, architecture)
-        task.coefficient = coefficient
-        opened.append(task)
+    opened = [LoraAdapter(checkpoint, architecture) for checkpoint in tasks]
     merged_adapter = None
     if merged is not None:
         merged_adapter = LoraAdapter(merged, architecture)
