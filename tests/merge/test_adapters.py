@@ -151,16 +151,18 @@ def test_layers_of_other_ranks_and_embeddings_are_what_peft_reads(tmp_path):
     targets = ["q_proj", "up_proj", "embed_tokens"]
     save_adapters(tmp_path, tasks=2, target_modules=targets, **patterns)
     options = {"target_modules": ["q_proj", "up_proj"], "other_params": "mean"}
-    merge(tmp_path, whole_models(BOTH), "model", **options)
+    weights = (0.5, 1.5)
+    merge(tmp_path, whole_models(BOTH), "model", settings={"weights": weights}, **options)
     expected = updates(tmp_path, "model")
     assert expected["model.embed_tokens.weight"].norm() > 0
-    at_once = adapter_of(tmp_path, BOTH, **options)
+    at_once = adapter_of(tmp_path, BOTH, settings={"weights": weights}, **options)
     assert_close(on_base(tmp_path, at_once), expected)
     config = json.loads((at_once / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == 6
     assert config["rank_pattern"]["model.layers.0.mlp.up_proj"] == 2
     one_by_one = None
-    for task in BOTH:
+    for task, weight in zip(BOTH, weights, strict=True):
+        options["settings"] = {"weights": [weight]}
         one_by_one = adapter_of(tmp_path, [task], f"after_{task}", one_by_one, **options)
     assert_close(on_base(tmp_path, one_by_one), expected)
 
