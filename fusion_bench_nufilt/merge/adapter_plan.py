@@ -120,10 +120,11 @@ def plan_adapter(
         check_tensors(selection, task, architecture)
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)
+    method = method_of(method_class, options, settings.seed, architecture, selection.layers)
     plan = Plan(
         **vars(selection),
         tasks=list(opened),
-        method=method_of(method_class, options, settings.seed, architecture, selection.layers),
+        method=method,
         settings=settings,
         merged_manifest=merged_manifest,
         merged=merged_adapter,

@@ -125,12 +125,10 @@ def _parameter(
         options_class(**{option.name: value})
         return value
 
-    return mergekit.ParameterSpec(
-        option.name,
-        Annotated[option.type, AfterValidator(check)],
-        mergekit.ParameterScope.SHARED,
-        method_class.defaults.get(option.name, option.default),
-    )
+    checked: Any = Annotated[option.type, AfterValidator(check)]
+    default = method_class.defaults.get(option.name, option.default)
+    scope = mergekit.ParameterScope.SHARED
+    return mergekit.ParameterSpec(option.name, checked, scope, default)
 
 
 class _Base(NamedTuple):

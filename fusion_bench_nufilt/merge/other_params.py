@@ -119,9 +119,9 @@ class _Tensor:
     def _base(self, start: int, stop: int) -> Tensor:
         """Return the base's elements, which has the rows of new tokens as all other models do."""
         if self.is_copied:
-            stored = self.plan.base.opened[self.info.file].read_bytes(
-                self.info.start + start, self.info.start + stop
-            )
+            file = self.plan.base.opened[self.info.file]
+            first = self.info.start
+            stored = file.read_bytes(first + start, first + stop)
             return stored.view(FLOATS.get(self.info.dtype, torch.uint8))
         dtype = self.plan.dtype(self.key)
         read = partial(self.plan.base.elements, self.key)

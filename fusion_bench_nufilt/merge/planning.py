@@ -158,15 +158,20 @@ def _plan_model(
     for layer in selection.layers:
         checkpoint.check_floats(layer.keys)
 
+    method = method_of(method_class, options, settings.seed, architecture, selection.layers)
+
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
+    models = models_by_role(pretrained, merged_model, None, opened)
+    embeddings = architecture.embeddings(pretrained.params)
+    earlier_vocabulary = merged_manifest.get("vocabulary", {})
     vocabulary = join_vocabularies(
-        models_by_role(pretrained, merged_model, None, opened),
-        architecture.embeddings(pretrained.params),
+        models,
+        embeddings,
         settings.tokenizer or "union",
         small_files,
-        merged_manifest.get("vocabulary", {}).get("token_weights", {}),
+        earlier_vocabulary.get("token_weights", {}),
         layers=[layer.param for layer in selection.layers],
         first_alone=targets.other_params == "first",
         kept=state,
@@ -177,16 +182,17 @@ def _plan_model(
     files = arrange_files(selection, vocabulary, settings)
     untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
+    small_files = small_files_of(small_files, checkpoint, files, settings.dtype, untied)
     plan = Plan(
         **vars(selection),
         tasks=opened,
-        method=method_of(method_class, options, settings.seed, architecture, selection.layers),
+        method=method,
         settings=settings,
         merged_manifest=merged_manifest,
         heads=describe_heads(heads, pretrained, opened, merged_manifest),
         merged=merged_model,
         state=state,
-        small_files=small_files_of(small_files, checkpoint, files, settings.dtype, untied),
+        small_files=small_files,
         files=files,
         vocabulary=vocabulary,
     )
