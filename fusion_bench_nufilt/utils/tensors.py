@@ -300,9 +300,11 @@ def is_finite(values: Tensor) -> bool:
 
 
 def in_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of this name in a dtype; refuse values that are too large for that."""
+    """Return a merged tensor of this name in a dtype; refuse values too large for that, and NaN."""
     converted = value.to(dtype)
     if not is_finite(converted):
+        if value.isnan().any():
+            raise ValueError(f"tensor '{name}' was merged to NaN")
         raise ValueError(
             f"tensor '{name}' has values that {dtype} can't hold: choose another dtype"
         )

@@ -67,3 +67,9 @@ def test_a_state_that_changes_its_shape_is_refused_by_name(stream, monkeypatch):
     message = r"method 'running_sum': update\(\) was given the state .*, returned {'sum': \(1, 1\)"
     with pytest.raises(ValueError, match=message):
         merge(stream, method="running_sum")
+
+
+def test_a_weight_that_is_no_number_is_not_called_too_large(stream, monkeypatch):
+    monkeypatch.setattr(RunningSum, "merged_weight", lambda self, state, base: base * torch.nan)
+    with pytest.raises(ValueError, match=r"_proj\.weight' was merged to NaN$"):
+        merge(stream, method="running_sum")
