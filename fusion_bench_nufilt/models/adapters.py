@@ -109,6 +109,7 @@ class LoraAdapter(ModelWeights):
         self.source.check_not_empty(key for key in tensors if not _is_of_base(key))
         keys: dict[str, dict[str, str]] = {}  # by part, of each module with factors
         unknown = []
+        no_layers: set[str] = set()  # modules with factors or lengths of something else
         for key in tensors:
             if _is_of_base(key) or (SAVED in key and key.replace(SAVED, ".") in tensors):
                 continue
@@ -121,8 +122,13 @@ class LoraAdapter(ModelWeights):
                 keys.setdefault(place.module, {})[place.part] = key
             else:
                 unknown.append(key)
+                if place.part != WHOLE:
+                    no_layers.add(place.module)
         # Before the unknown are sent to peft, which passes over such names and merges nothing.
         self._refuse_named(unknown)
+        # Of a convolution by DoRA, some tensors look like a layer's.
+        for module in keys.keys() & no_layers:
+            del keys[module]
         self._add_factors(keys, architecture)
         self._share(architecture)
         if self.config.get("trainable_token_indices") and not self.trained_rows:

@@ -413,6 +413,7 @@ OTHER_KINDS = {
     "ADALORA": peft.AdaLoraConfig(**QUERIES, total_step=10),  # which has A and B, too
     "IA3": peft.IA3Config(**QUERIES, feedforward_modules=[]),
     "convolution": LoraConfig(target_modules=["q_proj", "patch_embedding"]),
+    "convolution by DoRA": LoraConfig(target_modules=["patch_embedding"], use_dora=True),
 }
 
 
@@ -420,7 +421,7 @@ OTHER_KINDS = {
 def test_an_adapter_of_another_kind_is_refused_and_what_peft_merges_it_into_is_merged(
     tmp_path, kind
 ):
-    if kind == "convolution":
+    if kind.startswith("convolution"):
         base = clip()
         refusal = "no LoRA of a linear layer"
     else:
