@@ -219,26 +219,32 @@ def verify_merged(plan: Plan) -> list[str]:
     if not plan.merged_manifest:
         return []
     merged = plan.merged.checkpoint
-    names = []
+    small_files = []
     for name in plan.merged_manifest.get("files", {}):
         # People edit a card; files of weights are checked below, by what was opened of them.
         if name != CARD and not name.endswith(".safetensors"):
-            names.append(name)
-    advice = "configurations in the result are the base's"
+            small_files.append(name)
     if plan.settings.verify:
-        advice = _CHANGED
-        # Configurations, too: the result has the base's, and an edit would be lost without a word.
-        names += merged.opened
+        state_files = []
         if plan.state is not None:
             state_folder = Path(STATE_FILE).parent
-            names += [f"{state_folder}/{name}" for name in plan.state.source.opened]
-    try:
-        verify_files(merged.folder, plan.merged_manifest, advice, names)
-    except ValueError as error:
-        if plan.settings.verify:
-            raise
-        return [str(error)]
-    return []
+            state_files = [f"{state_folder}/{name}" for name in plan.state.source.opened]
+        # Configurations, too: the result has the base's, and an edit would be lost without a word.
+        names = [*merged.opened, *state_files, *small_files]
+        verify_files(merged.folder, plan.merged_manifest, _CHANGED, names)
+        return []
+    warnings = []
+    for name in small_files:
+        try:
+            verify_files(
+                merged.folder,
+                plan.merged_manifest,
+                "configurations in the result are the base's",
+                [name],
+            )
+        except ValueError as error:
+            warnings.append(str(error))
+    return warnings
 
 
 def check_tensors(

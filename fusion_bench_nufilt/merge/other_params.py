@@ -207,21 +207,23 @@ def _pieces_in_files(
     if mean_place is not None:
         yield mean_place, value.to(FLOATS[mean_place.dtype])
     # What is infinite in the base stays so, and no dtype is to blame.
-    is_copy = not is_finite(value)
-    if is_copy and "not_finite" not in record:
+    stays = value.is_floating_point() and not is_finite(value)
+    if stays and "not_finite" not in record:
         # In the record, so that a run that goes on has it in its manifest, too.
         record["not_finite"] = tensor.key
         log.warning(NOT_FINITE, tensor.key)
     for place in tensor.places:
         dtype = FLOATS.get(place.dtype, value.dtype)
-        yield place, value.to(dtype) if is_copy else in_dtype(tensor.key, value, dtype)
+        if stays or dtype == value.dtype:
+            yield place, value.to(dtype)
+        else:
+            yield place, in_dtype(tensor.key, value, dtype)
 
 
 def _job_of_update(plan: Plan, param: str, record: Record) -> Job:
     """Return the job of what adapters change of a tensor outside the merged layers: the factors of
     the update that the rule ``other_params`` makes of theirs.
     """
-
     return Job(
         name=param,
         rule=Keep(None, ()),

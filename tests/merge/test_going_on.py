@@ -70,11 +70,13 @@ def test_what_was_changed_since_it_was_saved_is_refused_unless_the_user_knows(st
 
 def test_without_digests_it_is_said_that_an_edited_configuration_is_not_in_the_result(stream):
     one = merge(stream, ["task1"], "one")
-    change_json(one / "config.json", rope_theta=1e6)
+    files = ["config.json", "generation_config.json"]
+    for file in files:
+        change_json(one / file, rope_theta=1e6)
     out = merge(stream, ["task2"], merged="one", settings={"verify": False})
-    (warning,) = manifest(out)["warnings"]
-    assert "'one': config.json is not what was saved" in warning
-    assert "configurations in the result are the base's" in warning
+    for file, warning in zip(files, manifest(out)["warnings"], strict=True):
+        assert f"'one': {file} is not what was saved" in warning
+        assert "configurations in the result are the base's" in warning
     assert (out / "config.json").read_bytes() == (stream / "base" / "config.json").read_bytes()
 
 
