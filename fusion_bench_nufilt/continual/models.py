@@ -116,6 +116,17 @@ def refuse_missing_keys(name: str, keys: Sequence[str], *, can_exclude: bool) ->
     )
 
 
+def load_stored(
+    modelpool: BaseModelPool, name: str, merged: Collection[str] | None = None
+) -> nn.Module:
+    """Load a model; refuse one whose weights to be merged (by default all) were drawn at random."""
+    model, missing_keys = load_model(modelpool, name)
+    if merged is not None:
+        missing_keys = [key for key in missing_keys if key in merged]
+    refuse_missing_keys(name, missing_keys, can_exclude=False)
+    return model
+
+
 def _same_tensor(key: str, other: str) -> bool:
     """Tell whether two keys may be of one tensor: one may have the name of a larger module before
     it.

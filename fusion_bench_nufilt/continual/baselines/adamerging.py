@@ -10,7 +10,7 @@ from fusion_bench.mixins import LightningFabricMixin
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fusion_bench_nufilt.continual.models import PRETRAINED
+from fusion_bench_nufilt.continual.models import PRETRAINED, load_stored
 from fusion_bench_nufilt.continual.stopwatch import DATA, Stopwatch
 from fusion_bench_nufilt.utils.options import options_of, split_options, takes_options
 
@@ -59,8 +59,8 @@ class NewTaskAdaMergingAlgorithm(LightningFabricMixin, BaseAlgorithm):
         if data is None:
             with stopwatch.part(DATA):
                 data = task_data("AdaMerging", taskpool, names[-1], modelpool)
-        pretrained = modelpool.load_model(PRETRAINED)
-        models = [modelpool.load_model(name) for name in names]
+        pretrained = load_stored(modelpool, PRETRAINED)
+        models = [load_stored(modelpool, name) for name in names]
         merged = _Merged(pretrained, models, self.init_values, self.fabric.device)
         config = options_of(EntropyConfig, self)
         data.minimise_entropy(merged, [merged.coefficients], config, self.seed, stopwatch)

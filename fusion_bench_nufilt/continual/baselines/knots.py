@@ -13,7 +13,14 @@ from fusion_bench.method.ties_merging.ties_merging_utils import (
 )
 from torch import Tensor, nn
 
-from fusion_bench_nufilt.continual.models import PRETRAINED, as_pool
+from fusion_bench_nufilt.continual.models import (
+    PRETRAINED,
+    as_pool,
+    load_model,
+    load_stored,
+    refuse_missing_keys,
+)
+from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models.layers import select_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
@@ -67,9 +74,15 @@ class KnotsTiesMergingAlgorithm(BaseAlgorithm):
     def run(self, modelpool: BaseModelPool | Mapping[str, nn.Module]) -> nn.Module:
         """Merge all models of a pool at once into its pretrained model, which is changed."""
         modelpool = as_pool(modelpool)
-        pretrained: nn.Module = modelpool.load_model(PRETRAINED)
-        models = [modelpool.load_model(name) for name in modelpool.model_names]
-        for view in select_layers(pretrained, "all-linear").values():
+        pretrained, missing_keys = load_model(modelpool, PRETRAINED)
+        layers = select_layers(pretrained, "all-linear")
+        keys = {view.key for view in layers.values()}
+        missing_keys = [key for key in missing_keys if key in keys]
+        refuse_missing_keys(PRETRAINED, missing_keys, can_exclude=False)
+        models = [load_stored(modelpool, name, keys) for name in modelpool.model_names]
+        for name, model in zip(modelpool.model_names, models, strict=True):
+            check_module(pretrained, model, name, layers=keys)
+        for view in layers.values():
             theta_0 = to_compute_dtype(view.read(pretrained))
             taus = [to_compute_dtype(view.read(model)) - theta_0 for model in models]
             tau = taus[0]

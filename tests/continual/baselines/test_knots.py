@@ -5,12 +5,13 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from fusion_bench import BaseModelPool
 from torch import nn
 
 from fusion_bench_nufilt.continual.baselines.knots import KnotsTiesMergingAlgorithm, knots_ties
 from tests.continual.baselines.helpers import unchanged
 from tests.pairs import pairs
-from tests.tiny_models import clip, finetuned
+from tests.tiny_models import clip, damaged_clip, finetuned
 
 SHAPES = [(7, 4), (3, 8)]
 
@@ -121,6 +122,11 @@ def test_half_precision_is_merged_in_single():
         assert torch.equal(merged.get_parameter(key), value.bfloat16())
 
 
+def test_a_model_of_another_shape_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'odd'.*'weight'.*\(3, 2\).*\(2, 2\)"):
+        KnotsTiesMergingAlgorithm().run({"_pretrained_": nn.Linear(2, 2), "odd": nn.Linear(2, 3)})
+
+
 @pytest.mark.parametrize("bad", [{"threshold": 0}, {"threshold": 101}, {"merge_func": "average"}])
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))}.*{next(iter(bad.values()))}"):
@@ -134,3 +140,11 @@ def test_singular_values_are_cut_where_fusion_bench_cuts_them():
     large[0, 0] = 1.1e-4
     assert not knots_ties([small, torch.zeros(4, 4)], 100, "sum").any()
     assert knots_ties([large, torch.zeros(4, 4)], 100, "sum").any()
+
+
+@pytest.mark.parametrize("damaged", ["_pretrained_", "a"])
+def test_a_weight_that_was_drawn_at_random_is_refused_by_name(tmp_path, damaged):
+    entry, key = damaged_clip(tmp_path)
+    models = BaseModelPool({"_pretrained_": clip(), "a": clip(1), damaged: entry})
+    with pytest.raises(ValueError, match=rf"model '{damaged}': its checkpoint lacks '{key}'"):
+        KnotsTiesMergingAlgorithm().run(models)
