@@ -44,7 +44,6 @@ from fusion_bench_nufilt.utils.tensors import (
     replace_rows,
     select_rows,
     stack,
-    to_compute_dtype,
 )
 
 log = logging.getLogger(__name__)
@@ -376,8 +375,6 @@ class Worker:
                 # The task's own and the base's, at the task's coefficient.
                 rounding = 2 * task.coefficient**2 * of_values
             weight = scaled_update(weight, layer.theta_0, task.coefficient)
-            if isinstance(weight, LowRank) and not job.rule.supports_low_rank:
-                weight = to_compute_dtype(layer.theta_0) + weight.product()
             rank = weight.rank if isinstance(weight, LowRank) else None
             before = layer.rounding
             key = (rounding, before, rank)

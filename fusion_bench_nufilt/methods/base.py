@@ -61,8 +61,6 @@ class LayerMethod(ABC):
     """Bytes per element in its computations: 4 for float32, 8 for float64."""
     solves_together: ClassVar[bool] = False
     """Whether an accelerator solves layers of one shape faster together."""
-    supports_low_rank: ClassVar[bool] = False
-    """Whether :meth:`update` also takes a task as the factors of its update."""
     weighs_tasks: ClassVar[bool] = False
     """Whether the result depends on the ``strength`` of whole tasks."""
     sides_in_basis: ClassVar[str] = ""

@@ -37,7 +37,6 @@ class Nufilt(LayerMethod):
     citation = "null-space filtering ([Qiu et al., ICLR 2026](https://arxiv.org/abs/2509.21413))"
     Options = METHOD_TABLE[name].Options
     solves_together = True
-    supports_low_rank = True
     sides_in_basis = "o"  # and not "i": A is drawn in the layer's own inputs
     state_axes: ClassVar[Mapping[str, str]] = {"weight": "oi"}
     logged = ("task_norm", "merged_norm", "filtered_share", "overlap", "loss_before", "loss_after")

@@ -44,7 +44,6 @@ class OrderFree(LayerMethod):
     Options: ClassVar[type] = ScaleConfig
     defaults: ClassVar[Mapping[str, Any]] = ORDER_FREE_DEFAULTS
     itemsize = 8
-    supports_low_rank = True
     sides_in_basis = "oi"
     direction_names: tuple[str, ...] = ()
     """Names of tensors in the state whose columns are of length 1 or 0, which are kept in float16
