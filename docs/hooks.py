@@ -22,12 +22,11 @@ from fusion_bench_nufilt.methods.options import (
     Settings,
     SpectralConfig,
     TargetConfig,
-    TsvConfig,
 )
 from fusion_bench_nufilt.nufilt import FusionConfig
 from fusion_bench_nufilt.utils.options import choices
 
-METHODS = (FusionConfig, SpectralConfig, ScaleConfig, TsvConfig)
+METHODS = (FusionConfig, SpectralConfig, ScaleConfig)
 KINDS = (*METHODS, TargetConfig, DeviceConfig, ProtocolConfig, RuleConfig, Settings)
 # A page says `<!-- options: FusionConfig -->` where a table is to stand, or `<!-- options:
 # FusionConfig lr ridge -->` for these two options; in options.md the table is committed, too.

@@ -25,9 +25,6 @@ from fusion_bench_nufilt.utils.options import (
 if TYPE_CHECKING:
     import torch
 
-# Directions below this share of the strongest are rounding errors: 8 eps of float32.
-RTOL = 1e-6
-
 # By the heading above them in help and in the documentation.
 _order_free_option = partial(option, panel="Order-free methods")
 _layer_option = partial(option, panel="Layers")
@@ -73,25 +70,6 @@ class SumConfig(ScaleConfig):
 
 
 @dataclass(frozen=True)
-class TsvConfig(ScaleConfig):
-    """The settings of TSV-M."""
-
-    keep: float = _order_free_option(
-        1.0,
-        "A task keeps at most this share of a layer's directions; below 1, they are found by two "
-        "rounds of subspace iteration.",
-    )
-    faintest: float = _order_free_option(
-        RTOL, "Directions below this share of a task's strongest are left out."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.keep > 1:
-            raise ValueError(f"keep must be at most 1, got {self.keep!r}")
-
-
-@dataclass(frozen=True)
 class SpectralConfig(RampConfig):
     """The settings of spectral voting."""
 
@@ -99,11 +77,6 @@ class SpectralConfig(RampConfig):
         0.9, "Strength of a direction, over the tasks' mean largest singular value.", symbol="κ"
     )
     damp: float = _order_free_option(0.5, "Directions that n tasks share are held down by n^-damp.")
-    faintest: float = _order_free_option(
-        RTOL,
-        "Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in "
-        "float32.",
-    )
 
 
 #: Other defaults of NUFILT, by name; `config/method` says what each is for.
@@ -140,7 +113,7 @@ METHOD_TABLE: dict[str, MethodEntry] = {
     "nufilt": MethodEntry("nufilt", "Nufilt", FusionConfig, {}),
     "spectral": MethodEntry("spectral", "Spectral", SpectralConfig, ORDER_FREE_DEFAULTS),
     "sum": MethodEntry("order_free", "Sum", SumConfig, ORDER_FREE_DEFAULTS),
-    "tsv_stream": MethodEntry("spectral", "TsvStream", TsvConfig, ORDER_FREE_DEFAULTS),
+    "tsv_stream": MethodEntry("spectral", "TsvStream", ScaleConfig, ORDER_FREE_DEFAULTS),
     "best": MethodEntry("spectral", "Best", ScaleConfig, {**ORDER_FREE_DEFAULTS, "ramp": 0.4}),
 }
 for _name, _defaults in VARIANTS.items():

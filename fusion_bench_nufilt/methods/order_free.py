@@ -18,14 +18,8 @@ from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
 from fusion_bench_nufilt.utils.tensors import compute_dtype, stack, to_compute_dtype
 
 from .base import LayerMethod, Measures, State, block_bytes, block_of
-from .options import (
-    METHOD_TABLE,
-    ORDER_FREE_DEFAULTS,
-    RTOL,
-    RampConfig,
-    ScaleConfig,
-)
-from .task_vector import TaskVector
+from .options import METHOD_TABLE, ORDER_FREE_DEFAULTS, RampConfig, ScaleConfig
+from .task_vector import RTOL, TaskVector
 
 # Products in float32 know directions down to this share of the strongest, 840 eps of float32: they
 # are wrong by a few eps of the strongest one.

@@ -2,11 +2,9 @@
 mean, `best`.
 """
 
-import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -17,20 +15,9 @@ from fusion_bench_nufilt.nufilt.blocks import row_blocks
 from fusion_bench_nufilt.nufilt.eigenvectors import gram_matrix
 
 from .base import State, block_bytes
-from .options import (
-    METHOD_TABLE,
-    ScaleConfig,
-    SpectralConfig,
-    TsvConfig,
-)
-from .order_free import (
-    RTOL_OF_FLOAT32,
-    OrderFree,
-    map_spectrum,
-)
-from .task_vector import Directions, TaskVector, least_vote
-
-_warn_once = cache(logging.getLogger(__name__).warning)
+from .options import METHOD_TABLE, ScaleConfig, SpectralConfig
+from .order_free import RTOL_OF_FLOAT32, OrderFree, map_spectrum
+from .task_vector import RTOL, Directions, TaskVector, least_vote
 
 
 class FirstWhole(OrderFree):
@@ -99,6 +86,9 @@ class Spectral(FirstWhole):
 
     scale_option = "kappa"
     options: SpectralConfig
+    faintest = RTOL
+    """Votes below this share of the strongest are left out; from 1e-4 on, votes are computed in
+    float32."""
 
     state_axes: ClassVar[Mapping[str, str]] = {
         "votes": "oi",
@@ -107,11 +97,10 @@ class Spectral(FirstWhole):
     }
 
     def accumulate_next(self, state: State, task: TaskVector) -> State:
-        faintest = self.options.faintest
-        if faintest < RTOL_OF_FLOAT32:
+        if self.faintest < RTOL_OF_FLOAT32:
             A, s_1 = task.vote()
         else:
-            A, s_1 = task.rough_vote(faintest)
+            A, s_1 = task.rough_vote(self.faintest)
         vote_energy = state["vote_energy"] + A.to(torch.float64, copy=True).square_().sum()
         # In place, and last of all: where a solver fails, another begins with the state as it was.
         votes = state["votes"]
@@ -143,7 +132,7 @@ class Spectral(FirstWhole):
         return map_spectrum(
             state["votes"],
             lambda sigma: strength * flatten(sigma, self.options.damp),
-            self.options.faintest,
+            self.faintest,
             directions,
         )
 
@@ -180,7 +169,12 @@ class TsvStream(OrderFree):
     Options = METHOD_TABLE[name].Options
     direction_names = ("left", "right")
 
-    options: TsvConfig
+    options: ScaleConfig
+    keep = 1.0
+    """A task keeps at most this share of a layer's directions; below 1, they are found by two
+    rounds of subspace iteration."""
+    faintest = RTOL
+    """Directions below this share of a task's strongest are left out."""
 
     state_axes: ClassVar[Mapping[str, str]] = {
         "left": "ok",
@@ -191,12 +185,12 @@ class TsvStream(OrderFree):
 
     def num_directions(self, k: int, tasks: int) -> int:
         """Return how many of k directions each of the tasks keeps."""
-        return max(1, min(k // max(1, tasks), int(k * self.options.keep)))
+        return max(1, min(k // max(1, tasks), int(k * self.keep)))
 
     def directions_of(self, task: TaskVector, k: int, tasks: int) -> Directions:
         """Return those directions of a new task, the last of several, that it keeps."""
         count = self.num_directions(k, tasks)
-        if self.options.keep < 1:
+        if self.keep < 1:
             # As many as a first task keeps, so that all methods share one iteration.
             U, s, V = task.leading(self.num_directions(k, 1))
             U = U[:, :count]
@@ -204,7 +198,7 @@ class TsvStream(OrderFree):
             V = V[:, :count]
         else:
             U, s, V = task.directions(count)
-        is_kept = s > self.options.faintest * s[:1]
+        is_kept = s > self.faintest * s[:1]
         return Directions(U * is_kept, s * is_kept, V * is_kept)
 
     def accumulate(self, state: State, task: TaskVector) -> State:
@@ -212,18 +206,7 @@ class TsvStream(OrderFree):
         k = len(state["values"])
         # In a basis, a task has no more directions than that.
         count = min(self.num_directions(k, tasks), len(state["left"]), len(state["right"]))
-        # Not what the options say now: an earlier merge may have had another ``keep``.
         count_before = max(1, int(state["columns"]))
-        kept_before = min(self.num_directions(k, tasks - 1), len(state["left"]))
-        if tasks > 1 and count_before < min(count, kept_before, len(state["right"])):
-            _warn_once(
-                "keep=%g is larger than it was: earlier tasks have %d of the %d directions that "
-                "each may have now, and what was cut of them can't come back. To have the method's "
-                "own result, merge all tasks anew",
-                self.options.keep,
-                count_before,
-                count,
-            )
         starts = range(0, min(k, (tasks - 1) * count_before), count_before)
         columns: dict[str, Tensor] = {}
         for name, all_new in self.directions_of(task, k, tasks)._asdict().items():
@@ -272,9 +255,10 @@ RTOL_OF_EIGENVALUES = 1e-3
 SAME_DIRECTION = 3 * torch.finfo(torch.float16).eps
 
 
-def polar_factor(X: Tensor, faintest: float = SAME_DIRECTION) -> Tensor:
+def polar_factor(X: Tensor) -> Tensor:
     r"""Return :math:`U V^\top` for :math:`X = U s V^\top`, ``(d, n)`` with n <= d, without the
-    directions whose singular value is at most ``faintest``, where columns have the length 1.
+    directions whose singular value is at most :data:`SAME_DIRECTION`, where columns have the length
+    1.
 
     Tasks that share directions have fewer of them than columns, and the rest is rounding, or a
     difference no larger than that, which this would raise to full strength.
@@ -298,7 +282,7 @@ def polar_factor(X: Tensor, faintest: float = SAME_DIRECTION) -> Tensor:
     U_faint = U_faint @ rotation
     V_faint = V_faint @ rotation
     s_faint = torch.linalg.vector_norm(U_faint, dim=0)
-    U_faint = U_faint * torch.where(s_faint > faintest, 1 / s_faint, 0)
+    U_faint = U_faint * torch.where(s_faint > SAME_DIRECTION, 1 / s_faint, 0)
     return U @ V.mT + (U_faint @ V_faint.mT).to(X)
 
 
@@ -309,7 +293,7 @@ class Best(FirstWhole):
     norms of the layer's task vectors.
 
     TSV-M merges the few directions that matter most to a task, spectral voting what many directions
-    have in common. Three of their options make both of them cheap: TSV-M keeps at most an eighth of
+    have in common. Three bounds make both of them cheap: TSV-M keeps at most an eighth of
     a layer's directions of each task, and none below a fiftieth of the task's strongest; votes
     below a ten-thousandth of the strongest are left out.
 
@@ -333,18 +317,12 @@ class Best(FirstWhole):
     direction_names = TsvStream.direction_names
     weighs_tasks = True
 
-    def __init__(
-        self,
-        options: ScaleConfig,
-        layers: Sequence[str],
-        seed: int = 42,
-        last_blocks: Mapping[str | None, int] | None = None,
-        shapes: Mapping[str, tuple[int, int]] | None = None,
-    ) -> None:
-        super().__init__(options, layers, seed, last_blocks, shapes)
-        # Without a ramp: the strength of best has one, which multiplies both updates.
-        self.tsv = TsvStream(TsvConfig(scale=1.5, keep=1 / 8, faintest=1 / 50), layers)
-        self.votes = Spectral(SpectralConfig(damp=1.0, faintest=1e-4), layers)
+    # Of any layer, and without a ramp: the strength of best has one, which multiplies both updates.
+    tsv = TsvStream(ScaleConfig(scale=1.5), [])
+    tsv.keep = 1 / 8
+    tsv.faintest = 1 / 50
+    votes = Spectral(SpectralConfig(damp=1.0), [])
+    votes.faintest = 1e-4
 
     state_axes: ClassVar[Mapping[str, str]] = {
         "strength": "",
@@ -394,7 +372,7 @@ class Best(FirstWhole):
         if len(values) < tasks * columns:  # of more tasks than directions, some have none
             return None
         strongest = values[::columns].repeat_interleave(columns)
-        votes = values > least_vote(self.votes.options.faintest) * strongest
+        votes = values > least_vote(self.votes.faintest) * strongest
         if votes[columns - 1 :: columns].any():
             return None
         left, right = state["left"], state["right"]

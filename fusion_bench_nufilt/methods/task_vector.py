@@ -27,8 +27,8 @@ from fusion_bench_nufilt.utils.tensors import (
     to_compute_dtype,
 )
 
-from .options import RTOL
-
+# Directions below this share of the strongest are rounding errors: 8 eps of float32.
+RTOL = 1e-6
 NUM_TAKEN_OUT = 16  # the leading directions that are taken out
 # A task's vote is sought, and its rank is measured, in its share of a layer's directions if there
 # were so many tasks.

@@ -99,10 +99,9 @@ def test_another_base_of_the_same_name_is_refused_before_any_work(stream):
 
 @pytest.mark.parametrize("kind", [METHODS[name] for name in ORDER_FREE], ids=ORDER_FREE)
 def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(stream, kind):
-    kept = ("keep", "faintest")  # these say what is kept of a task as it arrives
     options = {}
     for field in dataclasses.fields(kind.Options):
-        if isinstance(field.default, float) and field.name not in kept:
+        if isinstance(field.default, float):
             options[field.name] = field.default * 1.1 + 0.1
     merge(stream, ["task1", "task2"], "two", method=kind.name)
     on = merge(stream, ["task3"], "on", merged="two", method=kind.name, **options)

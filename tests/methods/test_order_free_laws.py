@@ -10,7 +10,7 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
 
 from fusion_bench_nufilt.merge.fuse import matrix_jobs, merge_matrices
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
-from fusion_bench_nufilt.methods.options import ScaleConfig, TsvConfig
+from fusion_bench_nufilt.methods.options import ScaleConfig
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.methods.spectral import Best, TsvStream
 from fusion_bench_nufilt.methods.task_vector import TaskVector
@@ -105,7 +105,7 @@ def test_a_task_of_rank_r_has_r_directions_whatever_the_eigensolver_returns_for_
     for solver in (eigh, with_another_null_space):
         monkeypatch.setattr(torch.linalg, "eigh", solver)
         assert distance(merge(TsvStream, taus), expected) < 1e-9
-    method = TsvStream(TsvConfig(), ["layer"])
+    method = TsvStream(ScaleConfig(), ["layer"])
     theta_0 = torch.ones(48, 40)
     state = start(method, theta_0)
     for tau in taus:  # as the difference of two models in float32

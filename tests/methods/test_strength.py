@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fusion_bench_nufilt.methods import spectral
-from fusion_bench_nufilt.methods.options import ScaleConfig, SpectralConfig, TsvConfig
+from fusion_bench_nufilt.methods.options import ScaleConfig, SpectralConfig
 from fusion_bench_nufilt.methods.spectral import Best, Spectral, TsvStream
 from tests.methods.helpers import add, start
 from tests.methods.test_spectral import distance, task_vectors
@@ -17,8 +16,6 @@ def test_an_option_out_of_its_range_is_refused():
     for scale in (0, -1, float("inf"), "auto", None, True):
         with pytest.raises(ValueError, match="scale must be a number > 0, got"):
             ScaleConfig(scale=scale)
-    with pytest.raises(ValueError, match=r"keep must be at most 1, got 1\.5"):
-        TsvConfig(keep=1.5)
     for key, value in (("kappa", 0), ("damp", -1), ("damp", True), ("ramp", 1), ("ramp", "x")):
         with pytest.raises(ValueError, match=key):
             SpectralConfig(**{key: value})
@@ -142,28 +139,3 @@ def test_of_more_tasks_than_directions_the_strongest_keep_theirs_in_any_order():
     expected = update(TsvStream, [taus[0], taus[2], taus[4]])
     for tasks in (taus, taus[::-1]):
         assert distance(update(TsvStream, tasks), expected) < 1e-9
-
-
-@pytest.mark.parametrize("keeps", [(1.0, 0.25), (0.25, 1.0)])
-def test_another_keep_from_the_middle_on_cuts_the_earlier_tasks_where_they_are(keeps):
-    """The columns of a state are as wide as they were when it was made."""
-    taus = task_vectors((48, 40), count=3, rank=3)
-    first = TsvStream(TsvConfig(keep=keeps[0]), ["layer"])
-    later = TsvStream(TsvConfig(keep=keeps[1]), ["layer"])
-    state = state_of(first, taus[:2])
-    state = add(later, state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
-    expected = later.merged_update(state_of(later, taus), later.scale, (48, 40))
-    assert distance(later.merged_update(state, later.scale, (48, 40)), expected) < 1e-6
-
-
-def test_a_larger_keep_from_the_middle_on_says_that_what_was_cut_cannot_come_back(caplog):
-    spectral._warn_once.cache_clear()
-    taus = task_vectors((48, 40), count=3)
-    later = TsvStream(TsvConfig(keep=0.5), ["layer"])
-    same_keep = state_of(later, taus[:2])
-    add(later, same_keep, torch.zeros(48, 40, dtype=torch.float64), taus[2])
-    assert not caplog.messages
-    state = state_of(TsvStream(TsvConfig(keep=0.1), ["layer"]), taus[:2])
-    add(later, state, torch.zeros(48, 40, dtype=torch.float64), taus[2])
-    (message,) = caplog.messages
-    assert "keep=0.5 is larger than it was: earlier tasks have 4 of the 13" in message
