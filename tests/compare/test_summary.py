@@ -10,13 +10,7 @@ import pytest
 from fusion_bench_nufilt.compare.configs import is_tracker, make_trackers
 from fusion_bench_nufilt.compare.summary import log_comparison
 from fusion_bench_nufilt.pages.metrics import Mean
-from tests.compare.helpers import SCORES, comparison, failed, final, finished, mean_of
-
-
-def test_mean_and_sample_deviation():
-    mean = Mean.of([0.1, 0.2, 0.6])
-    assert (mean.mean, mean.std, mean.count) == pytest.approx((0.3, math.sqrt(0.07), 3))
-    assert mean.percent() == "30.0 ± 26.5"
+from tests.compare.helpers import SCORES, comparison, failed, finished, mean_of
 
 
 def test_one_value_has_no_deviation_and_none_no_mean():
@@ -27,25 +21,6 @@ def test_one_value_has_no_deviation_and_none_no_mean():
 
 def one_method(*runs):
     return comparison({"m": list(runs)})
-
-
-def test_acc_bwt_and_plasticity_are_means_of_the_runs():
-    result = one_method(finished(42, change=-0.1), finished(43, change=-0.2))
-    # Each task's own score, in any order.
-    assert mean_of(result, "m", "plasticity").mean == pytest.approx(0.6)
-    # Two changes and one, over two tasks.
-    assert mean_of(result, "m", "BWT").mean == pytest.approx(-(0.15 + 0.3) / 2)
-    assert mean_of(result, "m", "ACC").mean == pytest.approx(0.6 - 0.15)
-    assert mean_of(result, "m", "merging_seconds").mean == 3.0
-
-
-def test_a_tasks_score_is_found_by_name_whatever_the_order():
-    runs = [finished(seed) for seed in (42, 43, 44)]
-    assert len({tuple(run.matrix.tasks) for run in runs}) > 1
-    result = one_method(*runs)
-    finals = {task: final(result, "m", task).mean for task in SCORES}
-    assert finals == pytest.approx(SCORES)
-    assert final(result, "m", "a").std == pytest.approx(0)
 
 
 def test_failed_runs_are_left_out_and_named_by_reason():

@@ -105,16 +105,6 @@ def test_a_task_that_is_merged_already_is_refused_with_its_step(folders, merged)
     go_on(folders, merged, ("_pretrained_", "renamed"), verify=False)
 
 
-def test_a_task_of_two_merges_before_is_refused_as_well(folders, tmp_path):
-    paths = {"_pretrained_": folders / "_pretrained_", "task3": folders / "task3"}
-    models = saved_pool(folders, {}, **paths, _merged_=folders / "merged")
-    algorithm_in(tmp_path).run(models)
-    last = tmp_path / "checkpoints" / "merged_model_2"
-    again = {"_pretrained_": folders / "_pretrained_", "task1": folders / "task1"}
-    with pytest.raises(ValueError, match=r"is in '_merged_' already, as step 1 \('task1'\)"):
-        algorithm_in(tmp_path / "next").run(saved_pool(folders, {}, **again, _merged_=last))
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["with a log directory", "without"])
 def test_a_model_with_two_names_in_a_pool_is_refused(tmp_path, kept):
     models = pool(2)

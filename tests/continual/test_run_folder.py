@@ -70,27 +70,6 @@ def test_a_step_of_another_version_is_refused_and_not_overwritten(folder):
         folder.begin(RUN)
 
 
-OTHER_RUNS = {
-    "seed is 42 there and 43 here": {"settings": {"seed": 43}},
-    'method is "NUFILT" there and "OPCM" here': {"method": "OPCM"},
-    "model 'a' is not the same": {"inputs": {"a": {"fingerprint": "1" * 64, "loaded": "2" * 64}}},
-    "model 'b' is null there": {"inputs": {**RUN["inputs"], "b": {"source": "hub/b"}}},
-}
-
-
-@pytest.mark.parametrize("step", [True, False], ids=["a step", "begun"])
-def test_a_log_directory_with_another_run_is_refused_and_what_differs_is_named(tmp_path, step):
-    folder = RunFolder(tmp_path)
-    if step:
-        folder.save_step(1, nn.Linear(2, 2), ABOUT, {}, {})
-    else:
-        folder.begin(RUN)
-    folder.begin(RUN)
-    for difference, other in OTHER_RUNS.items():
-        with pytest.raises(ValueError, match=rf"another run: {difference}.*path\.log_dir"):
-            folder.begin({**RUN, **other})
-
-
 def test_a_run_that_keeps_no_steps_is_not_overwritten_by_one_with_other_settings(tmp_path):
     with pytest.raises(InterruptedRunError):
         algorithm_in(tmp_path, save_on_every_step=False).run(pool(2), on_step=interrupt_after(1))

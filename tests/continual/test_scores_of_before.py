@@ -62,13 +62,6 @@ def test_a_pool_that_is_told_so_scores_one_batch(tmp_path):
     assert rows == [[1 / 2, None], [1, 1]]
 
 
-def test_scores_of_the_same_pool_on_the_same_data_come_back(tmp_path):
-    rows = run(tmp_path, Pool())
-    again = Pool()
-    assert run(tmp_path, again) == rows
-    assert again.scored == 0
-
-
 def test_a_run_without_scores_is_scored_later_and_keeps_what_was_scored(tmp_path):
     run(tmp_path, None)
     rows = run(tmp_path, Pool())

@@ -11,7 +11,6 @@ from fusion_bench.method.task_singular_vector.utils.TSVM_utils import (
 from fusion_bench_nufilt.merge.fuse import matrix_jobs, merge_matrices
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import ScaleConfig
-from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.methods.spectral import Best, TsvStream
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.nufilt import LowRank
@@ -174,11 +173,6 @@ def test_tsv_stream_is_tsv_m_of_fusion_bench(shape):
         [{"weight": tau.clone()} for tau in taus], accelerator="cpu"
     )["weight"]
     assert distance(merge(TsvStream, taus), batch) < 1e-8
-
-
-def test_sum_is_task_arithmetic():
-    taus = task_vectors((8, 6))
-    torch.testing.assert_close(merge(Sum, taus), 0.3 * sum(taus))
 
 
 @pytest.mark.parametrize("count", [2, 8, 11])

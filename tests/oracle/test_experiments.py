@@ -80,6 +80,11 @@ def test_counts_of_tasks_are_those_with_the_scores_that_a_metric_needs(matrix):
     assert counts["ACC"] == (len(tasks) - last.count(None), len(tasks))
     assert counts["plasticity"] == (len(tasks) - own.count(None), len(tasks))
     assert counts["BWT"] == (len(both), len(tasks) - 1)
+    scored_ahead = []
+    for number in range(1, len(tasks)):
+        if None not in [rows[step][number] for step in range(number)]:
+            scored_ahead.append(tasks[number])
+    assert counts["zero_shot"] == (len(scored_ahead), len(tasks) - 1)
 
 
 @given(values=st.lists(scores, max_size=8))

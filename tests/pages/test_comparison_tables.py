@@ -53,13 +53,6 @@ def test_methods_have_mean_and_deviation_with_the_best_two_marked_and_single_mod
     assert table["individual"]["ACC %"].text == "95.0"
 
 
-def test_what_is_shown_as_equal_is_marked_as_equal():
-    measured = {"one": runs(-0.1), "two": runs(-0.10001), "three": runs(-0.2)}
-    table = cells(main_table(comparison(measured)))
-    marks = [table[name]["ACC %"].mark for name in measured]
-    assert marks == ["best", "best", "second"]
-
-
 def test_ranks_have_the_digits_that_are_printed():
     """Both read 60.2, and the second one is larger."""
     measured = {}
@@ -89,12 +82,6 @@ def test_a_method_that_lacks_a_score_is_not_ranked_and_says_of_how_many_tasks_it
     assert any("lack no score" in note for note in table.notes)
 
 
-def test_where_no_method_has_all_scores_none_is_the_best():
-    measured = {"one": runs(0, scores=LACKING), "two": runs(0, scores={**LACKING, "a": 0.5})}
-    table = main_table(comparison(measured))
-    assert {cell["ACC %"].mark for cell in cells(table).values()} == {""}
-
-
 def test_single_models_say_of_how_many_tasks_their_mean_is():
     references = {
         "pretrained": {"a": 0.2, "b": None, "c": 0.4},
@@ -116,13 +103,6 @@ def test_a_task_without_a_score_on_one_seed_says_of_how_many_seeds_its_mean_is()
     assert cells(main_table(comparison(measured)))["lacking"]["ACC %"].text.endswith(
         "(2 of 3 tasks)"
     )
-
-
-@pytest.mark.parametrize("methods", [1, 7])
-def test_where_all_are_equal_none_is_the_best(methods):
-    table = main_table(comparison({f"m{number}": runs(-0.1) for number in range(methods)}))
-    assert {cell["ACC %"].mark for cell in cells(table).values()} == {""}
-    assert "**" not in table.as_markdown().partition("\n")[2]
 
 
 def test_the_values_that_the_ranks_preset_ends_with_can_be_typed_and_are_no_joint_optimum():

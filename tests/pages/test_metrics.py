@@ -19,25 +19,6 @@ def matrix(rows, tasks="abc"):
     return result
 
 
-@pytest.mark.parametrize(
-    ("rows", "acc", "bwt", "plasticity"),
-    [
-        (FULL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),
-        # The diagonal and the last row are all that is needed.
-        (DIAGONAL, (0.6 + 0.65 + 0.5) / 3, ((0.6 - 0.9) + (0.65 - 0.7)) / 2, 0.7),
-        ([[], [], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, NAN, 0.5),
-        ([[0.9], [NAN, NAN], [0.6, 0.65, 0.5]], (0.6 + 0.65 + 0.5) / 3, -0.3, 0.7),
-        ([[0.9], [0.8], [0.6, NAN, 0.5]], 0.55, -0.3, 0.7),
-        ([[0.9]], 0.9, NAN, 0.9),
-        ([[], []], NAN, NAN, NAN),
-    ],
-)
-def test_means_are_of_what_was_measured(rows, acc, bwt, plasticity):
-    metrics = matrix(rows, tasks="abc"[: len(rows)]).metrics()
-    found = [metrics[name] for name in ("ACC", "BWT", "plasticity")]
-    assert found == pytest.approx([acc, bwt, plasticity], nan_ok=True)
-
-
 def test_tasks_without_a_final_score_are_named():
     assert matrix([[0.9], [0.8], [0.6, NAN, 0.5]]).missing == ["b"]
     assert AccuracyMatrix("ab").missing == ["a", "b"]
@@ -61,27 +42,6 @@ def test_rows_and_back_are_the_same():
     filled = matrix(DIAGONAL)
     assert filled.rows()[1] == [None, 0.7, None]
     assert AccuracyMatrix.from_rows(filled.tasks, filled.rows()).rows() == filled.rows()
-
-
-def test_the_mean_zero_shot_score_is_that_of_the_tasks_still_to_come():
-    filled = matrix([[0.9, 0.2, 0.4], [0.8, 0.7, 0.1], [0.6, 0.65, 0.5]])
-    assert filled.metrics()["zero_shot"] == pytest.approx(((0.2 + 0.4) / 2 + 0.1) / 2)
-    assert math.isnan(matrix(FULL).metrics()["zero_shot"])
-    assert math.isnan(matrix([[0.9]], tasks="a").metrics()["zero_shot"])
-
-
-@pytest.mark.parametrize(
-    ("rows", "counts"),
-    [
-        (FULL, {"ACC": (3, 3), "BWT": (2, 2), "zero_shot": (0, 2), "plasticity": (3, 3)}),
-        (
-            [[0.9, 0.2, NAN], [0.8, NAN, 0.1], [0.6, 0.65, NAN]],
-            {"ACC": (2, 3), "BWT": (1, 2), "zero_shot": (1, 2), "plasticity": (1, 3)},
-        ),
-    ],
-)
-def test_a_metric_says_of_how_many_tasks_it_is_the_mean(rows, counts):
-    assert matrix(rows).task_counts() == counts
 
 
 def test_a_number_as_shown_is_that_of_its_digits():

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from fusion_bench import BaseModelPool
-from fusion_bench.method import MagMaxAlgorithm, TaskArithmeticAlgorithm
 from fusion_bench.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
@@ -115,32 +114,6 @@ def test_a_continual_method_that_overflows_is_refused_and_not_scored():
     )
     with pytest.raises(ValueError, match="merged after step 2"):
         on_cpu(method).run(models)
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"), [("task_arithmetic", "at_once"), ("ties_merging", "add")]
-)
-def test_it_is_fusionbenchs_continual_one(name, rule):
-    models = pool()
-    merged = baseline(name, "method.seed=43", f"method.rule={rule}").run(models)
-    assert_close(merged, by_itself(name, models, "method.seed=43", "method.scaling_factor=0.3"))
-
-
-AT_ONCE = [
-    ("task_arithmetic", "at_once", TaskArithmeticAlgorithm),
-    ("magmax", "at_once", MagMaxAlgorithm),
-]
-
-
-@pytest.mark.parametrize(("name", "rule", "method"), AT_ONCE)
-def test_with_its_own_factor_a_method_gives_what_it_gives_for_all_models_at_once(
-    name, rule, method
-):
-    models = pool()
-    merged = baseline(
-        name, f"method.rule={rule}", IN_ORDER, "method.base_method.scaling_factor=0.4"
-    ).run(models)
-    assert_close(merged, method(scaling_factor=0.4).run(BaseModelPool(deepcopy(models))))
 
 
 def test_any_batch_method_of_fusionbench_can_be_run():

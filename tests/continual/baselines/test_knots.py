@@ -63,13 +63,6 @@ def test_equal_updates_add_up_or_average_to_one(shape):
     torch.testing.assert_close(knots_ties([tau, tau], 100, "sum"), 2 * tau)
 
 
-def test_the_order_of_the_models_does_not_matter():
-    taus = [task_vector(seed, (7, 4)) for seed in range(3)]
-    forth = knots_ties(taus, 20, "sum")
-    back = knots_ties(taus[::-1], 20, "sum")
-    torch.testing.assert_close(forth, back)
-
-
 def test_a_zero_update_adds_nothing():
     tau = task_vector(0, (7, 4))
     zero = torch.zeros_like(tau)
