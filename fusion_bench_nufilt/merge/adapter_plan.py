@@ -8,7 +8,6 @@ mean, for which the base must be given. What no adapter holds is refused.
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fusion_bench_nufilt.methods.base import LayerMethod
@@ -26,7 +25,7 @@ from fusion_bench_nufilt.models.checkpoint import (
     Checkpoint,
     is_adapter,
 )
-from fusion_bench_nufilt.models.model import ModelWeights, complete_base, tie_weights
+from fusion_bench_nufilt.models.door import Models, open_models
 from fusion_bench_nufilt.models.names import module_of
 from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
@@ -38,12 +37,10 @@ from fusion_bench_nufilt.models.peft_layers import (
 from fusion_bench_nufilt.models.reader import INTO_A_MODEL, Reader, reader_of
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
-from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .checks import check_tensors
-from .kept_state import KeptState, open_kept
+from .kept_state import KeptState
 from .plan import (
     DTYPES,
     FactorKeys,
@@ -80,62 +77,48 @@ def plan_adapter(
         )
     checkpoints = [_open_adapter(name) for name in tasks]
     all_checkpoints = list(checkpoints)
-    coefficients = settings.coefficients(len(tasks))
     merged_checkpoint = None
-    merged_manifest = Manifest()
     if merged is not None:
         merged_checkpoint = _open_adapter(merged)
         all_checkpoints.insert(0, merged_checkpoint)
-        merged_manifest = read_manifest(merged_checkpoint.folder)
-    first_step = settings.first_step(merged_manifest)
     absent_base = AbsentBase(all_checkpoints, base)
-    models = _open_models(absent_base, checkpoints, merged_checkpoint)
-    _refuse_what_no_adapter_holds(models, targets, merged_manifest)
-    for adapter in models.sources_outside(targets, first_step):
+    models = open_models(absent_base, checkpoints, merged_checkpoint, targets, settings)
+    _refuse_what_no_adapter_holds(models, targets)
+    first_step = settings.first_step(models.merged_manifest)
+    for adapter in _sources_outside(models, targets, first_step):
         if adapter.keys:
             with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
-            models = _open_models(with_weights, checkpoints, merged_checkpoint)
+            models = open_models(with_weights, checkpoints, merged_checkpoint, targets, settings)
             break
     architecture = models.architecture
-    merged_adapter = models.merged
-    opened = models.tasks
-    for task, coefficient in zip(opened, coefficients, strict=True):
-        task.coefficient = coefficient
-    state = None
-    if merged_checkpoint is not None:
-        state = open_kept(merged_checkpoint, merged_manifest, architecture)
+    pretrained = models.pretrained
     adapters = models.adapters
-    lasting: list[ModelWeights] = []
-    if merged_adapter is not None:
-        lasting.append(merged_adapter)
-    pretrained = ModelWeights(models.base, architecture)
-    architecture = tie_weights(architecture, [pretrained, *lasting], opened, targets, first_step)
-    complete_base(architecture, pretrained, adapters)
-    heads = heads_of_base(architecture, pretrained, "none", merged_manifest)
+    sources_outside = _sources_outside(models, targets, first_step)
+    heads = heads_of_base(architecture, pretrained, "none", models.merged_manifest)
     of_model = Selection.of(pretrained, architecture, targets, heads)
-    selection = _adapted(of_model, models, first_step)
+    selection = _adapted(of_model, adapters, sources_outside)
     covered = architecture.coverage(selection.layers, targets)
     selection = dataclasses.replace(selection, coverage=covered)
-    for task in opened:
+    for task in models.tasks:
         check_tensors(selection, task, architecture)
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)
     method = method_of(method_class, options, settings.seed, architecture, selection.layers)
     plan = Plan(
         **vars(selection),
-        tasks=list(opened),
+        tasks=models.tasks,
         method=method,
         settings=settings,
-        merged_manifest=merged_manifest,
-        merged=merged_adapter,
-        state=state,
+        merged_manifest=models.merged_manifest,
+        merged=models.merged,
+        state=models.state,
         layers_of_model=of_model.layers,
     )
-    tokens = _tokens_of_saved(plan, models.sources_outside(targets, first_step))
+    tokens = _tokens_of_saved(plan, sources_outside)
     saved = {param: SavedTensor((), tokens[param]) for param in tokens}
     plan = dataclasses.replace(plan, saved_tensors=saved)
     ranks = _ranks(plan, adapters)
-    reader = reader_of(adapters, models.base, architecture)
+    reader = reader_of(adapters, pretrained.checkpoint, architecture)
     if reader is None:
         reader = _reader_by_names(plan, adapters, architecture, ranks)
     config = _config(plan, adapters, absent_base.trained_on, reader, ranks)
@@ -178,39 +161,14 @@ def _open_adapter(name: str) -> Checkpoint:
     return checkpoint
 
 
-@dataclass(frozen=True)
-class _Models:
-    """The models of a merge, as their base has them."""
-
-    architecture: Architecture
-    base: Checkpoint
-    tasks: list[LoraAdapter]
-    merged: LoraAdapter | None
-
-    @property
-    def adapters(self) -> list[LoraAdapter]:
-        """All of them, the merged one first."""
-        return self.tasks if self.merged is None else [self.merged, *self.tasks]
-
-    def sources_outside(self, targets: TargetConfig, first_step: int) -> list[LoraAdapter]:
-        """Return the adapters from which the result has tensors outside the merged layers."""
-        sources = [] if self.merged is None else [self.merged]
-        if targets.other_params == "mean":
-            sources += self.tasks
-        elif targets.changes_other_params(first_step):
-            sources.append(self.tasks[0])
-        return sources
-
-
-def _open_models(
-    base: Checkpoint, tasks: Sequence[Checkpoint], merged: Checkpoint | None
-) -> _Models:
-    architecture = Architecture.of_checkpoint(base)
-    opened = [LoraAdapter(checkpoint, architecture) for checkpoint in tasks]
-    merged_adapter = None
-    if merged is not None:
-        merged_adapter = LoraAdapter(merged, architecture)
-    return _Models(architecture, base, opened, merged_adapter)
+def _sources_outside(models: Models, targets: TargetConfig, first_step: int) -> list[LoraAdapter]:
+    """Return the adapters from which the result has tensors outside the merged layers."""
+    if targets.other_params == "mean":
+        return models.adapters
+    sources = [models.merged]
+    if targets.changes_other_params(first_step):
+        sources.append(models.tasks[0])
+    return [adapter for adapter in models.adapters if adapter in sources]
 
 
 def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Checkpoint:
@@ -227,11 +185,10 @@ def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Ch
     return Checkpoint.open(name)
 
 
-def _refuse_what_no_adapter_holds(
-    models: _Models, targets: TargetConfig, merged_manifest: Manifest
-) -> None:
-    pretrained = ModelWeights(models.base, models.architecture)
-    heads = heads_of_base(models.architecture, pretrained, targets.heads, merged_manifest)
+def _refuse_what_no_adapter_holds(models: Models, targets: TargetConfig) -> None:
+    heads = heads_of_base(
+        models.architecture, models.pretrained, targets.heads, models.merged_manifest
+    )
     for task in models.tasks:
         add_head_of(heads, task)
     for adapter in models.adapters:
@@ -263,16 +220,18 @@ def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
         )
 
 
-def _adapted(selection: Selection, models: _Models, first_step: int) -> Selection:
-    """Return what adapters change of a selection."""
+def _adapted(
+    selection: Selection, adapters: Sequence[LoraAdapter], sources_outside: Sequence[LoraAdapter]
+) -> Selection:
+    """Return what adapters change of a selection, some of them outside the layers as well."""
     changed: set[str] = set()
-    for adapter in models.adapters:
+    for adapter in adapters:
         changed.update(adapter.params)
     layers = [layer for layer in selection.layers if layer.param in changed]
     if not layers:
         layers = selection.layers  # a check names them
     changed_outside: set[str] = set()
-    for adapter in models.sources_outside(selection.targets, first_step):
+    for adapter in sources_outside:
         changed_outside.update(adapter.params)
     other_keys = {}
     for param, keys in selection.other_keys.items():

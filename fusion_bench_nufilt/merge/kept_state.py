@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import State
-from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, state_key
 from fusion_bench_nufilt.utils.tensors import TensorInfo, describe
 
@@ -350,16 +346,3 @@ class KeptState:
             value = merged.basis.expand(merged.state[name], self._axes(name))
             state[name] = value.to(like.dtype)
         return state
-
-
-def open_kept(
-    merged: Checkpoint, merged_manifest: Manifest, architecture: Architecture
-) -> ModelWeights | None:
-    """Open what is kept beside a merged model, or return None if that is nothing."""
-    # The manifest lists all files, so that the hub is not asked for one that it lacks.
-    if merged.revision is not None and STATE_FILE not in merged_manifest.get("files", {}):
-        return None
-    state = merged.open_inside(STATE_FILE)
-    if state is None:
-        return None
-    return ModelWeights(state, architecture)

@@ -7,22 +7,17 @@ from typing import Any
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
+from fusion_bench_nufilt.models.adapters import refuse_adapter_of_others
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.configurations import check_configuration
+from fusion_bench_nufilt.models.door import open_models
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import (
-    ModelWeights,
-    carry_over,
-    complete_base,
-    earlier_params,
-    tie_weights,
-)
 from fusion_bench_nufilt.models.vocabulary import join_vocabularies
 from fusion_bench_nufilt.utils.devices import process_memory
-from fusion_bench_nufilt.utils.files import Manifest, size_text
+from fusion_bench_nufilt.utils.files import size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
-from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest, state_key
+from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.options import split_options
 
 from .checks import (
@@ -33,7 +28,7 @@ from .checks import (
     check_task,
     verify_merged,
 )
-from .kept_state import KeptState, open_kept
+from .kept_state import KeptState
 from .plan import (
     Plan,
     Selection,
@@ -121,39 +116,25 @@ def _plan_model(
     """
     if base is None:
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
-    checkpoint = _open("base", base, "name the model that it was trained on")
-    architecture = Architecture.of_checkpoint(checkpoint)
-    merged_model = None
-    merged_manifest = Manifest()
-    state = None
+    checkpoint = Checkpoint.open(base)
+    _refuse_adapter("base", checkpoint, "name the model that it was trained on")
+    merged_checkpoint = None
     if merged is not None:
+        merged_checkpoint = Checkpoint.open(merged)
         advice = "give it as a --task, or add --adapter for one more adapter"
-        merged_model = ModelWeights(_open("merged model", merged, advice), architecture)
-        merged_manifest = read_manifest(merged_model.checkpoint.folder)
-        state = open_kept(merged_model.checkpoint, merged_manifest, architecture)
-    opened = []
-    for name, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
-        opened.append(_open_task(name, architecture, coefficient))
-
-    # Which weights are one, before anything is selected by its name; what is known of them from
-    # earlier merges goes by that.
-    lasting = []
-    earlier: dict[str, str] = {}
-    if merged_model is not None:
-        lasting.append(merged_model)
-        earlier = earlier_params(architecture, merged_model)
-    pretrained = ModelWeights(checkpoint, architecture)
-    first_step = settings.first_step(merged_manifest)
-    architecture = tie_weights(architecture, [pretrained, *lasting], opened, targets, first_step)
-    complete_base(architecture, pretrained, [pretrained, *lasting, *opened])
-    if "mean_counts" in merged_manifest:
-        carry_over(architecture, merged_manifest["mean_counts"], earlier)
-    if state is not None:
-        carry_over(architecture, state.keys, earlier, state_key)
+        _refuse_adapter("merged model", merged_checkpoint, advice)
+    checkpoints = [Checkpoint.open(name) for name in tasks]
+    for task in checkpoints:
+        if not is_adapter(task.folder):
+            refuse_adapter_of_others(task)
+    models = open_models(checkpoint, checkpoints, merged_checkpoint, targets, settings)
+    architecture = models.architecture
+    pretrained = models.pretrained
+    merged_manifest = models.merged_manifest
 
     # A task's own head is no layer, although the base may have one of that name.
     heads = heads_of_base(architecture, pretrained, targets.heads, merged_manifest)
-    take_heads(heads, opened)
+    take_heads(heads, models.tasks)
     selection = Selection.of(pretrained, architecture, targets, heads)
     for layer in selection.layers:
         checkpoint.check_floats(layer.keys)
@@ -163,18 +144,18 @@ def _plan_model(
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
-    models = models_by_role(pretrained, merged_model, None, opened)
+    by_role = models_by_role(pretrained, models.merged, None, models.tasks)
     embeddings = architecture.embeddings(pretrained.params)
     earlier_vocabulary = merged_manifest.get("vocabulary", {})
     vocabulary = join_vocabularies(
-        models,
+        by_role,
         embeddings,
         settings.tokenizer or "union",
         small_files,
         earlier_vocabulary.get("token_weights", {}),
         layers=[layer.param for layer in selection.layers],
         first_alone=targets.other_params == "first",
-        kept=state,
+        kept=models.state,
     )
     if settings.tokenizer is not None:
         # It may be a path, which manifests do not record.
@@ -185,13 +166,13 @@ def _plan_model(
     small_files = small_files_of(small_files, checkpoint, files, settings.dtype, untied)
     plan = Plan(
         **vars(selection),
-        tasks=opened,
+        tasks=models.tasks,
         method=method,
         settings=settings,
         merged_manifest=merged_manifest,
-        heads=describe_heads(heads, pretrained, opened, merged_manifest),
-        merged=merged_model,
-        state=state,
+        heads=describe_heads(heads, pretrained, models.tasks, merged_manifest),
+        merged=models.merged,
+        state=models.state,
         small_files=small_files,
         files=files,
         vocabulary=vocabulary,
@@ -199,25 +180,9 @@ def _plan_model(
     return plan, architecture
 
 
-def _open(role: str, name: str, advice: str) -> Checkpoint:
-    checkpoint = Checkpoint.open(name)
+def _refuse_adapter(role: str, checkpoint: Checkpoint, advice: str) -> None:
     if is_adapter(checkpoint.folder):
-        raise ValueError(f"the {role} '{name}' is an adapter: {advice}")
-    return checkpoint
-
-
-def _open_task(name: str, architecture: Architecture, coefficient: float) -> ModelWeights:
-    checkpoint = Checkpoint.open(name)
-    task: ModelWeights
-    from fusion_bench_nufilt.models.adapters import LoraAdapter, refuse_adapter_of_others
-
-    if is_adapter(checkpoint.folder):
-        task = LoraAdapter(checkpoint, architecture)
-    else:
-        refuse_adapter_of_others(checkpoint)
-        task = ModelWeights(checkpoint, architecture)
-    task.coefficient = coefficient
-    return task
+        raise ValueError(f"the {role} '{checkpoint.name}' is an adapter: {advice}")
 
 
 def _filtered_layers(plan: Plan) -> list[Layer]:

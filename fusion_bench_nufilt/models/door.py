@@ -1,0 +1,92 @@
+"""The door of a merge of folders: behind it, all models go by the base's names, with one tensor for
+each weight, and nobody asks which of them are adapters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest, state_key
+
+from .adapters import LoraAdapter
+from .architecture import Architecture
+from .checkpoint import Checkpoint, is_adapter
+from .model import ModelWeights, carry_over, complete_base, earlier_params, tie_weights
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a merge."""
+
+    architecture: Architecture
+    pretrained: ModelWeights
+    tasks: list[ModelWeights]
+    merged_manifest: Manifest  # that of `merged`, empty if there is none
+    merged: ModelWeights | None = None  # the result to merge into; None means the base
+    state: ModelWeights | None = None  # what was kept beside `merged` to go on from
+
+    @property
+    def adapters(self) -> list[LoraAdapter]:
+        """Those that are adapters, the merged one first."""
+        return [model for model in (self.merged, *self.tasks) if isinstance(model, LoraAdapter)]
+
+
+def open_models(
+    base: Checkpoint,
+    tasks: Sequence[Checkpoint],
+    merged: Checkpoint | None,
+    targets: TargetConfig,
+    settings: Settings,
+) -> Models:
+    """Return the models of a merge by the names of the base.
+
+    ``targets`` tell which weights of the tasks count, where these have two and the others one.
+    """
+    architecture = Architecture.of_checkpoint(base)
+    merged_manifest = Manifest()
+    merged_model = None
+    state = None
+    lasting: list[ModelWeights] = []
+    earlier: dict[str, str] = {}
+    if merged is not None:
+        merged_manifest = read_manifest(merged.folder)
+        merged_model = _open_model(merged, architecture)
+        state = _open_kept(merged, merged_manifest, architecture)
+        lasting.append(merged_model)
+        earlier = earlier_params(architecture, merged_model)
+    opened = []
+    for checkpoint, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
+        task = _open_model(checkpoint, architecture)
+        task.coefficient = coefficient
+        opened.append(task)
+    # Which weights are one, before anything is selected by its name; what is known of them from
+    # earlier merges goes by that.
+    pretrained = ModelWeights(base, architecture)
+    first_step = settings.first_step(merged_manifest)
+    architecture = tie_weights(architecture, [pretrained, *lasting], opened, targets, first_step)
+    complete_base(architecture, pretrained, [pretrained, *lasting, *opened])
+    if "mean_counts" in merged_manifest:
+        carry_over(architecture, merged_manifest["mean_counts"], earlier)
+    if state is not None:
+        carry_over(architecture, state.keys, earlier, state_key)
+    return Models(architecture, pretrained, opened, merged_manifest, merged_model, state)
+
+
+def _open_model(checkpoint: Checkpoint, architecture: Architecture) -> ModelWeights:
+    if is_adapter(checkpoint.folder):
+        return LoraAdapter(checkpoint, architecture)
+    return ModelWeights(checkpoint, architecture)
+
+
+def _open_kept(
+    merged: Checkpoint, merged_manifest: Manifest, architecture: Architecture
+) -> ModelWeights | None:
+    """Open what is kept beside a merged model, or return None if that is nothing."""
+    # The manifest lists all files, so that the hub is not asked for one that it lacks.
+    if merged.revision is not None and STATE_FILE not in merged_manifest.get("files", {}):
+        return None
+    state = merged.open_inside(STATE_FILE)
+    if state is None:
+        return None
+    return ModelWeights(state, architecture)
