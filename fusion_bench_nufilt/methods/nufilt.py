@@ -9,7 +9,7 @@ from torch import Tensor
 from fusion_bench_nufilt.nufilt.blocks import row_blocks
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.options import FusionConfig
-from fusion_bench_nufilt.nufilt.solvers import SOLVERS
+from fusion_bench_nufilt.nufilt.solvers import solver_of
 from fusion_bench_nufilt.nufilt.step import (
     MEASURES,
     fuse_stack,
@@ -91,7 +91,7 @@ class Nufilt(LayerMethod):
             tau,
             A,
             self.options,
-            SOLVERS[self.options.solver](self.options, float64),
+            solver_of(self.options, float64=float64),
             is_first_task=is_first_task[0],
             float64=float64,
             Q=Q,

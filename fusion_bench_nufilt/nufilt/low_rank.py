@@ -41,15 +41,8 @@ class LowRank:
         squared_norm = ((left.mT @ left) * (right @ right.mT)).sum(dim=(-2, -1))
         return squared_norm.clamp_min(0).sqrt()
 
-    def __getitem__(self, row: int) -> "LowRank":
-        """Return the factors of a layer in a stack."""
-        return LowRank(self.left[row], self.right[row])
-
     def to(self, target: torch.device | torch.dtype) -> "LowRank":
         return LowRank(self.left.to(target), self.right.to(target))
-
-    def double(self) -> "LowRank":
-        return LowRank(self.left.double(), self.right.double())
 
     def in_basis(self) -> tuple[Tensor | None, Tensor]:
         r"""Return an orthonormal basis Q of the outputs that the update reaches, and K

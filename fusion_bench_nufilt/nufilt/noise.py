@@ -45,13 +45,10 @@ def rounding_of(values: Tensor) -> float:
 
 
 def _is_held(values: Tensor, dtype: torch.dtype) -> bool:
-    # The first row tells as a rule; zeros tell nothing.
-    is_equal = _equals_in(values[:1], dtype) and _equals_in(values, dtype)
-    return is_equal and bool(values.any())
-
-
-def _equals_in(values: Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(values.to(dtype).to(values.dtype), values)
+    for part in (values[:1], values):  # the first row tells as a rule
+        if not torch.equal(part.to(dtype).to(values.dtype), part):
+            return False
+    return bool(values.any())  # zeros tell nothing
 
 
 def summed_rounding(before: float, rounding: float) -> float:

@@ -1,6 +1,5 @@
 """How the adapter is found: by the paper's steps of Adam, or in closed form."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -54,16 +53,8 @@ def solve_adapter(
     return D @ (V @ W).mT, B, losses
 
 
-def _adam(config: FusionConfig, float64: bool) -> Solver:
+def solver_of(config: FusionConfig, *, float64: bool = False) -> Solver:
+    """Return what finds the adapters; with ``float64``, it decomposes in float64."""
+    if config.solver == "closed_form":
+        return partial(solve_adapter, ridge=config.ridge, float64=float64)
     return partial(fit_adapter, lr=config.lr, max_steps=config.max_steps)
-
-
-def _closed_form(config: FusionConfig, float64: bool) -> Solver:
-    return partial(solve_adapter, ridge=config.ridge, float64=float64)
-
-
-#: From a configuration, and whether matrices are decomposed in float64, to a solver.
-SOLVERS: dict[str, Callable[[FusionConfig, bool], Solver]] = {
-    "adam": _adam,
-    "closed_form": _closed_form,
-}

@@ -97,11 +97,9 @@ def fuse_stack(
         )
         A = None
     else:
-        noise_before = None
-        if rounding_before:
-            tau_merged = difference(theta, theta_0, tau.dtype)
-            noise_before = expected_noise(theta_0, tau_merged, rounding_before)
-            del tau_merged
+        noise_before = expected_noise(
+            theta_0, difference(theta, theta_0, tau.dtype), rounding_before
+        )
         V_p = top_right_singular_vectors(
             difference(theta, theta_0, tau.dtype),
             ranks.null,

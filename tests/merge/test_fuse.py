@@ -16,7 +16,7 @@ from fusion_bench_nufilt.merge.fuse import matrix_jobs
 from fusion_bench_nufilt.methods import nufilt
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
-from fusion_bench_nufilt.nufilt.solvers import SOLVERS
+from fusion_bench_nufilt.nufilt.solvers import solver_of
 from fusion_bench_nufilt.nufilt.step import fuse_stack
 from fusion_bench_nufilt.utils.devices import warn_once
 from tests.conftest import every_device
@@ -418,7 +418,7 @@ def test_nothing_computed_on_a_device_meets_the_cpu(shape, solver, monkeypatch):
     stack = [torch.empty(3, *shape, device="meta") for _ in range(3)]
     A = torch.empty(3, 4, shape[1], device="meta")
     config = replace(CONFIG, solver=solver, first_task="release", max_steps=2)
-    solve = SOLVERS[solver](config, False)
+    solve = solver_of(config)
     left = torch.empty(3, shape[0], 2, device="meta")
     right = torch.empty(3, 2, shape[1], device="meta")
     for Q, tau in ((None, stack[2]), LowRank(left, right).in_basis()):

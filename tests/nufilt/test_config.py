@@ -11,8 +11,6 @@ from fusion_bench_nufilt import NufiltContinualMergingAlgorithm, fuse_layers
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.nufilt import FusionConfig
-from fusion_bench_nufilt.nufilt.solvers import SOLVERS
-from fusion_bench_nufilt.utils.options import choices
 from tests.nufilt.matrices import random_layer
 
 KINDS = (FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)
@@ -92,11 +90,6 @@ def test_every_option_has_help_and_is_in_the_signature_of_the_algorithm():
         for option in dataclasses.fields(kind):
             assert parameters[option.name].default == option.default, option.name
             assert option.metadata["help"].endswith("."), option.name
-
-
-def test_every_choice_of_solver_has_its_function():
-    options = {option.name: option for option in dataclasses.fields(FusionConfig)}
-    assert choices(options["solver"]) == tuple(SOLVERS)
 
 
 def test_a_misspelt_option_is_refused_with_the_right_one_in_python_and_in_yaml():

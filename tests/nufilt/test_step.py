@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.nufilt import FusionConfig
-from fusion_bench_nufilt.nufilt.solvers import SOLVERS
+from fusion_bench_nufilt.nufilt.solvers import solver_of
 from fusion_bench_nufilt.nufilt.step import difference, fuse_stack
 
 
@@ -16,7 +16,7 @@ def test_a_step_writes_to_nothing_that_it_is_given(null_space, is_first_task):
     A = torch.randn(2, 3, 12, generator=generator)
     config = FusionConfig(null_rank=4, lora_rank=3, null_space=null_space, first_task="release")
     before = [value.clone() for value in (*given, A)]
-    solve = SOLVERS["adam"](config, False)
+    solve = solver_of(config)
     fuse_stack(*given, A, config, solve, is_first_task=is_first_task, float64=False)
     for value, value_before in zip((*given, A), before, strict=True):
         assert torch.equal(value, value_before)
