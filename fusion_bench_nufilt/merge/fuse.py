@@ -183,8 +183,10 @@ def fuse_layers(
         layer_shapes[name] = (d_o, d_i)
     whole, so_far, new = _in_bases(pretrained, merged, task, bases)
     machine = machine_on(device_of(so_far) if device is None else device, batch_bytes)
+    rule = Nufilt(config, list(merged), seed, shapes=layer_shapes)
+    rule.initial_adapters = lora_A
     jobs = matrix_jobs(
-        Nufilt(config, list(merged), seed, shapes=layer_shapes, lora_A=lora_A),
+        rule,
         whole,
         [new],
         states={name: {"weight": weight} for name, weight in so_far.items()},

@@ -42,18 +42,8 @@ class Nufilt(LayerMethod):
     logged = ("task_norm", "merged_norm", "filtered_share", "overlap", "loss_before", "loss_after")
 
     options: FusionConfig
-
-    def __init__(
-        self,
-        options: FusionConfig,
-        layers: Sequence[str],
-        seed: int = 42,
-        last_blocks: Mapping[str | None, int] | None = None,
-        shapes: Mapping[str, tuple[int, int]] | None = None,
-        lora_A: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(options, layers, seed, last_blocks, shapes)
-        self.lora_A = lora_A  # the initial A of each layer, instead of drawn ones
+    initial_adapters: Mapping[str, Tensor] | None = None
+    """The initial A of each layer, instead of drawn ones."""
 
     def init_state(self, base: Tensor) -> State:
         # Rounded once, when it is written, and not after every task.
@@ -129,10 +119,10 @@ class Nufilt(LayerMethod):
         d_i = theta.shape[-1]
         initial = []
         for name in self.names:
-            if self.lora_A is None:
+            if self.initial_adapters is None:
                 A = initial_A(name, d_i, self.options, self.seed, step)
             else:
-                A = self.lora_A[name].detach()
+                A = self.initial_adapters[name].detach()
             initial.append(A.to(theta.device).contiguous())
         return stack(initial)
 

@@ -63,13 +63,6 @@ class ScaleConfig(RampConfig):
 
 
 @dataclass(frozen=True)
-class SumConfig(ScaleConfig):
-    """The settings of task arithmetic on the running sum."""
-
-    scale: float = _order_free_option(0.3, "Strength of the merged update.", symbol="λ")
-
-
-@dataclass(frozen=True)
 class SpectralConfig(RampConfig):
     """The settings of spectral voting."""
 
@@ -112,7 +105,7 @@ class MethodEntry(NamedTuple):
 METHOD_TABLE: dict[str, MethodEntry] = {
     "nufilt": MethodEntry("nufilt", "Nufilt", FusionConfig, {}),
     "spectral": MethodEntry("spectral", "Spectral", SpectralConfig, ORDER_FREE_DEFAULTS),
-    "sum": MethodEntry("order_free", "Sum", SumConfig, ORDER_FREE_DEFAULTS),
+    "sum": MethodEntry("order_free", "Sum", ScaleConfig, {**ORDER_FREE_DEFAULTS, "scale": 0.3}),
     "tsv_stream": MethodEntry("spectral", "TsvStream", ScaleConfig, ORDER_FREE_DEFAULTS),
     "best": MethodEntry("spectral", "Best", ScaleConfig, {**ORDER_FREE_DEFAULTS, "ramp": 0.4}),
 }

@@ -70,18 +70,6 @@ class OrderFree(LayerMethod):
         """
         return self.merged_update(state, scale, shape).__getitem__
 
-    def state_shapes(
-        self, d_o: int, d_i: int, layer_shape: tuple[int, int] | None = None
-    ) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors in a layer's state, whose sides may be those
-        of a basis.
-        """
-        lengths = {"o": d_o, "i": d_i, "k": min(layer_shape or (d_o, d_i))}
-        shapes = {}
-        for name, axes in self.state_axes.items():
-            shapes[name] = tuple(lengths[axis] for axis in axes)
-        return shapes
-
     def init_state(self, base: Tensor) -> State:
         state = {}
         wide = compute_dtype(base)
@@ -89,7 +77,9 @@ class OrderFree(LayerMethod):
         layer_shape = self.layer_shape(base)
         # The state is much smaller in a basis, where directions need not be rounded.
         is_rounded = layer_shape == (d_o, d_i) and wide == torch.float32
-        for name, shape in self.state_shapes(d_o, d_i, layer_shape).items():
+        lengths = {"o": d_o, "i": d_i, "k": min(layer_shape)}
+        for name, axes in self.state_axes.items():
+            shape = [lengths[axis] for axis in axes]
             # Single numbers cost nothing in float64.
             dtype = wide if shape else torch.float64
             if name in self.direction_names and is_rounded:
@@ -174,6 +164,7 @@ class Sum(OrderFree):
         "running sum"
     )
     Options = METHOD_TABLE[name].Options
+    defaults = METHOD_TABLE[name].defaults
     itemsize = 4
 
     state_axes: ClassVar[Mapping[str, str]] = {"sum": "oi"}

@@ -42,9 +42,7 @@ class FirstWhole(OrderFree):
         if count == 1:
             return {**state, "votes": task.matrix}
         if count == 2:
-            first = TaskVector(
-                state["votes"], shape=task.shape, noise=task.noise_before(state["votes"])
-            )
+            first = task.before(state["votes"])
             votes = torch.zeros_like(state["votes"])
             state = self.accumulate_next({**state, "votes": votes, "count": count - 1}, first)
         return self.accumulate_next({**state, "count": count}, task)

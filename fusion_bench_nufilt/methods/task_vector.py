@@ -59,7 +59,6 @@ class TaskVector:
         rounding: what the rounding of stored values adds to it (:mod:`fusion_bench_nufilt.nufilt.
             noise`), and ``rounding_before`` what it has added to the update of the tasks before.
         shape: the layers', if the task vector is given in a basis.
-        noise: the same as the rounding, of a task vector that is given by itself.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class TaskVector:
         rounding: float = 0.0,
         rounding_before: float = 0.0,
         shape: tuple[int, int] | None = None,
-        noise: Noise | None = None,
     ) -> None:
         self._given = given
         self._base = base
@@ -80,7 +78,6 @@ class TaskVector:
         self.rounding_before = rounding_before
         d_o, d_i = given.shape[-2:]
         self.shape = shape or (d_o, d_i)
-        self._noise = noise
         self.factors: LowRank | None = None
         # Thicker factors cost more to decompose than their product.
         if isinstance(given, LowRank) and 4 * given.rank <= min(d_o, d_i):
@@ -142,14 +139,16 @@ class TaskVector:
         direction of the task.
         """
         if self._base is None or isinstance(self._given, LowRank):
-            return self._noise
+            return None
         # That of the task and of the pretrained model.
         return expected_noise(self._base, self.matrix, self.rounding)
 
-    def noise_before(self, update: Tensor) -> Noise | None:
-        """Return the same of the update of the tasks before."""
+    def before(self, update: Tensor) -> "TaskVector":
+        """Return the update of the tasks before as a task vector."""
         assert self._base is not None
-        return expected_noise(self._base, update, self.rounding_before)
+        earlier = TaskVector(update, shape=self.shape)
+        earlier.noise = expected_noise(self._base, update, self.rounding_before)
+        return earlier
 
     @cached_property
     def norm(self) -> Tensor:
@@ -171,10 +170,6 @@ class TaskVector:
         """Whether the task left the layer as it was."""
         if isinstance(self._given, LowRank):
             return not self.norm
-        if self._base is None:
-            return not self.matrix.any()
-        if self._given.dtype == self._base.dtype:
-            return torch.equal(self._given, self._base)
         # As a rule, the first rows tell.
         blocks = row_blocks(self._given)
         return not any(bool(self._difference(rows).any()) for rows in blocks)
@@ -253,9 +248,16 @@ class TaskVector:
         """
         if self.factors is not None:
             return _vote_of(_directions_of(self.factors))
-        tall, rest, V, gram, s_1 = self._parts
+        tall = self._tall
+        count = min(NUM_TAKEN_OUT, tall.shape[1])
+        V = torch.linalg.qr(top_eigenvectors(gram_matrix(tall), count)).Q
+        squares, W = torch.linalg.eigh(gram_matrix((tall @ V).double()))
+        V = V @ W.flip(-1).to(V)  # the leading directions, the strongest first
+        s_1 = squares[-1].sqrt().to(V)
         if self._has_noisy_votes(RTOL, s_1):
             return _vote_of(self.directions(min(tall.shape)))
+        rest = tall - tall @ V @ V.mT
+        gram = gram_matrix(rest)
         left = tall @ (V / s_1)
         right = tall.mT @ (tall @ (V / s_1**2))
         # tau tau^T tau, since tau = tau V V^T + rest and rest V = 0. Each factor is divided by s_1
@@ -319,32 +321,6 @@ class TaskVector:
         if self._is_wide:
             return tall.mT
         return tall
-
-    @cached_property
-    def _parts(self) -> "_Parts":
-        tall = self._tall
-        count = min(NUM_TAKEN_OUT, tall.shape[1])
-        V = torch.linalg.qr(top_eigenvectors(gram_matrix(tall), count)).Q
-        squares, W = torch.linalg.eigh(gram_matrix((tall @ V).double()))
-        V = V @ W.flip(-1).to(V)
-        rest = tall - tall @ V @ V.mT
-        return _Parts(tall, rest, V, gram_matrix(rest), squares[-1].sqrt().to(V))
-
-
-class _Parts(NamedTuple):
-    r"""A matrix that is taller than wide, :math:`\tau` or :math:`\tau^\top`, and what is left
-    without some directions.
-
-    ``tall`` is ``(m, n)``, the leading right singular vectors ``V`` are ``(n, r)``, ``rest`` is
-    ``tall`` without them, ``gram`` ``(n, n)`` is that of ``rest``, and ``s_1`` is the largest
-    singular value.
-    """
-
-    tall: Tensor
-    rest: Tensor
-    V: Tensor
-    gram: Tensor
-    s_1: Tensor
 
 
 def least_vote(faintest: float) -> float:
