@@ -33,32 +33,11 @@ def test_the_plan_names_the_tensors_whose_changes_are_left_out_and_what_averages
     assert "left out" not in text
 
 
-@pytest.mark.parametrize("again", ["task1", "./base/../task1", "link"])
-def test_a_task_that_comes_twice_is_refused_by_whatever_name(stream, again):
-    (stream / "link").symlink_to(stream / "task1")
-    with pytest.raises(ValueError, match=r"is also task '.*task1': name it once, and set its"):
-        plan(stream, ["task1", "task2", again])
-
-
 def test_a_damaged_manifest_is_not_said_to_pass_unverified(stream):
     merge(stream, ["task1"], "one")
     (stream / "one" / "nufilt.json").write_text("{")
     with pytest.raises(ValueError, match=r"nufilt.json' is damaged, .*; merge or fetch it again$"):
         plan(stream, ["task2"], merged="one", settings={"verify": False})
-
-
-def test_the_merged_model_is_no_task(stream):
-    merge(stream, ["task1"], "one")
-    with pytest.raises(ValueError, match="one' is also --merged: leave the task out"):
-        plan(stream, ["one", "task2"], merged="one")
-    plan(stream, ["task2"], merged="one")
-
-
-def test_what_nufilt_merged_is_no_sum_to_go_on_from(stream):
-    merge(stream, ["task1"], "one")
-    with pytest.raises(ValueError, match="one' was merged by NUFILT, which keeps no sums that TSV"):
-        plan(stream, ["task2"], merged="one", method="best")
-    plan(stream, ["task1", "task2"], method="best")
 
 
 def move_far(folder, tasks=("task1", "task2", "task3")):

@@ -54,15 +54,6 @@ def close(actual, expected, tolerance=1e-10):
 # --- what the result is ---
 
 
-def test_layers_of_one_shape_and_two_dtypes_are_as_each_by_itself():
-    wide = models(torch.float32, {"wide": (20, 12)})
-    narrow = models(torch.bfloat16, {"narrow": (20, 12)})
-    both = [{**one, **other} for one, other in zip(wide, narrow, strict=True)]
-    fused, _ = fuse_layers(*both, CONFIG)
-    expected = fuse_layers(*wide, CONFIG)[0] | fuse_layers(*narrow, CONFIG)[0]
-    assert same(fused, expected)
-
-
 @pytest.mark.parametrize("null_space", [True, False, "zero"])
 @pytest.mark.parametrize("shape", [(20, 12), (8, 30)])
 def test_the_fused_weight_is_w_plus_tau_times_p_plus_ba(shape, null_space):
@@ -259,18 +250,6 @@ def torch_settings():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    torch.set_default_dtype(torch.float32)
-
-
-def test_defaults_of_torch_do_not_change_a_bit(torch_settings):
-    """A script may set up its models with another default dtype and default device."""
-    layer = random_layer(300, 260, seed=0, dtype=torch.float32)
-    before, _ = fuse_one(*layer)
-    torch.set_num_threads(1)  # the default device is that of a thread
-    torch.set_default_dtype(torch.float64)
-    with torch.device("meta"):
-        after, _ = fuse_one(*layer)
-    assert torch.equal(before, after)
 
 
 def test_the_number_of_threads_does_not_change_a_bit(torch_settings):

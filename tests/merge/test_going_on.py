@@ -86,17 +86,6 @@ def test_the_card_of_what_is_gone_on_from_may_be_edited(stream):
     assert plan(stream, ["task2"], "one").warnings == []
 
 
-def test_another_base_of_the_same_name_is_refused_before_any_work(stream):
-    merge(stream, ["task1"], "one")
-    change(stream / "base", f"{LAYER}.weight", torch.Tensor.double)
-    message = (
-        r"base' is not the base of '.*one': the content of base 'base' is not the same; .*--no"
-    )
-    with pytest.raises(ValueError, match=message):
-        plan(stream, ["task2"], "one")
-    plan(stream, ["task2"], "one", settings={"verify": False})
-
-
 @pytest.mark.parametrize("kind", [METHODS[name] for name in ORDER_FREE], ids=ORDER_FREE)
 def test_another_strength_from_the_middle_on_is_that_strength_for_all_tasks(stream, kind):
     options = {}

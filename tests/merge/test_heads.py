@@ -83,15 +83,6 @@ def test_the_merged_folder_is_that_of_the_backbones_and_heads_are_kept_bit_by_bi
     assert "load_task(" in (out / "README.md").read_text()
 
 
-def test_a_base_with_a_head_keeps_it_whatever_becomes_of_other_parameters(tmp_path):
-    save(tmp_path, "vit", imagenet())
-    out = merge(tmp_path, ["few", "ten"], target_modules="all-linear", other_params="mean")
-    before = tensors(tmp_path / "base")
-    after = tensors(out)
-    assert torch.equal(after["classifier.weight"], before["classifier.weight"])
-    assert not torch.equal(after["vit.layernorm.weight"], before["vit.layernorm.weight"])
-
-
 def test_a_task_that_is_added_leaves_the_earlier_heads_as_they_are(tmp_path):
     save(tmp_path, "vit")
     merge(tmp_path, ["few", "ten"], "first")

@@ -7,19 +7,11 @@ import pytest
 import torch
 
 from fusion_bench_nufilt.merge import merge_folders
-from fusion_bench_nufilt.merge.checks import (
-    check_merged,
-    check_module_files,
-    check_same_base,
-    check_task,
-    verify_merged,
-)
 from fusion_bench_nufilt.merge.engine import batches, memory_limit
 from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.planned import disk_bytes, layer_jobs, machine_of, peak_memory
 from fusion_bench_nufilt.methods.options import Settings
-from fusion_bench_nufilt.models.architecture import Architecture
-from tests.merge.helpers import merge, plan, save_stream
+from tests.merge.helpers import plan, save_stream
 from tests.tiny_models import llama
 
 
@@ -73,33 +65,6 @@ def test_a_manifest_records_what_the_result_depends_on_and_not_how_the_run_went(
     settings = {key for key in plan(stream).options() if hasattr(Settings, key)}
     of_the_result = {"seed", "weights", "tokenizer", "state", "dtype"}
     assert settings == of_the_result | {"adapter", "rank"}
-
-
-def test_a_check_that_is_made_again_says_the_same_and_changes_no_model(tmp_path):
-    save_stream(tmp_path, llama(), tasks=2)
-    merge(tmp_path, ["task1"], "one")
-    planned = plan(tmp_path, ["task2"], "one", {"dtype": "bfloat16"})
-    assert any("settings differ" in text for text in planned.warnings)
-
-    def contents():
-        copies = {}
-        for role, model in planned.models.items():
-            copies[role] = (dict(model.params), dict(model.keys))
-        return copies
-
-    before = contents()
-    (task,) = planned.tasks
-    architecture = Architecture.of_checkpoint(planned.base)
-    warnings = [
-        *check_merged(planned, planned.merged),
-        *check_task(planned, task, architecture, planned.averaged),
-        *check_module_files(planned, task),
-        *KeptState(planned).check("one"),
-        *check_same_base(planned),
-        *verify_merged(planned),
-    ]
-    assert [text for text in planned.warnings if "null_rank" not in text] == warnings
-    assert contents() == before
 
 
 def test_nothing_is_written_into_a_plan_after_planning(tmp_path):

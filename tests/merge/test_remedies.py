@@ -24,7 +24,6 @@ pytest.importorskip("peft", minversion="0.21", reason="KaSA and others came with
 WORDS = torch.arange(12).reshape(1, 12)
 ALONE = {"method": "sum", "scale": 1.0, "other_params": "mean", "target_modules": "all-linear"}
 WITH_PEFT = "with peft (merge_and_unload), and give that folder"
-WITH_ITS_PEFT = "merge it into its base with what trained it, and give that folder"
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
 
@@ -77,6 +76,8 @@ MERGED_BY_PEFT = {
     "BdLoraLinearVariant": LoraConfig(
         **LORA, use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)
     ),
+    "ADALORA": peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10),  # with A and B, too
+    "IA3": peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
     "OFT": peft.OFTConfig(target_modules=["q_proj"], oft_block_size=4),
     "DoRA": LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], use_dora=True),
     "VERA": peft.VeraConfig(target_modules=["q_proj"], r=4),

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.output import Output, work_folder
@@ -36,7 +35,6 @@ from tests.merge.helpers import (
     save_stream,
     tensors,
 )
-from tests.models.test_adapters import save_adapter
 from tests.tiny_models import llama
 
 #: A tiny Llama has seven in each of two blocks.
@@ -130,19 +128,6 @@ def test_the_largest_tensors_are_made_first(stream, monkeypatch):
         torch.set_num_threads(threads)
     sizes = [tensors(out)[key].nbytes for key in order]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_an_adapter_scaled_otherwise_starts_anew(stream):
-    save_adapter(stream, LlamaForCausalLM.from_pretrained(stream / "base"))
-    (stream / "task3").rename(stream / "unused")
-    (stream / "adapter").rename(stream / "task3")
-    interrupt(stream)
-    path = stream / "task3" / "adapter_config.json"
-    change_json(path, lora_alpha=64)
-    assert hashes(merge(stream)) == hashes(merge(stream, out="expected"))
-    change_json(path, lora_alpha=32)
-    with pytest.raises(ValueError, match="out' exists"):  # it is not what is asked for now
-        merge(stream)
 
 
 def test_changed_settings_start_anew(stream, monkeypatch):
@@ -276,20 +261,6 @@ def refuse_late(stream, message):
     with pytest.raises(ValueError, match=message):
         merge(stream)
     assert not (stream / "out").exists()
-
-
-def test_an_input_that_is_written_to_during_the_run(stream, monkeypatch):
-    update = Nufilt.update
-
-    def overwrite_and_update(*args, **kwargs):
-        # In place: another thread may be reading.
-        with (stream / "task2" / "model.safetensors").open("r+b") as file:
-            file.seek(-64, os.SEEK_END)
-            file.write(bytes(64))
-        return update(*args, **kwargs)
-
-    monkeypatch.setattr(Nufilt, "update", overwrite_and_update)
-    refuse_late(stream, "task2' was changed during the run")
 
 
 def set_room_on_disk(monkeypatch, free):

@@ -34,7 +34,6 @@ from tests.merge.helpers import (
     tensors,
 )
 from tests.merge.test_adapters import adapter_of, save_adapters
-from tests.merge.test_heads import save as save_classifiers
 from tests.merge.test_resume import count_layers
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import finetuned, llama
@@ -96,15 +95,6 @@ def test_a_task_of_the_same_name_from_another_run_is_another_task(stream):
         merge(stream, ["run_b/checkpoint-1000"])
 
 
-def test_tasks_of_the_same_name_in_another_order_are_another_merge(stream):
-    names = ["run_a/last", "run_b/last"]
-    for name, task in zip(names, ("task1", "task2"), strict=True):
-        shutil.copytree(stream / task, stream / name)
-    merge(stream, names)
-    with pytest.raises(ValueError, match=r"out' exists: the content of task 0 'last' is not the"):
-        merge(stream, names[::-1])
-
-
 @pytest.mark.parametrize("role", ["base", "task1", "task2"])
 def test_a_model_that_was_trained_again_in_its_place_is_another_model(stream, role):
     merge(stream, ["task1", "task2"])
@@ -136,20 +126,6 @@ def test_the_merged_model_and_its_state_are_known_by_their_content(tmp_path, par
     merge(tmp_path, ["task1"], "one", **keep)
     with pytest.raises(ValueError, match=r"out' exists: the content of base 'base' is not the"):
         merge(tmp_path, ["task2"], merged="one", **keep)
-
-
-def test_heads_of_another_training_are_another_merge(tmp_path):
-    save_classifiers(tmp_path, "vit")
-    options = {"method": "best", "exclude_modules": ["pooler.dense"]}
-    merge(tmp_path, ["few"], **options)
-    (path,) = (tmp_path / "few").glob("*.safetensors")
-    weights = load_file(path)
-    for key in weights:
-        if key.startswith("classifier"):
-            weights[key] = weights[key] + 1
-    save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"out' exists: the content of task 0 'few' is not the sa"):
-        merge(tmp_path, ["few"], **options)
 
 
 def reshard(folder, name):

@@ -20,7 +20,7 @@ from tests.cli.helpers import nufilt
 from tests.merge import helpers
 from tests.merge.helpers import RANKS, STATE, hashes, manifest, same, save_stream, tensors
 from tests.models.test_adapters import save_all
-from tests.tiny_models import clip, llama, t5
+from tests.tiny_models import clip, llama
 
 plan = partial(helpers.plan, method="spectral")
 merge = partial(helpers.merge, method="spectral")
@@ -35,12 +35,6 @@ def test_lists_of_directions_are_cut_or_filled_with_zeros():
 def algorithm(method="spectral", **config):
     targets = {"target_modules": "all-linear", "other_params": "mean"}
     return LayerwiseMergingAlgorithm(method, **targets, shuffle_order=False, **config)
-
-
-def test_folders_give_the_algorithms_bits(tmp_path):
-    models = save_stream(tmp_path, t5())
-    loaded = type(models["_pretrained_"]).from_pretrained(merge(tmp_path, ramp=0.4))
-    assert same(loaded.state_dict(), algorithm(ramp=0.4).run(models).state_dict())
 
 
 def layers(folder):
@@ -107,10 +101,6 @@ VOTES = "model.layers.0.mlp.up_proj.state.votes"
     ("change", "message"),
     [
         (
-            lambda state: {**state, VOTES: 2 * state[VOTES]},
-            "nufilt_state/.* is not what was saved",
-        ),
-        (
             lambda state: {key: state[key] for key in state if key != VOTES},
             f"has no '{VOTES}' in {STATE}",
         ),
@@ -149,17 +139,6 @@ def test_nufilt_on_top_of_it_deserves_a_warning(stream):
     merge(stream, ["task1"], "one")
     planned = helpers.plan(stream, ["task2"], "one", target_modules="all-linear")
     assert any('method is "spectral" there and "nufilt" here' in text for text in planned.warnings)
-
-
-def test_the_command_merges_all_linear_layers(stream):
-    models = ("--base", stream / "base", "--task", stream / "task1", "--task", stream / "task2")
-    options = ("--method", "spectral", "kappa=0.8")
-    code, text = nufilt("merge", *models, "--out", stream / "out", *options)
-    assert code == 0, text
-    assert "step 2, 14 layers merged" in text
-    expected = merge(stream, ["task1", "task2"], "expected", kappa=0.8)
-    assert same(tensors(stream / "out"), tensors(expected))
-    assert "spectral voting" in (stream / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -282,22 +282,6 @@ def test_embeddings_heads_and_tokens_are_what_peft_merges_them_into(tmp_path, wh
     assert moved & {"model.embed_tokens.weight", "lm_head.weight"}
 
 
-def test_dora_outside_the_merged_layers_is_refused(tmp_path):
-    save_all(
-        tmp_path,
-        llama(tie_word_embeddings=False),
-        use_dora=True,
-        target_modules=["q_proj", "lm_head"],
-    )
-    with pytest.raises(
-        ValueError, match=r"changes 'lm_head\.weight' by DoRA outside the merged layers"
-    ):
-        merge(tmp_path, ["adapter"], other_params="mean")
-    assert any(
-        "also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings
-    )
-
-
 # --- what is said about adapters that have no effect, or are none of LoRA ---
 
 
@@ -406,41 +390,6 @@ def test_names_with_that_of_the_adapter_are_refused_with_what_takes_it_out(
         plan_adapter(tmp_path)
     follow_renaming(str(error.value))
     assert same(tensors(merge(tmp_path, ["adapter"], other_params="mean")), expected)
-
-
-QUERIES = {"target_modules": ["q_proj"]}
-OTHER_KINDS = {
-    "ADALORA": peft.AdaLoraConfig(**QUERIES, total_step=10),  # which has A and B, too
-    "IA3": peft.IA3Config(**QUERIES, feedforward_modules=[]),
-    "convolution": LoraConfig(target_modules=["q_proj", "patch_embedding"]),
-    "convolution by DoRA": LoraConfig(target_modules=["patch_embedding"], use_dora=True),
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-def test_an_adapter_of_another_kind_is_refused_and_what_peft_merges_it_into_is_merged(
-    tmp_path, kind
-):
-    if kind.startswith("convolution"):
-        base = clip()
-        refusal = "no LoRA of a linear layer"
-    else:
-        base = llama()
-        refusal = f"is of type {kind}"
-    save_stream(tmp_path, base, tasks=1)
-    model = get_peft_model(type(base).from_pretrained(tmp_path / "base"), OTHER_KINDS[kind])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * parameter.requires_grad
-    model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=rf"{refusal}.*peft \(merge_and_unload\), and give that"):
-        plan_adapter(tmp_path)
-    whole = type(base).from_pretrained(tmp_path / "base")
-    whole = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload()
-    whole.save_pretrained(tmp_path / "merged")
-    result = tensors(merge(tmp_path, ["merged"], other_params="mean"))
-    torch.testing.assert_close(result, tensors(tmp_path / "merged"), rtol=0, atol=1e-6)
-    assert not same(result, tensors(tmp_path / "base"))
 
 
 def test_what_is_saved_again_with_the_gathered_weights_is_merged(tmp_path):

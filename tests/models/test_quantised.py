@@ -18,8 +18,6 @@ from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,
     change_json,
-    hashes,
-    interrupt,
     merge,
     plan,
     same,
@@ -187,13 +185,6 @@ def test_one_by_one_with_float32_layers_kept_is_the_stream_at_once(stream):
     change(stream / "one", UP, lambda value: value.float().mul(0.5).to(value.dtype))
     with pytest.raises(ValueError, match="does not belong to the weights beside it"):
         merge(stream, ["task2"], "three", merged="one", settings={**settings, "verify": False})
-
-
-def test_an_interrupted_merge_goes_on_to_the_same_files(stream):
-    options = {"tasks": ["task1", "task2"]}
-    expected = hashes(merge(stream, out="expected", **options))
-    assert interrupt(stream, **options) >= 8
-    assert hashes(merge(stream, **options)) == expected
 
 
 def test_fused_experts_in_fp8_have_scales_of_their_own(tmp_path):

@@ -295,31 +295,6 @@ def test_a_run_says_what_it_covers_and_warns_where_that_is_little(caplog):
     assert described["kept"]["parameters"] == len(list(base.parameters())) - 10
 
 
-def test_heads_of_another_size_are_kept_for_each_task_or_refused():
-    base = FAMILIES["resnet"]()
-    one = finetuned(base, 1)
-    two = finetuned(base, 2)
-    one.classifier[1] = nn.Linear(32, 7)
-    two.classifier[1] = nn.Linear(32, 5)
-    models = {"_pretrained_": base, "one": one, "two": two}
-    options = {**OPTIONS, "shuffle_order": False, "other_params": "mean"}
-    message = (
-        r"model 'one', tensor 'classifier.1.weight': shape \(7, 32\) .* \(2, 32\).* that --heads"
-    )
-    method = NufiltContinualMergingAlgorithm(**options)
-    kept = method.run(models)
-    heads = [head["classifier.1.weight"] for head in method.head_tensors.values()]
-    assert [tuple(head.shape) for head in heads] == [(7, 32), (5, 32)]
-    options["heads"] = "none"
-    with pytest.raises(ValueError, match=message):
-        NufiltContinualMergingAlgorithm(**options).run(models)
-    merged = kept
-    assert torch.equal(merged.classifier[1].weight, base.classifier[1].weight)
-    name = "resnet.embedder.embedder.convolution.weight"  # outside the layers, of equal shape
-    mean = (one.get_parameter(name) + two.get_parameter(name)) / 2
-    torch.testing.assert_close(merged.get_parameter(name), mean)
-
-
 def test_a_parameter_without_elements_holds_no_matrix():
     module = nn.Module()
     module.register_parameter("in_proj_weight", nn.Parameter(torch.empty(0, 4)))

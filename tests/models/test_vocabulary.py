@@ -20,8 +20,6 @@ from tests.families import FAMILIES
 from tests.merge.helpers import (
     change,
     change_json,
-    hashes,
-    interrupt,
     manifest,
     merge,
     plan,
@@ -272,12 +270,6 @@ def test_rows_of_a_token_are_the_same_one_model_at_a_time_in_any_order(
         assert weights_of_tokens[0] == weights_of_tokens[1]
 
 
-def test_one_of_the_models_can_be_chosen_for_its_tokens(trained):
-    out = merge(trained, ["code", "chat", "other"], settings={"tokenizer": "other"})
-    assert loads(out, rows=50) == ["w2", "<fim>", "w3"]
-    assert torch.equal(row(out, "<fim>"), row(trained / "other", "<fim>"))
-
-
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -413,12 +405,6 @@ def test_without_a_tokenizer_rows_are_matched_by_their_numbers(grown):
         ValueError, match="token 'row 50' is new in 'padded', 'code' with different rows"
     ):
         plan(grown, ["padded", "code"])
-
-
-def test_an_interrupted_merge_of_a_grown_vocabulary_goes_on(grown):
-    expected = hashes(merge(grown, ["code", "chat"], **MEAN))
-    interrupt(grown, tasks=["code", "chat"], out="again", **MEAN)
-    assert hashes(merge(grown, ["code", "chat"], "again", **MEAN)) == expected
 
 
 def test_an_adapter_brings_its_tokens(grown):
