@@ -12,14 +12,13 @@ import time
 
 import pytest
 from fusion_bench.utils import instantiate
-from lightning import Fabric
-from lightning.fabric.loggers import TensorBoardLogger
 
 from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.continual import ContinualMergingAlgorithm, Evaluator
 from fusion_bench_nufilt.continual.run_folder import finished_step
 from fusion_bench_nufilt.merge.output import work_folder
 from tests.conftest import REPO
+from tests.continual.baselines.helpers import demo_images
+from tests.continual.helpers import logging_to
 from tests.continual.test_resume import outcome
 from tests.merge.helpers import hashes, merge
 
@@ -87,15 +86,9 @@ def test_nufilt_merge(inputs, kills):
 
 def run_demo(folder):
     """A run of `fusion_bench` on the demo, in a process that may be killed."""
-    pools = ["modelpool=nufilt_demo", "taskpool=nufilt_demo"]
-    config = compose_run(["method=nufilt", "method.max_steps=2", *pools])
-    algorithm: ContinualMergingAlgorithm = instantiate(config.method)
-    algorithm._fabric_instance = Fabric(
-        devices=1, accelerator="cpu", loggers=TensorBoardLogger(folder, "", "")
-    )
-    taskpool = instantiate(config.taskpool)
-    taskpool._fabric_instance = algorithm.fabric
-    algorithm.run(instantiate(config.modelpool), Evaluator(taskpool))
+    config = compose_run(["method=nufilt", "method.max_steps=2", "modelpool=nufilt_demo"])
+    algorithm = logging_to(folder, instantiate(config.method))
+    algorithm.run(instantiate(config.modelpool), demo_images())
 
 
 def whole_steps(folder):

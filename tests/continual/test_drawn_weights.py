@@ -3,13 +3,12 @@
 import pytest
 import torch
 import transformers as hf
-from fusion_bench import BaseModelPool
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm, NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.methods.options import TargetConfig
-from tests.merge.helpers import tensors
+from tests.merge.helpers import pool, tensors
 from tests.tiny_models import SMALL, build, finetuned
 
 EXCLUDE = {"exclude_modules": ["pooler.dense"]}
@@ -52,13 +51,8 @@ def from_folders(folder, **targets):
 
 
 def from_pool(folder, **targets):
-    entry = {"_target_": "transformers.AutoModel.from_pretrained"}
-    models = {
-        name: {**entry, "pretrained_model_name_or_path": str(folder / file)}
-        for name, file in FILES.items()
-    }
     algorithm = LayerwiseMergingAlgorithm("spectral", shuffle_order=False, **targets)
-    return algorithm.run(BaseModelPool(models)).state_dict()
+    return algorithm.run(pool(folder, hf.BertModel, **FILES)).state_dict()
 
 
 def from_modules(folder, **targets):

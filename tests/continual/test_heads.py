@@ -5,7 +5,6 @@ head is kept.
 import pytest
 import torch
 import transformers as hf
-from fusion_bench import BaseModelPool
 
 from fusion_bench_nufilt import (
     LayerwiseMergingAlgorithm,
@@ -14,6 +13,7 @@ from fusion_bench_nufilt import (
 )
 from tests.classifiers import KINDS, logits_and_accuracy, train
 from tests.continual.helpers import logging_to
+from tests.merge import helpers
 from tests.merge.helpers import RANKS
 from tests.tiny_models import finetuned
 
@@ -31,14 +31,8 @@ def pool(folder, names, kind):
     """Of folders that are all loaded as classifiers, the base with a head that is drawn at
     random.
     """
-    target = f"{KINDS[kind][0].__module__}.{KINDS[kind][0].__name__}.from_pretrained"
-    names = ("_pretrained_", *names)
-    return BaseModelPool(
-        {
-            name: {"_target_": target, "pretrained_model_name_or_path": str(folder / name)}
-            for name in names
-        }
-    )
+    names = {name: name for name in ("_pretrained_", *names)}
+    return helpers.pool(folder, KINDS[kind][0], **names)
 
 
 def step(folder, number):

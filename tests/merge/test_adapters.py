@@ -9,16 +9,15 @@ import torch
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.methods.options import Settings
 from tests.cli.helpers import nufilt
 from tests.merge.helpers import (
     change_json,
+    hashes,
+    interrupt,
     manifest,
     merge,
-    plan,
-    same,
     save_stream,
     tensors,
 )
@@ -328,21 +327,11 @@ def test_whole_models_and_adapters_of_other_bases_are_refused(adapters, tmp_path
 
 
 def test_an_adapter_that_was_interrupted_goes_on_and_is_the_same(adapters, tmp_path):
-    expected = adapter_of(adapters, out=tmp_path / "expected", method="best")
-
-    def stop(done, total):
-        if done >= 5:
-            raise InterruptedError
-
     options = {"method": "best", "target_modules": "all-linear", "settings": {"adapter": True}}
-    planned = plan(adapters, ALL, **options)
-    with pytest.raises(InterruptedError):
-        merge_folders(planned, tmp_path / "out", stop)
-    done = []
-    merge_folders(planned, tmp_path / "out", lambda number, total: done.append(number))
-    assert done[0] > 5
-    assert same(tensors(tmp_path / "out"), tensors(expected))
-    assert same(tensors(tmp_path / "out" / "nufilt_state"), tensors(expected / "nufilt_state"))
+    expected = merge(adapters, ALL, tmp_path / "expected", **options)
+    out = tmp_path / "out"
+    assert interrupt(adapters, after=5, out=out, tasks=ALL, **options) >= 5
+    assert hashes(merge(adapters, ALL, out, **options)) == hashes(expected)
 
 
 def test_the_command_line_goes_on_from_an_adapter(adapters, tmp_path):

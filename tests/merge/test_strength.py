@@ -1,7 +1,6 @@
 """`best` gives a task the same strength in all layers, in whatever form the task comes."""
 
 import pickle
-import shutil
 import threading
 
 import pytest
@@ -19,7 +18,7 @@ from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.utils.tensors import TensorFile
 from tests.families import FAMILIES
-from tests.merge.helpers import STATE, change, hashes, interrupt, merge, plan, same, tensors
+from tests.merge.helpers import STATE, change, hashes, interrupt, merge, plan, pool, same, tensors
 from tests.models.test_adapters import save_all
 from tests.tiny_models import llama
 
@@ -45,15 +44,19 @@ def test_an_adapter_has_its_strength_as_an_adapter_and_merged_in_float32_and_in_
     assert strengths(folder, tasks) == [1.0, 0.5, 0.5, 0.5]
 
 
-def test_a_weak_adapter_that_was_merged_and_stored_in_bfloat16_is_still_an_adapter(folder):
-    """Its tail is rounding: with it, a twentieth of the adapter would have most of the strength."""
+def weaken(folder, task, scale):
+    """Save a task with its update times a scale, in bfloat16."""
     base = tensors(folder / "base")
     state = {}
-    for key, value in tensors(folder / "task9").items():
-        state[key] = (base[key] + 0.05 * (value - base[key])).bfloat16()
-    shutil.copytree(folder / "task9", folder / "weak")
-    save_file(state, folder / "weak" / "model.safetensors", metadata={"format": "pt"})
-    assert strengths(folder, ["weak"]) == [0.5]
+    for key, value in tensors(folder / task).items():
+        state[key] = base[key].float().lerp(value.float(), scale).bfloat16()
+    save_file(state, folder / task / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_weak_adapter_that_was_merged_and_stored_in_bfloat16_is_still_an_adapter(folder):
+    """Its tail is rounding: with it, a twentieth of the adapter would have most of the strength."""
+    weaken(folder, "task9", 0.05)
+    assert strengths(folder, ["task9"]) == [0.5]
 
 
 def test_the_strength_of_a_task_does_not_depend_on_its_weight_in_the_merge(folder):
@@ -116,13 +119,22 @@ def test_a_layer_that_was_made_with_another_strength_is_made_again(folder):
     assert hashes(merge(folder, TASKS, method="best")) == expected
 
 
-def test_folders_give_the_bits_of_the_models_in_memory(folder):
-    models = {"_pretrained_": LlamaForCausalLM.from_pretrained(folder / "base")}
-    for task in TASKS:
-        models[task] = LlamaForCausalLM.from_pretrained(folder / task)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folders_give_the_bits_of_the_models_in_memory(tmp_path, dtype):
+    """Also where updates are as small as rounding, which leaves two fifths of the weights as they
+    are, and the base was published in bfloat16.
+    """
+    save_all(tmp_path, llama(tie_word_embeddings=False), dtype)
+    if dtype == torch.bfloat16:
+        weaken(tmp_path, "task1", 0.03)
+        weaken(tmp_path, "task9", 0.01)
+    assert strengths(tmp_path, TASKS) == [1.0, 0.5]
+    names = {name: name for name in TASKS}
+    models = pool(tmp_path, LlamaForCausalLM, dtype, _pretrained_="base", **names)
     algorithm = LayerwiseMergingAlgorithm("best", other_params="mean", shuffle_order=False)
     expected = algorithm.run(models)
-    merged = LlamaForCausalLM.from_pretrained(merge(folder, TASKS, method="best"))
+    out = merge(tmp_path, TASKS, method="best")
+    merged = LlamaForCausalLM.from_pretrained(out, dtype=dtype)
     assert same(merged.state_dict(), expected.state_dict())
 
 
@@ -153,12 +165,12 @@ def test_a_layer_whose_name_lacks_the_prefix_of_its_tensor_finds_its_stack_of_bl
     (first, *_) = select_layers(tower, ["1.fc"])
     last = Architecture(tower).last_blocks
     assert first == "layers.1.fc"
-    assert Sum(Sum.Options(ramp=0.4), [first], last_blocks=last).scale_of(first) == 0.3
+    assert Sum(Sum.Options(scale=0.3, ramp=0.4), [first], last_blocks=last).scale_of(first) == 0.3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_in_a_block_finds_its_stack_in_the_model(family):
     model = FAMILIES[family]()
     layers = select_layers(model, "all-linear")
-    method = Sum(Sum.Options(), list(layers), last_blocks=Architecture(model).last_blocks)
+    method = Sum(Sum.Options(scale=0.3), list(layers), last_blocks=Architecture(model).last_blocks)
     assert {method.scale_of(layer) for layer in layers} == {0.3}

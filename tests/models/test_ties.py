@@ -6,7 +6,6 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers as hf
-from fusion_bench import BaseModelPool
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -17,7 +16,7 @@ from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
-from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, same, tensors
+from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, pool, same, tensors
 from tests.tiny_models import SMALL, T5, VISION, adapt_at_random, build, finetuned, llama
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -416,15 +415,9 @@ def test_a_pool_goes_on_from_a_merged_model_with_two_tensors(tmp_path):
     expected = tensors(merge(tmp_path, ["task2"], merged="one", **SUM))
     options = {key: value for key, value in SUM.items() if key != "method"}
     folders = {"_pretrained_": "base", "_merged_": "one", "task2": "task2"}
-    load = "transformers.AutoModelForCausalLM.from_pretrained"
-    pool = BaseModelPool(
-        {
-            name: {"_target_": load, "pretrained_model_name_or_path": str(tmp_path / folder)}
-            for name, folder in folders.items()
-        }
-    )
+    models = pool(tmp_path, hf.LlamaForCausalLM, **folders)
     algorithm = LayerwiseMergingAlgorithm("sum", shuffle_order=False, **options)
-    assert same(algorithm.run(pool).state_dict(), expected)
+    assert same(algorithm.run(models).state_dict(), expected)
 
 
 @pytest.mark.slow
