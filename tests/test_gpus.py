@@ -150,7 +150,7 @@ def test_the_adam_loop_moves_nothing_and_waits_for_nothing(gpus, monkeypatch):
 
     monkeypatch.setattr(solvers, "fit_adapter", watched)
     # One batch at a time: others that are read and written meanwhile would count, too.
-    monkeypatch.setattr("fusion_bench_nufilt.merge.fuse.BATCHES_PER_GPU", 1)
+    monkeypatch.setattr("fusion_bench_nufilt.utils.devices.BATCHES_PER_GPU", 1)
     fuse_layers(*models(), CONFIG, device="cuda:0")
     assert new_events == [0] * len(set(SHAPES))
 
@@ -466,7 +466,7 @@ def test_batches_that_overlap_have_the_bits_of_batches_one_after_another(gpus, m
     options = {"tasks": TASKS, "settings": {"device": "cuda:0"}}
     results = []
     for count in (1, 3):
-        monkeypatch.setattr("fusion_bench_nufilt.methods.options.BATCHES_PER_GPU", count)
+        monkeypatch.setattr("fusion_bench_nufilt.utils.devices.BATCHES_PER_GPU", count)
         monkeypatch.setattr("fusion_bench_nufilt.merge.engine.BATCHES_PER_GPU", count)
         results.append(tensors(merge(stream, out=f"out{count}", **options)))
     in_sequence, overlapping = results

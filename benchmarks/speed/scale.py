@@ -33,7 +33,7 @@ from folders import SIZES, make_checkpoints
 import fusion_bench_nufilt.utils.cluster
 from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
-from fusion_bench_nufilt.methods import Nufilt
+from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.nufilt import FusionConfig
 

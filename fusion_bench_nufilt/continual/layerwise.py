@@ -41,7 +41,7 @@ from fusion_bench_nufilt.merge.planned import (
     machine_of,
     task_strengths,
 )
-from fusion_bench_nufilt.methods.base import LayerMethod, Report
+from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
@@ -392,7 +392,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._keep_heads(plan)
         kept = KeptState(plan)
         names = {layer.param: layer.name for layer in plan.layers}
-        reports: dict[str, Report] = {}
+        reports: dict[str, dict[str, Any]] = {}
 
         def pieces(layer: Layer, result: MergedLayer, weigh: Callable[[], Tensor]) -> Pieces:
             # The weight of a step that nobody reads is not computed, unless it is the state.
@@ -463,7 +463,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         for finished_step in range(self.first_step, step + 1):
             self._log_means([row for row in self._reports if row["step"] == finished_step])
 
-    def _report(self, name: str, reports: Mapping[str, Report]) -> None:
+    def _report(self, name: str, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Add what a step did to the layers to ``layers.csv``, and its means to the loggers."""
         rows = []
         for layer, row in reports.items():

@@ -26,12 +26,12 @@ from fusion_bench_nufilt.methods.base import (
     block_bytes,
     check_update,
 )
-from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.methods.task_vector import TaskVector
 from fusion_bench_nufilt.models.model import scaled_update
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of, summed_rounding
 from fusion_bench_nufilt.utils.devices import (
+    BATCHES_PER_GPU,
     DeviceOutOfMemoryError,
     DevicePool,
     classify_error,

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import LayerMethod, State
 from fusion_bench_nufilt.methods.nufilt import Nufilt
-from fusion_bench_nufilt.methods.options import BATCHES_PER_GPU
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.step import LayerReport
-from fusion_bench_nufilt.utils.devices import Devices, check_devices
+from fusion_bench_nufilt.utils.devices import Devices, check_devices, workers_on
 from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 
 from .basis import Basis
@@ -119,10 +118,7 @@ def device_of(layers: Layers) -> torch.device:
 def machine_on(device: Devices, batch_bytes: int = 2**30) -> Machine:
     """Return the machine that merges matrices on a device, or several of one kind."""
     devices = check_devices(device)
-    workers = torch.get_num_threads()
-    if devices[0].type != "cpu":
-        workers = BATCHES_PER_GPU * len(devices)
-    return Machine(devices, workers, batch_bytes=batch_bytes)
+    return Machine(devices, workers_on(devices), batch_bytes=batch_bytes)
 
 
 def fuse_layers(

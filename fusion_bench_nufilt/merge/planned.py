@@ -18,7 +18,7 @@ from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of
-from fusion_bench_nufilt.utils.devices import free_memory, process_memory
+from fusion_bench_nufilt.utils.devices import free_memory, process_memory, workers_on
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
     compute_dtype,
@@ -51,7 +51,7 @@ BATCH_BYTES = 4 * 2**30
 def machine_of(plan: Plan, workers: int | None = None) -> Machine:
     """Return where a plan is carried out, by default with this process's workers."""
     settings = plan.settings
-    workers = workers or settings.workers
+    workers = workers or workers_on(settings.devices)
     free = None
     if settings.max_memory is not None:
         free = settings.max_memory - process_memory(workers)

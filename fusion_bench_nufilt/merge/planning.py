@@ -14,7 +14,7 @@ from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.door import open_models
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.vocabulary import join_vocabularies
-from fusion_bench_nufilt.utils.devices import process_memory
+from fusion_bench_nufilt.utils.devices import process_memory, workers_on
 from fusion_bench_nufilt.utils.files import size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
@@ -241,7 +241,7 @@ def _check_memory(plan: Plan) -> None:
     if bound is None:
         return
     largest = max(job.memory for job in layer_jobs(KeptState(plan)))
-    needed = process_memory(plan.settings.workers) + largest
+    needed = process_memory(workers_on(plan.settings.devices)) + largest
     if needed > bound:
         raise ValueError(
             f"max_memory of {size_text(bound)} is below the {size_text(needed)} that the "

@@ -24,9 +24,6 @@ State = dict[str, Tensor]
 Measures = dict[str, Tensor]
 """What a step measured of n layers: tensors ``(n,)`` by name."""
 
-Report = dict[str, Any]
-"""What a step did to a layer, for ``layers.csv`` and the manifest."""
-
 
 class LayerMethod(ABC):
     """A method that merges every layer by itself, one task after another.
@@ -197,11 +194,6 @@ def block_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     and of the base, widened, and what becomes of them (:func:`.row_blocks`).
     """
     return 3 * itemsize * min(math.prod(shape), 2**17)
-
-
-def variant(method: type[LayerMethod], name: str, **defaults: Any) -> type[LayerMethod]:
-    """Return a method under a name of its own, with other defaults."""
-    return type(name, (method,), {"name": name, "defaults": {**method.defaults, **defaults}})
 
 
 class Block(NamedTuple):

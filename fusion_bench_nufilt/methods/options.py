@@ -190,10 +190,6 @@ def matches(pattern: str, name: str, *, of: str) -> bool:
         raise ValueError(f"{of}: {pattern!r} is no regular expression: {error}") from error
 
 
-#: One batch of layers is read, one is solved and one is written at a time.
-BATCHES_PER_GPU = 3
-
-
 @dataclass(frozen=True)
 class Settings:
     """How folders are merged, apart from the method's options; a ValueError for a value out of its
@@ -320,15 +316,6 @@ class Settings:
     @property
     def on_cpu(self) -> bool:
         return self.devices[0].type == "cpu"
-
-    @property
-    def workers(self) -> int:
-        """The number of batches of layers that this process works on at a time."""
-        import torch
-
-        if self.on_cpu:
-            return torch.get_num_threads()
-        return BATCHES_PER_GPU * len(self.devices)
 
 
 Evaluate = Literal["last", "diagonal", "every_step", "every_step_all"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fusion_bench_nufilt.utils.options import unknown
 
-from .base import LayerMethod, variant
+from .base import LayerMethod
 from .options import METHOD_TABLE, MethodEntry
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ def _class_of(name: str, entry: MethodEntry) -> type[LayerMethod]:
     method: type[LayerMethod] = getattr(module, entry.class_name)
     if method.name == name:
         return method
-    return variant(method, name, **entry.defaults)
+    defaults = {**method.defaults, **entry.defaults}
+    return type(name, (method,), {"name": name, "defaults": defaults})
 
 
 METHODS = _Methods(METHOD_TABLE)

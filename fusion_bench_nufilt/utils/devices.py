@@ -24,6 +24,18 @@ warn_once = functools.cache(log.warning)
 Devices = torch.device | str | Sequence[torch.device | str]
 """One device, a list of devices, or a string of their names with commas between them."""
 
+#: One batch of layers is read, one is solved and one is written at a time.
+BATCHES_PER_GPU = 3
+
+
+def workers_on(devices: Sequence[torch.device]) -> int:
+    """Return the number of batches of layers that are worked on at a time: on a CPU, one a
+    thread.
+    """
+    if devices[0].type == "cpu":
+        return torch.get_num_threads()
+    return BATCHES_PER_GPU * len(devices)
+
 
 def check_devices(devices: Devices) -> list[torch.device]:
     """Return the devices; raise a ValueError if PyTorch cannot use one, or if they would not give
