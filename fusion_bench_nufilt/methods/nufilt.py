@@ -61,7 +61,7 @@ class Nufilt(LayerMethod):
             # Earlier tasks had only some of these layers.
             return self._update_parts(state, base, task, step, is_first_task)
         tau = task.matrix_or_factors
-        noise = task.noise
+        rounding = task.rounding
         rounding_before = task.rounding_before
         Q: Tensor | None = None
         if isinstance(tau, LowRank):
@@ -86,7 +86,7 @@ class Nufilt(LayerMethod):
             float64=float64,
             Q=Q,
             height=self.layer_shape(base)[0],
-            noise=noise,
+            rounding=rounding,
             rounding_before=rounding_before,
         )
         return {"weight": weight.to(theta.dtype)}, measures

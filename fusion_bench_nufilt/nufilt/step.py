@@ -12,7 +12,7 @@ from torch import Tensor
 from .adapter import Objective, Solver, loop_gram
 from .blocks import row_blocks
 from .config import StepConfig
-from .noise import Noise, expected_noise
+from .noise import expected_noise
 from .subspace import (
     first_coordinates,
     null_space_filter,
@@ -59,7 +59,7 @@ def fuse_stack(
     float64: bool,
     Q: Tensor | None = None,
     height: int | None = None,
-    noise: Noise | None = None,
+    rounding: float = 0.0,
     rounding_before: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     r"""Merge one more task into n layers: :math:`W \leftarrow W + \tau (P + B A)`.
@@ -74,10 +74,9 @@ def fuse_stack(
     :math:`\tau = Q K`, and all but the new weights is computed as if the layers had
     only these outputs.
 
-    ``noise`` is what the rounding of stored weights is expected to have added to
-    ``tau``, and ``rounding_before`` is the rounding of the cumulative update, see
-    :mod:`.noise`. Directions that are no stronger than noise are none of the tasks',
-    and the filter protects none.
+    ``rounding`` is that of ``tau``, and ``rounding_before`` that of the cumulative
+    update, see :mod:`.noise`. Directions that are no stronger than the noise that it
+    adds are none of the tasks', and the filter protects none.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -87,25 +86,24 @@ def fuse_stack(
     measures["task_norm"] = tau_norm2.sqrt()
     gram = loop_gram(tau)
     ranks = config.ranks(tau.shape[-1])
+    noise = expected_noise(theta_0, tau, rounding)
     V_t = top_right_singular_vectors(
         tau, ranks.task, gram, float64=float64, height=height, noise=noise
     )
     # The cumulative update is not held while its singular vectors are found.
     if is_first_task:
-        V_p = first_coordinates(
-            difference(theta, theta_0, tau.dtype), ranks.null, height
-        )
+        V_p = first_coordinates(tau, ranks.null, height)
         A = None
     else:
-        noise_before = expected_noise(
-            theta_0, difference(theta, theta_0, tau.dtype), rounding_before
-        )
+        tau_merged = difference(theta, theta_0, tau.dtype)
+        noise = expected_noise(theta_0, tau_merged, rounding_before)
+        del tau_merged
         V_p = top_right_singular_vectors(
             difference(theta, theta_0, tau.dtype),
             ranks.null,
             float64=float64,
             height=height,
-            noise=noise_before,
+            noise=noise,
         )
     tau_merged = difference(theta, theta_0, tau.dtype)
     measures["merged_norm"] = _norm2(tau_merged).sqrt()

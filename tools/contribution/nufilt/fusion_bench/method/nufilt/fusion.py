@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .adapter import fit_adapter
 from .config import StepConfig
-from .noise import expected_noise, rounding_of
+from .noise import rounding_of
 from .step import difference, fuse_stack, initial_A, measures_of_first
 
 
@@ -63,7 +63,7 @@ def fuse_layer(
                 solve,
                 is_first_task=is_first_task,
                 float64=False,
-                noise=expected_noise(theta_0, tau, 2 * rounding),
+                rounding=2 * rounding,
                 rounding_before=(step - 1) * step * rounding,
             )
         except torch.linalg.LinAlgError as error:
