@@ -26,8 +26,19 @@ from fusion_bench_nufilt.utils.files import (
     put_in_place,
     write_text,
 )
-from fusion_bench_nufilt.utils.manifest import in_one_line, inputs_at_other_times, merge_differences
-from fusion_bench_nufilt.utils.tensors import TensorInfo, file_checksum, raw_bytes, write_at
+from fusion_bench_nufilt.utils.manifest import (
+    STATE_FILE,
+    in_one_line,
+    inputs_at_other_times,
+    merge_differences,
+)
+from fusion_bench_nufilt.utils.tensors import (
+    TensorInfo,
+    file_checksum,
+    raw_bytes,
+    write_at,
+    write_back,
+)
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +238,8 @@ class Output:
             raise ValueError(f"'{self.work}' is no longer locked by this run: '{file}' not written")
         with (self.model / file).open("r+b", buffering=0) as stream:
             write_at(stream.fileno(), data, offset)
+            if file == STATE_FILE:  # which the next merge reads, and nobody before
+                write_back(stream.fileno())
 
     def record(self, record: Record) -> None:
         """Note in the journal that a tensor is written."""

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -265,6 +266,14 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
         count = os.pwrite(descriptor, data, offset)
         data = data[count:]
         offset += count
+
+
+def write_back(descriptor: int) -> None:
+    """Have the system begin to write a file to the disk, and take back the memory of what is there:
+    for a file that is not read soon, which would keep gigabytes of memory in use.
+    """
+    if sys.platform == "linux":
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def digest(tensor: Tensor) -> str:

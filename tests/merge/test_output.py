@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 import zlib
 from contextlib import closing
@@ -11,6 +12,7 @@ from contextlib import closing
 import pytest
 
 from fusion_bench_nufilt.merge.output import Output, clear_work_folder, work_folder
+from fusion_bench_nufilt.utils.manifest import STATE_FILE
 
 TENSOR = b"12345678"
 CHECKSUM = zlib.crc32(TENSOR)
@@ -252,3 +254,17 @@ def test_a_folder_of_the_name_that_was_made_while_the_merge_ran_stays(tmp_path):
         with pytest.raises(OSError, match="not empty"):
             output.finish()
     assert (tmp_path / "out" / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others are not asked")
+def test_the_state_alone_does_not_stay_in_memory(tmp_path, monkeypatch):
+    given_back = []
+
+    def advise(descriptor, *advice):
+        given_back.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    with closing(begin(tmp_path, headers={**HEADERS, STATE_FILE: (b"header", 14)})) as output:
+        monkeypatch.setattr(os, "posix_fadvise", advise)
+        for file in ("model.safetensors", STATE_FILE):
+            output.write(file, memoryview(TENSOR), 6)
+        assert given_back == [str(output.model / STATE_FILE)]
