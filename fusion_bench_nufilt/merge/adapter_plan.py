@@ -97,7 +97,10 @@ def plan_adapter(
     heads = heads_of_base(architecture, pretrained, "none", models.merged_manifest)
     of_model = Selection.of(pretrained, architecture, targets, heads)
     selection = _adapted(of_model, adapters, sources_outside)
-    covered = architecture.coverage(selection.layers, targets)
+    of_others = targets
+    if not selection.other_keys:  # no adapter changes what else the model has
+        of_others = dataclasses.replace(targets, other_params="pretrained")
+    covered = architecture.coverage(selection.layers, of_others)
     selection = dataclasses.replace(selection, coverage=covered)
     for task in models.tasks:
         check_tensors(selection, task, architecture)

@@ -142,6 +142,8 @@ def test_no_weight_of_the_base_is_needed(adapters, tmp_path, method, with_config
     messages = manifest(out)["warnings"]
     is_guessed = any("last block" in message for message in messages)
     assert is_guessed == (not with_config)
+    # No adapter changes what is outside the layers, so that nothing there is averaged.
+    assert "averaged" not in (out / "README.md").read_text()
 
 
 def test_layers_of_other_ranks_and_embeddings_are_what_peft_reads(tmp_path):
