@@ -214,8 +214,8 @@ class Settings:
     )
     state: bool | None = _file_option(
         None,
-        "Keep what the next merge needs beside the model: the sums of order-free methods (the "
-        "default), and in float32 what a model in 16 bits rounds.",
+        "Keep beside the model what the next merge needs: the sums of order-free methods (the "
+        "default), and in float32 what 16 bits round.",
         scope="merge",
     )
     adapter: bool = _file_option(
@@ -353,9 +353,8 @@ class ProtocolConfig:
     )
     verify: bool = _protocol_option(
         True,
-        "Check by digests that the pool's _merged_ model is what was saved and made from its "
-        "_pretrained_; refuse models of another type than that, and one that is merged already or "
-        "has two names in the pool.",
+        "Check by digests that the pool's _merged_ model is as it was saved and comes from its "
+        "_pretrained_; refuse models of another type, merged already, or twice in the pool.",
         scope="run",
     )
 

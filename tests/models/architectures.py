@@ -104,11 +104,11 @@ def cells(family: str) -> list[str]:
         order_free = differing(base, models, out["spectral"], "spectral")
         left = left_out(manifest(out["nufilt"]))
     if order_free and all(map(_EXPERTS.fullmatch, order_free)):
-        same = "but experts"
+        same = "not experts"
     elif order_free:
         same = f"no: {', '.join(order_free)}"
     elif sequential:
-        same = "but seeds"
+        same = "not NUFILT"
     else:
         same = "yes"
     return [f"{share:.0%}", left, same]
