@@ -9,7 +9,8 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -174,7 +175,34 @@ def ask_peft(
         layers = _wrapped_layers(skeleton(shapes, embeddings), config, targets)
     except Exception as error:  # whatever peft finds wrong with it
         raise UnknownLayersError(_problem(error)) from error
-    return {module: layers[other] for module, other in stands_for.items() if other in layers}
+    layers = {module: layers[other] for module, other in stands_for.items() if other in layers}
+    if config.get("ensure_weight_tying"):
+        _tie_factors(layers, keys, architecture)
+    return layers
+
+
+def _tie_factors(
+    layers: dict[str, PeftLayer],
+    keys: Mapping[str, Mapping[str, str]],
+    architecture: Architecture,
+) -> None:
+    """Give linear layers that are tied to the embedding its factors, transposed, as peft does,
+    whatever rank a pattern has for either; a scaling is each layer's own.
+    """
+    modules = {architecture.untied_name(f"{module}.weight"): module for module in layers}
+    source = modules.get(architecture.embedding)
+    if source is None:
+        return
+    factors = layers[source].shapes
+    shapes = {"A": factors["B"][::-1], "B": factors["A"][::-1]}
+    tied_names = [names for names in architecture.shared if architecture.embedding in names]
+    for name in chain(*tied_names):
+        tied = modules.get(name)
+        if tied is not None and not keys[tied].get("A", "").endswith(EMBEDDING_A):
+            rank = layers[source].rank
+            layers[tied] = replace(
+                layers[tied], shapes={**layers[tied].shapes, **shapes}, rank=rank
+            )
 
 
 def _value_for(module: str, pattern: Mapping[str, Any]) -> Any:

@@ -57,6 +57,12 @@ ADAPTERS = {
     "LoRA of both": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "tied LoRA": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
     "tied LoRA by the head": {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
+    "tied LoRA of its own rank": {
+        "target_modules": ["q_proj", "embed_tokens"],
+        "ensure_weight_tying": True,
+        "rank_pattern": {"embed_tokens": 2},
+        "alpha_pattern": {"embed_tokens": 4},
+    },
     "embedding": {"modules_to_save": ["embed_tokens"]},
     "head": {"modules_to_save": ["lm_head"]},
     "both": {"modules_to_save": ["embed_tokens", "lm_head"]},
@@ -65,7 +71,7 @@ ADAPTERS = {
     "tokens of the head": {"trainable_token_indices": {"lm_head": [3, 7]}},
     "tokens of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [1]}},
 }
-TIED = ("tied LoRA", "tied LoRA by the head", "tied", "tokens")
+TIED = ("tied LoRA", "tied LoRA by the head", "tied LoRA of its own rank", "tied", "tokens")
 
 
 def save_adapter(folder, base, seed=5, **config):
