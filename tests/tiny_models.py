@@ -39,7 +39,8 @@ if hasattr(clip(), "vision_model"):
 
 def full_clip(seed=0):
     """Vision and text tower."""
-    text = hf.CLIPTextConfig(**SMALL, vocab_size=50, eos_token_id=2)
+    tokens = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+    text = hf.CLIPTextConfig(**SMALL, vocab_size=50, **tokens)
     return build(
         hf.CLIPModel,
         hf.CLIPConfig(text_config=text.to_dict(), vision_config=VISION.to_dict()),

@@ -121,15 +121,6 @@ def test_damaged_moments_are_recorded_again_with_one_warning(
     assert line.endswith("recording again")
 
 
-def test_moments_of_which_a_bit_was_flipped_are_recorded_again(tmp_path):
-    record(clip(), pictures(3), tmp_path, about={"samples": 3})
-    file = tmp_path / "moments-0.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    assert known_moments(tmp_path, {"samples": 3}) is None
-
-
 def test_a_recording_that_is_interrupted_leaves_that_of_before(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -161,11 +161,11 @@ def test_a_dry_run_prints_the_plan_of_the_layers_that_words_choose_and_writes_no
 def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
     """The name of a folder is no markup."""
     save_stream(tmp_path, llama(), tasks=2)
-    ranks = {"numbers": (8, 4, 2), "shares": (0.25, 0.125, 0.0625)}  # of layers with 32 inputs
+    ranks = {"numbers": (16, 8, 4), "shares": (0.25, 0.125, 0.0625)}  # of layers with 64 inputs
     for name, (r_p, r_l, r_v) in ranks.items():
         command = ("merge", *models(tmp_path, 2), "--out", tmp_path / "[" / f"{name}]")
         flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
-        code, text = nufilt(*command, "--target-modules", "q_proj", *flags)
+        code, text = nufilt(*command, "--target-modules", "down_proj", *flags)
         assert code == 0, text
     assert same(*(tensors(tmp_path / "[" / f"{name}]") for name in ranks))
 

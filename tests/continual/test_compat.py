@@ -15,6 +15,7 @@ import yaml
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from fusion_bench_nufilt.continual.compat import OWNERS
+from tests.tiny_models import full_clip
 
 FUSIONBENCH = Path(fusion_bench.constants.PROJECT_ROOT_PATH)
 MISSPELLED = {"squard_v2"}  # a default of FusionBench that never was the name of a data set
@@ -109,27 +110,6 @@ def test_after_it_fusionbenchs_own_classes_for_clip_can_be_imported():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-CLIP = {"projection_dim": 8}
-CLIP["vision_config"] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-CLIP["text_config"] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 32,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
-
-
 def reports(folder, caplog):
     """What transformers says of a whole CLIP that is loaded as a vision tower."""
     # Its loggers do not reach those of pytest.
@@ -143,7 +123,7 @@ def reports(folder, caplog):
 
 
 def test_that_a_vision_tower_has_no_words_is_no_report(tmp_path, caplog):
-    transformers.CLIPModel(transformers.CLIPConfig(**CLIP)).save_pretrained(tmp_path)
+    full_clip().save_pretrained(tmp_path)
     assert reports(tmp_path, caplog) == ""
 
 
@@ -152,12 +132,12 @@ def test_that_a_vision_tower_has_no_words_is_no_report(tmp_path, caplog):
 )
 @pytest.mark.parametrize("change", ["a weight is missing", "a weight belongs nowhere"])
 def test_a_report_of_anything_else_stays(tmp_path, caplog, change):
-    model = transformers.CLIPModel(transformers.CLIPConfig(**CLIP))
+    model = full_clip()
     state = model.state_dict()
     key = next(key for key in state if key.startswith("vision_model.") and "fc1.weight" in key)
     if change == "a weight is missing":
         del state[key]
     else:
-        state[key.replace("weight", "lora_A.weight")] = torch.zeros(2, 16)
+        state[key.replace("weight", "lora_A.weight")] = torch.zeros(2, 32)
     model.save_pretrained(tmp_path, state_dict=state)
     assert "LOAD REPORT" in reports(tmp_path, caplog)

@@ -182,11 +182,6 @@ SHAPE = (
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda models: models.pop("_pretrained_"),
-            r"no '_pretrained_' model, only \['task1', 'task2', 'task3'\]",
-        ),
-        (lambda models: [models.pop(f"task{i}") for i in (1, 2, 3)], "model pool is empty"),
         (lambda models: tower(models["task3"]).encoder.layers.pop(1), LACKS),
         (lambda models: setattr(mlp(models["task3"]), "fc1", nn.Linear(32, 65)), SHAPE),
         (

@@ -66,7 +66,7 @@ def test_transformers_loads_as_before_afterwards(tmp_path):
     ("models", "message"),
     [
         ({"a": "x"}, r"the model pool has no '_pretrained_' model, only \['a'\]"),
-        ({"_pretrained_": "x"}, "there is no fine-tuned model"),
+        ({"_pretrained_": "x"}, "the model pool is empty: there is no fine-tuned model"),
         (
             {"_pretrained_": "x", "a": "y", "_merged_": "/nowhere"},
             "how many models are in '_merged_'",

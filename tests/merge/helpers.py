@@ -189,6 +189,20 @@ def change(folder, key, function):
     raise KeyError(key)
 
 
+def rewrite(folder, function):
+    """Store what a function makes of the tensors of each weight file."""
+    for path in folder.glob("*.safetensors"):
+        save_file(function(load_file(path)), path, metadata={"format": "pt"})
+
+
+def rename(folder, function):
+    """Give all tensors of a folder other names."""
+    rewrite(folder, lambda state: {function(key): value for key, value in state.items()})
+    for index in folder.glob("*.index.json"):
+        weight_map = json.loads(index.read_text())["weight_map"]
+        change_json(index, weight_map={function(key): file for key, file in weight_map.items()})
+
+
 def transpose_experts(folder):
     """Store the fused experts of a folder with one weight file transposed, as those of Qwen3-VL-MoE
     were released.

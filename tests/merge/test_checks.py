@@ -1,6 +1,5 @@
 """What a merge says before any work."""
 
-import json
 import re
 import shutil
 from functools import partial
@@ -16,7 +15,17 @@ from fusion_bench_nufilt.merge.checks import check_module, kept_from_base
 from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.cli.helpers import nufilt
 from tests.docs import follow_renaming
-from tests.merge.helpers import RANKS, change, change_json, merge, plan, same, save_stream, tensors
+from tests.merge.helpers import (
+    RANKS,
+    change,
+    change_json,
+    merge,
+    plan,
+    rename,
+    same,
+    save_stream,
+    tensors,
+)
 from tests.models.test_adapters import save_adapter
 from tests.tiny_models import clip, llama
 
@@ -82,17 +91,6 @@ WRAPPERS = {
     "_fsdp_wrapped_module.": partial(re.sub, r"layers\.", "layers._fsdp_wrapped_module."),
     "_checkpoint_wrapped_module.": partial(re.sub, r"mlp\.", "_checkpoint_wrapped_module.mlp."),
 }
-
-
-def rename(folder, function):
-    """Give all tensors of a folder other names."""
-    for file in folder.glob("*.safetensors"):
-        state = {function(key): value for key, value in load_file(file).items()}
-        save_file(state, file, metadata={"format": "pt"})
-    for index in folder.glob("*.index.json"):
-        content = json.loads(index.read_text())
-        renamed = {function(key): file for key, file in content["weight_map"].items()}
-        index.write_text(json.dumps({**content, "weight_map": renamed}))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fusion_bench_nufilt import LayerwiseMergingAlgorithm, load_task
 from tests.classifiers import KINDS, labels, logits_and_accuracy, train
 from tests.merge.helpers import change, change_json, manifest, merge, plan, same, tensors
 from tests.models.test_quantised import quantise
-from tests.tiny_models import SMALL, build, finetuned
+from tests.tiny_models import SMALL, adapt_at_random, build, finetuned
 
 VIT = {**SMALL, "image_size": 16, "patch_size": 8}
 
@@ -274,10 +274,7 @@ def save_adapter(folder, backbone, with_head, target_modules):
     # An adapter for this type of task comes with its classifier.
     lora = LoraConfig(r=4, target_modules=target_modules, task_type="SEQ_CLS")
     adapted = get_peft_model(model, lora)
-    for name, value in adapted.named_parameters():
-        if value.requires_grad:
-            generator = torch.Generator().manual_seed(len(name))
-            value.data += 0.02 * torch.randn(value.shape, generator=generator)
+    adapt_at_random(adapted, 1)
     adapted.save_pretrained(folder / "adapter")
     return adapted
 

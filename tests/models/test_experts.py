@@ -23,7 +23,7 @@ from tests.merge.helpers import (
     transpose_experts,
 )
 from tests.released import released
-from tests.tiny_models import SMALL
+from tests.tiny_models import SMALL, adapt_at_random
 
 QWEN = {**WIDE, "num_key_value_heads": 2, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}
 
@@ -68,13 +68,7 @@ def save_adapter(folder, make, shards=SHARDED, **config):
     models = save_stream(folder, make(), tasks=1, dtype=torch.float64, shards=shards)
     base = type(models["_pretrained_"]).from_pretrained(folder / "base", dtype=torch.float64)
     model = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 8, **BOTH, **config}))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.02 * torch.randn(
-                    parameter.shape, generator=generator, dtype=torch.float64
-                )
+    adapt_at_random(model, 3)
     model.save_pretrained(folder / "adapter")
     model.merge_and_unload().save_pretrained(folder / "task9")
 

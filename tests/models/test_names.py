@@ -9,14 +9,13 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import load_task
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.models.layers import in_module_of_block, without_numbers
 from tests.families import FAMILIES
-from tests.merge.helpers import change_json, merge, plan, same, save_stream, tensors
+from tests.merge.helpers import change_json, merge, plan, rename, same, save_stream, tensors
 from tests.tiny_models import SMALL, build
 
 BLOCKS = {
@@ -72,16 +71,6 @@ def old_name(key):
     return key
 
 
-def rename(folder):
-    """Store a model by its old names."""
-    for path in folder.glob("*.safetensors"):
-        state = {old_name(key): value for key, value in load_file(path).items()}
-        save_file(state, path, metadata={"format": "pt"})
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        index.write_text(old_name(index.read_text()))
-
-
 @pytest.mark.oldest
 @pytest.mark.parametrize("old", [["base"], ["task1"], ["task1", "task2"], ["base", "task2"]])
 @pytest.mark.parametrize("family", MODELS)
@@ -90,7 +79,7 @@ def test_old_names_and_new_ones_are_those_of_the_same_tensors(tmp_path, family, 
     expected = tensors(merge(tmp_path, ["task1", "task2"], "expected", **ALL))
     assert any(old_name(key) != key for key in expected)
     for name in old:
-        rename(tmp_path / name)
+        rename(tmp_path / name, old_name)
     planned = plan(tmp_path, ["task1", "task2"], **ALL)
     assert not planned.heads
     assert [text for text in planned.warnings if "lacks" in text or "left out" in text] == []
@@ -104,7 +93,7 @@ def test_old_names_are_the_same_tensors_where_names_alone_tell_the_layers(tmp_pa
     save_stream(tmp_path, MODELS["bert"](), tasks=2)
     change_json(tmp_path / "base" / "config.json", architectures=["TheirOwnModel"])
     expected = tensors(merge(tmp_path, ["task1", "task2"], "expected", **ALL))
-    rename(tmp_path / "task1")
+    rename(tmp_path / "task1", old_name)
     assert same(tensors(merge(tmp_path, ["task1", "task2"], **ALL)), expected)
 
 
@@ -122,7 +111,7 @@ def test_an_adapter_changes_the_layer_norms_of_a_base_with_old_names(tmp_path, w
             parameter += 0.02 * parameter.requires_grad
     adapted.save_pretrained(tmp_path / "adapter")
     expected = tensors(merge(tmp_path, ["adapter"], "expected", **ALL))
-    rename(tmp_path / "base")
+    rename(tmp_path / "base", old_name)
     result = tensors(merge(tmp_path, ["adapter"], **ALL))
     assert same(result, {old_name(key): value for key, value in expected.items()})
     norm = "bert.embeddings.LayerNorm.beta"
@@ -136,7 +125,7 @@ def test_a_head_with_old_names_is_loaded_with_the_merged_model(tmp_path):
     head = hf.BertForPreTraining(hf.BertConfig(**SMALL, vocab_size=50)).eval()
     head.bert.load_state_dict(base.state_dict())
     head.save_pretrained(tmp_path / "task1")
-    rename(tmp_path / "task1")
+    rename(tmp_path / "task1", old_name)
     out = merge(tmp_path, ["task1"], **ALL)
     norm = head.cls.predictions.transform.LayerNorm.weight
     assert torch.equal(load_task(out, "task1").cls.predictions.transform.LayerNorm.weight, norm)

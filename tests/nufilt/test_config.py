@@ -4,14 +4,12 @@ import dataclasses
 import inspect
 
 import pytest
-import torch
 from fusion_bench.utils import instantiate
 
-from fusion_bench_nufilt import NufiltContinualMergingAlgorithm, fuse_layers
+from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.nufilt import FusionConfig
-from tests.nufilt.matrices import random_layer
 
 KINDS = (FusionConfig, TargetConfig, DeviceConfig, ProtocolConfig)
 
@@ -64,21 +62,6 @@ def test_a_share_is_rounded_and_at_least_one_and_a_whole_rank_is_the_same_in_eve
     ):
         config = FusionConfig(null_rank=rank, lora_rank=rank, task_rank=rank)
         assert config.ranks(d_i) == (number, number, number)
-
-
-def test_a_share_is_the_whole_number_it_comes_to_in_each_layer():
-    shares = FusionConfig(null_rank=0.25, lora_rank=0.5, task_rank=0.125, max_steps=4)
-    tall = random_layer(24, 16, 1)
-    wide = random_layer(8, 32, 2)
-    models = [{"tall": a, "wide": b} for a, b in zip(tall, wide, strict=True)]
-    fused, _ = fuse_layers(*models, shares)
-    for name, layer in (("tall", tall), ("wide", wide)):
-        d_i = layer[0].shape[1]
-        numbers = dataclasses.replace(
-            shares, null_rank=d_i // 4, lora_rank=d_i // 2, task_rank=d_i // 8
-        )
-        alone, _ = fuse_layers(*[{name: weight} for weight in layer], numbers)
-        assert torch.equal(fused[name], alone[name])
 
 
 # --- where options are read ---

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.nufilt import FusionConfig, LowRank
-from tests.merge.test_fuse import only
 from tests.nufilt.matrices import random_layer
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, lr=1e-2, max_steps=5)
@@ -59,20 +58,6 @@ def test_factors_give_the_weights_and_reports_of_their_product(
     torch.testing.assert_close(weight, expected, rtol=0, atol=tolerance)
     for ours, plain in zip(astuple(report)[3:], astuple(expected_report)[3:], strict=True):
         assert ours == pytest.approx(plain, rel=1e-9, abs=1e-12)
-
-
-def test_factors_and_weights_of_several_ranks_may_be_mixed():
-    """On an accelerator, layers of one shape are solved together."""
-    pretrained = {}
-    merged = {}
-    task = {}
-    for seed, name in enumerate("abcd"):
-        pretrained[name], merged[name], task[name] = random_layer(20, 12, seed)
-    task |= {"a": low_rank(20, 12, 2, 0), "b": low_rank(20, 12, 3, 1), "c": low_rank(20, 12, 2, 2)}
-    together, _ = fuse_layers(pretrained, merged, task, CONFIG)
-    for name in pretrained:
-        alone, _ = fuse_layers(*only(name, (pretrained, merged, task)), CONFIG)
-        assert torch.equal(together[name], alone[name])
 
 
 def test_the_product_of_factors_in_bfloat16_has_the_digits_of_float32():

@@ -199,15 +199,6 @@ def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, ran
     assert filtered.norm() <= tau.norm() * (1 + 1e-12)
 
 
-@given(layers)
-def test_a_rank_that_covers_the_whole_update_leaves_the_merged_model_alone_where_it_acts(layer):
-    theta_0, theta, theta_t = layer
-    tau = theta_t - theta_0
-    tau_merged = theta - theta_0
-    filtered = null_space_filter(tau, top_right_singular_vectors(tau_merged, min(tau.shape)))
-    close(filtered @ tau_merged.mT, torch.zeros(tau.shape[0], tau.shape[0], dtype=tau.dtype))
-
-
 def test_the_released_first_task_drops_the_first_input_coordinates():
     tau = torch.ones(6, 5)
     filtered = null_space_filter(tau, first_coordinates(tau, 2))

@@ -9,7 +9,6 @@ saves the models of a case in a folder, and prints how they are merged.
 import dataclasses
 import math
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
@@ -19,16 +18,15 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_nufilt.methods.options import Settings
 from tests.families import FAMILIES
-from tests.merge.helpers import RANKS
+from tests.merge.helpers import RANKS, rename
 from tests.models.test_vocabulary import WORDS, tokenizer
 from tests.released import RELEASED, released
-from tests.tiny_models import clip, finetuned, full_clip, t5
+from tests.tiny_models import adapt_at_random, clip, finetuned, full_clip, t5
 
 BUILDERS = {
     **{name: lambda name=name: released(name) for name in RELEASED},
@@ -233,12 +231,7 @@ def save_adapter(folder: Path, base: nn.Module, task: Task) -> None:
         model = get_peft_model(deepcopy(base), lora_config(task.lora, base))
     except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
         raise NotTrainableError(str(error)) from error
-    generator = torch.Generator().manual_seed(task.seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                change = torch.randn(parameter.shape, generator=generator)
-                parameter += 0.1 * change.to(parameter.dtype)
+    adapt_at_random(model, task.seed, 0.1)
     # As peft names the folder of a base that was loaded from there.
     model.peft_config["default"].base_model_name_or_path = str(folder.parent / "base")
     model.save_pretrained(folder)
@@ -273,13 +266,12 @@ def save_model(
     model = deepcopy(model).to(getattr(torch, dtype))
     model.save_pretrained(folder, max_shard_size=SHARD if shards else "5GB")
     if old_names:
-        for path in folder.glob("*.safetensors"):
-            state = {}
-            for key, value in load_file(path).items():
-                old_key = key.replace("LayerNorm.weight", "LayerNorm.gamma")
-                state[old_key.replace("LayerNorm.bias", "LayerNorm.beta")] = value
-            save_file(state, path, metadata={"format": "pt"})
-        shutil.rmtree(folder / "model.safetensors.index.json", ignore_errors=True)
+        rename(folder, old_name)
+
+
+def old_name(key: str) -> str:
+    key = key.replace("LayerNorm.weight", "LayerNorm.gamma")
+    return key.replace("LayerNorm.bias", "LayerNorm.beta")
 
 
 def save_tokens(folder: Path, model: nn.Module, tokens: list[str], seed: int) -> None:

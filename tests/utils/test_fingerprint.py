@@ -1,7 +1,6 @@
 """The same content has the same fingerprint, wherever it lies; other content has another."""
 
 import os
-import shutil
 from functools import partial
 
 import pytest
@@ -46,15 +45,6 @@ def test_files_and_memory_agree_whatever_the_order_the_shards_and_the_metadata(t
     assert of_files(tmp_path / "model.safetensors") == expected
     assert of_files(*shards) == expected
     assert of_files(*reversed(shards)) == expected
-
-
-def test_a_copy_of_a_folder_by_another_name_and_at_another_time_is_the_same(tmp_path):
-    llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    shutil.copytree(tmp_path / "model", tmp_path / "copy")
-    for path in (tmp_path / "copy").iterdir():
-        os.utime(path, (0, 0))
-    model = Checkpoint.open(str(tmp_path / "model"))
-    assert Checkpoint.open(str(tmp_path / "copy")).fingerprint == model.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -158,12 +148,3 @@ def test_a_file_that_was_cut_short_after_it_was_opened_is_named(tmp_path):
     file.path.unlink()
     with pytest.raises(ValueError, match=r"model.safetensors' can't be read: No such file"):
         fingerprint_files([file])
-
-
-def test_a_header_alone_is_no_content(tmp_path):
-    """Two models of one header, size and time."""
-    for name, seed in (("a", 0), ("b", 1)):
-        save_file(random_tensors(seed=seed), tmp_path / name)
-        os.utime(tmp_path / name, (0, 0))
-    assert TensorFile(tmp_path / "a").header == TensorFile(tmp_path / "b").header
-    assert of_files(tmp_path / "a") != of_files(tmp_path / "b")

@@ -169,14 +169,6 @@ def test_a_model_like_it_gets_every_bit_back(tmp_path, make, dtype):
     assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
 
 
-def test_the_manifest_says_what_it_was_told(tmp_path):
-    about = {"step": 3, "tasks": ["a", "b", "c"], "merge_seconds": []}
-    save_checkpoint(clip(), tmp_path / "step", about, {})
-    manifest = finished_step(tmp_path / "step").whole()
-    assert (manifest["step"], manifest["tasks"]) == (3, ["a", "b", "c"])
-    assert set(manifest["files"]) == {"model.safetensors", "config.json"}
-
-
 def flip_a_bit(file):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
