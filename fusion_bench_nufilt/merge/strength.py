@@ -11,7 +11,6 @@ base was published in 16 bits: an adapter that was merged there may count as a f
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -76,9 +75,11 @@ def strength_of(
             # Out of the clause, whose error holds the matrices.
             return _spectrum_of(base, task, layer, CPU)
 
-    # Each on one thread, as layers are solved: an eigenvalue solver has other bits on several.
-    measure_all = partial(map_layers, device=devices[0], workers=workers)
-    return task_strength(layers, shapes, measure, measure_all)
+    def measure_all(sample: Sequence[Layer]) -> Iterable[Spectrum | None]:
+        # Each on one thread, as they are solved: an eigenvalue solver has other bits on several.
+        return map_layers(measure, sample, devices[0], workers)
+
+    return task_strength(layers, shapes, measure_all)
 
 
 @torch.no_grad()
@@ -149,10 +150,7 @@ class Spectrum(NamedTuple):
 def task_strength(
     layers: Sequence[_L],
     shapes: Sequence[tuple[int, int]],
-    measure: Callable[[_L], Spectrum | None],
-    apply: Callable[
-        [Callable[[_L], Spectrum | None], Sequence[_L]], Iterable[Spectrum | None]
-    ] = map,
+    measure: Callable[[Sequence[_L]], Iterable[Spectrum | None]],
 ) -> float:
     r"""Return the strength of a task, between a half and 1: half of the strength for one of low
     rank, such as an adapter.
@@ -171,9 +169,8 @@ def task_strength(
     count where there are no others alone, and if it has all of it, the task has all of the
     strength.
 
-    ``measure`` returns what the task changed in a layer, or None. The layers are taken from all
-    over the model until enough of them were changed; ``shapes`` are those of all layers. ``apply``
-    measures several layers, in their order, by default one after the other.
+    ``measure`` returns what the task changed in each of some layers, or None. These are taken from
+    all over the model until enough of them were changed; ``shapes`` are those of all layers.
     """
     sides = sorted(min(shape) for shape in shapes)
     num_leading = max(1, sides[len(sides) // 2] // MAX_TASKS)
@@ -186,7 +183,7 @@ def task_strength(
         # No more than are needed, though some of them may not count.
         count = min(len(scattered), SAMPLED_LAYERS - len(sure))
         sample = [layers[scattered.popleft()] for _ in range(count)]
-        for found in apply(measure, sample):
+        for found in measure(sample):
             if found is None or found.energy == 0:
                 continue
             if found.rounding < MOST_ROUNDING * found.energy:

@@ -27,6 +27,11 @@ def update_of(shape, kind, seed):
     return matrix_with_spectrum(*shape, values, seed).float()
 
 
+def strength_by(measure, shapes):
+    """The strength of a task of layers of these shapes, which a function measures by number."""
+    return task_strength(range(len(shapes)), shapes, lambda sample: map(measure, sample))
+
+
 def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
     """The strength of a task that is stored in a dtype, or as factors."""
 
@@ -44,7 +49,7 @@ def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
         rounding = ROUNDING_VARIANCE * torch.finfo(dtype).eps ** 2 * energy
         return spectrum(theta.float() - theta_0, rounding)
 
-    return task_strength(range(len(shapes)), shapes, measure)
+    return strength_by(measure, shapes)
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
@@ -72,7 +77,7 @@ def test_the_strength_grows_evenly_with_what_full_fine_tuning_adds_to_an_adapter
     strengths = []
     for share in torch.linspace(0, 0.2, 41).tolist():
         found = spectrum(low + share * noise, 0.0)
-        strengths.append(task_strength([0], [WIDE], lambda _, found=found: found))
+        strengths.append(strength_by(lambda _, found=found: found, [WIDE]))
     assert strengths[0] == 0.5
     assert strengths[-1] == 1.0
     assert max(later - earlier for earlier, later in pairwise(strengths)) < 0.1
@@ -82,7 +87,7 @@ def test_the_strength_grows_evenly_with_what_full_fine_tuning_adds_to_an_adapter
 def test_a_task_that_rounding_hides_has_all_of_the_strength():
     noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
     found = spectrum(noise, rounding=noise.square().sum().item() / 4)
-    assert task_strength([0, 1], [WIDE, WIDE], lambda layer: [found, None][layer]) == 1.0
+    assert strength_by(lambda layer: [found, None][layer], [WIDE, WIDE]) == 1.0
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
@@ -93,8 +98,8 @@ def test_the_tail_is_counted_without_the_energy_of_rounding(share):
     noise *= share**0.5 * low.norm() / noise.norm()
     with_rounding = spectrum(low + noise, rounding=noise.square().sum().item())
     assert tail([with_rounding], 16) < 0.002
-    assert task_strength([0], [WIDE], lambda _: with_rounding) == 0.5
-    assert task_strength([0], [WIDE], lambda _: spectrum(low + noise, 0.0)) > 0.9
+    assert strength_by(lambda _: with_rounding, [WIDE]) == 0.5
+    assert strength_by(lambda _: spectrum(low + noise, 0.0), [WIDE]) > 0.9
 
 
 @pytest.mark.parametrize("power", [0.7, 1.2])
@@ -102,12 +107,12 @@ def test_the_strength_makes_no_jump_as_rounding_grows(power):
     """Up to where rounding has two thirds of the energy."""
     values = torch.arange(1, 129, dtype=torch.float64) ** -power
     tau = matrix_with_spectrum(128, 128, values, seed=0)
-    expected = task_strength([0], [(128, 128)], lambda _: spectrum(tau, 0.0))
+    expected = strength_by(lambda _: spectrum(tau, 0.0), [WIDE])
     noise = torch.randn(128, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for share in (0.03, 0.1, 0.12, 0.13, 0.2, 0.5, 2.0):
         errors = share**0.5 * tau.norm() / noise.norm() * noise
         stored = spectrum(tau + errors, rounding=errors.square().sum().item())
-        strength = task_strength([0], [(128, 128)], lambda _, stored=stored: stored)
+        strength = strength_by(lambda _, stored=stored: stored, [WIDE])
         assert strength == pytest.approx(expected, abs=0.25), share
 
 
@@ -137,7 +142,7 @@ def test_layers_from_all_over_the_model_are_measured_until_enough_were_changed()
             return spectrum(update_of(WIDE, "adapter", 0), 0.0)
         return None
 
-    assert task_strength(range(700), [WIDE] * 700, measure) == 0.5
+    assert strength_by(measure, [WIDE] * 700) == 0.5
     assert sum(layer % 7 in (0, 2) for layer in seen) == SAMPLED_LAYERS
     assert min(seen) < 70
     assert max(seen) > 630
@@ -156,5 +161,5 @@ def test_a_model_whose_layers_are_all_rounding_is_not_measured_as_a_whole():
         seen.append(layer)
         return spectrum(torch.eye(8), rounding=9.0)
 
-    assert task_strength(range(700), [WIDE] * 700, measure) == 1.0
+    assert strength_by(measure, [WIDE] * 700) == 1.0
     assert len(seen) < 70
