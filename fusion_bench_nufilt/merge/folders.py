@@ -27,7 +27,6 @@ from fusion_bench_nufilt.utils.manifest import (
     write_files,
     write_manifest,
 )
-from fusion_bench_nufilt.utils.tensors import end_of_file
 
 from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
@@ -68,10 +67,9 @@ def merge_folders(
     # Read ahead of the merge, since this may fail.
     files = plan.small_files | head_files(plan)
     kept = KeptState(plan)
-    headers = {file: (header, end_of_file(header)) for file, header in plan.headers.items()}
     with (
         disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
-        closing(Output(out, plan.description, headers)) as output,
+        closing(Output(out, plan.description, plan.headers)) as output,
     ):
         _merge(kept, output, progress or (lambda done, total: None))
         _refuse_changed(plan)

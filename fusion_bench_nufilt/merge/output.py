@@ -34,6 +34,7 @@ from fusion_bench_nufilt.utils.manifest import (
 )
 from fusion_bench_nufilt.utils.tensors import (
     TensorInfo,
+    end_of_file,
     file_checksum,
     raw_bytes,
     write_at,
@@ -75,14 +76,13 @@ _RECORD = TypeAdapter(Record)
 class Output:
     """A folder beside ``out`` that takes its place when it is finished.
 
-    The ``headers`` of the weight files, given with the files' sizes in bytes, fix every tensor's
-    place from the start, so any thread may write tensors in any order. A journal lists which are
-    done, with checksums of their bytes.
+    The ``headers`` of the weight files fix every tensor's place from the start, so any thread may
+    write tensors in any order. A journal lists which are done, with checksums of their bytes.
 
     Args:
         out: the folder to make.
         run: what the result depends on. Leftovers of another run are deleted.
-        headers: by file of weights, its header and its size in bytes.
+        headers: by file of weights.
 
     Raises:
         ValueError: another process writes the folder, or it is not this program's: no real folder,
@@ -93,13 +93,14 @@ class Output:
         self,
         out: Path,
         run: Mapping[str, Any],
-        headers: Mapping[str, tuple[bytes, int]],
+        headers: Mapping[str, bytes],
     ) -> None:
         self.out = out
         self.work = work_folder(out)
         self.model = self.work / "model"
         self._journal = self.work / _JOURNAL
         self._headers = headers
+        self._sizes = {file: end_of_file(header) for file, header in headers.items()}
         self._writing = threading.Lock()
         self._is_closed = False
         self._claim()
@@ -139,9 +140,7 @@ class Output:
         """
         headers = self._headers
         # The places of all tensors in the files follow from these.
-        digests = {
-            file: hashlib.sha256(header).hexdigest() for file, (header, _) in headers.items()
-        }
+        digests = {file: hashlib.sha256(header).hexdigest() for file, header in headers.items()}
         run = {**run, "headers": digests}
         records = self._records_of(run)
         if not records:
@@ -152,12 +151,12 @@ class Output:
         # Anew, since a line that a kill cut short would swallow the next one.
         write_text(self._journal, "".join(lines))
         self._remove_all_but(headers)
-        for file, (header, size) in headers.items():
+        for file, header in headers.items():
             path = self.model / file
             path.parent.mkdir(parents=True, exist_ok=True)
             # To append makes a file, or keeps what it has; truncating then gives it its size.
             with path.open("ab") as stream:
-                stream.truncate(size)
+                stream.truncate(self._sizes[file])
             self.write(file, memoryview(header), 0)
         # Bytes are synced at the end alone: after a power cut, a line may be there without them.
         done = {record["param"]: record for record in records if self._holds(record)}
@@ -208,7 +207,7 @@ class Output:
     def _holds(self, record: Record) -> bool:
         """Tell whether the files have what a record says was written."""
         for file, start, stop, checksum in record["written"]:
-            if file not in self._headers or stop > self._headers[file][1]:
+            if file not in self._sizes or stop > self._sizes[file]:
                 return False
             if file_checksum(self.model / file, start, stop) != checksum:
                 return False
@@ -251,14 +250,14 @@ class Output:
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprints of the files of weights, once all tensors are written."""
         checksums: dict[str, list[list[int]]] = {}
-        for file, (header, _) in self._headers.items():
+        for file, header in self._headers.items():
             checksums[file] = [[0, len(header), zlib.crc32(header)]]
         for record in self.done.values():
             for file, start, stop, checksum in record["written"]:
                 if start < stop:  # a tensor may have no elements
                     checksums[file].append([start, stop, checksum])
         fingerprints = {}
-        for file, (_, size) in self._headers.items():
+        for file, size in self._sizes.items():
             fingerprints[file] = Fingerprint(size=size, checksums=sorted(checksums[file]))
         return fingerprints
 

@@ -13,10 +13,14 @@ import pytest
 
 from fusion_bench_nufilt.merge.output import Output, clear_work_folder, work_folder
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
+from fusion_bench_nufilt.utils.tensors import TensorInfo, make_header
 
 TENSOR = b"12345678"
 CHECKSUM = zlib.crc32(TENSOR)
-HEADERS = {"model.safetensors": (b"header", 14)}
+HEADER = make_header({"w": TensorInfo("", "U8", (8,), 0, 8)})
+START = len(HEADER)
+STOP = START + 8
+HEADERS = {"model.safetensors": HEADER}
 
 
 def begin(folder, seed=1, content="0", time=1, headers=HEADERS):
@@ -28,8 +32,8 @@ def begin(folder, seed=1, content="0", time=1, headers=HEADERS):
 
 
 def write_tensor(output):
-    output.write("model.safetensors", memoryview(TENSOR), 6)
-    written = [("model.safetensors", 6, 14, CHECKSUM)]
+    output.write("model.safetensors", memoryview(TENSOR), START)
+    written = [("model.safetensors", START, STOP, CHECKSUM)]
     output.record({"param": "w", "written": written, "reports": []})
 
 
@@ -79,7 +83,7 @@ def test_a_link_in_the_work_folder_is_removed_and_not_followed(tmp_path, name):
         write_tensor(output)
         output.finish()
     assert (victim / "model.safetensors").read_text() == "precious"
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"header12345678"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == HEADER + TENSOR
 
 
 def test_what_a_process_had_written_beside_the_weights_when_it_was_killed_is_in_no_result(tmp_path):
@@ -110,7 +114,7 @@ def test_nobody_else_can_write_into_the_work_folder(tmp_path):
 
 
 def test_files_of_a_run_with_another_base_are_in_no_result(tmp_path):
-    other = {"other.safetensors": (b"header", 6)}
+    other = {"other.safetensors": HEADER}
     with closing(Output(tmp_path / "out", {}, other)) as output:
         (output.model / "vocab.txt").touch()  # killed before it took its name
     with closing(begin(tmp_path)) as output:
@@ -157,9 +161,9 @@ def test_what_is_done_is_known_again_and_a_journal_whose_words_were_changed_is_n
     "change",
     [
         {"written": []},
-        {"written": [["model.safetensors", 6, 14]]},
-        {"written": [["model.safetensors", -6, 14, 0]]},
-        {"written": [["model.safetensors", 6, 2**70, 0]]},
+        {"written": [["model.safetensors", START, STOP]]},
+        {"written": [["model.safetensors", -6, STOP, 0]]},
+        {"written": [["model.safetensors", START, 2**70, 0]]},
         {"written": [["../../secret", 0, 1, 0]]},
         {"param": None},
         {"reports": [3]},
@@ -183,7 +187,7 @@ def test_finishing_leaves_what_others_put_there(tmp_path):
         write_tensor(output)
         (output.work / "notes.txt").write_text("precious")  # while it ran
         output.finish()
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"header12345678"
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == HEADER + TENSOR
     assert [path.name for path in work_folder(tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
@@ -199,7 +203,7 @@ def test_why_a_run_starts_anew_is_said(tmp_path, caplog):
 def test_tensors_that_have_another_place_in_the_files_are_made_again(tmp_path):
     with closing(begin(tmp_path)) as output:
         write_tensor(output)
-    headers = {"model.safetensors": (b"reader", 14)}
+    headers = {"model.safetensors": HEADER.replace(b"w", b"x")}
     with closing(begin(tmp_path, headers=headers)) as output:
         assert output.done == {}
 
@@ -217,15 +221,15 @@ def test_the_sums_of_a_file_are_those_of_its_header_and_its_tensors(tmp_path):
         write_tensor(output)
         (fingerprint,) = output.fingerprints().values()
     assert fingerprint == {
-        "size": 14,
-        "checksums": [[0, 6, zlib.crc32(b"header")], [6, 14, CHECKSUM]],
+        "size": STOP,
+        "checksums": [[0, START, zlib.crc32(HEADER)], [START, STOP, CHECKSUM]],
     }
 
 
 def test_going_on_takes_a_fraction_of_a_millisecond_for_each_tensor_that_is_done(tmp_path):
     with closing(begin(tmp_path)) as output:
-        output.write("model.safetensors", memoryview(TENSOR), 6)
-        written = [("model.safetensors", 6, 14, CHECKSUM)]
+        output.write("model.safetensors", memoryview(TENSOR), START)
+        written = [("model.safetensors", START, STOP, CHECKSUM)]
         for number in range(3000):
             output.record({"param": f"w{number}", "written": written, "reports": []})
     start = time.process_time()
@@ -263,8 +267,8 @@ def test_the_state_alone_does_not_stay_in_memory(tmp_path, monkeypatch):
     def advise(descriptor, *advice):
         given_back.append(os.readlink(f"/proc/self/fd/{descriptor}"))
 
-    with closing(begin(tmp_path, headers={**HEADERS, STATE_FILE: (b"header", 14)})) as output:
+    with closing(begin(tmp_path, headers={**HEADERS, STATE_FILE: HEADER})) as output:
         monkeypatch.setattr(os, "posix_fadvise", advise)
         for file in ("model.safetensors", STATE_FILE):
-            output.write(file, memoryview(TENSOR), 6)
+            output.write(file, memoryview(TENSOR), START)
         assert given_back == [str(output.model / STATE_FILE)]
