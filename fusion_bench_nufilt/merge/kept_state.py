@@ -8,6 +8,7 @@ inputs; beside an adapter, in bases of the tasks' directions, which are kept wit
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ class KeptState:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.method = plan.method
-        self._of_layers: dict[str, State] = {}
 
     # Which tensors it has
 
@@ -42,10 +42,12 @@ class KeptState:
         """Return the tensors of a layer's state, by their names: their shapes and dtypes without
         values, on the meta device, where they take no memory.
         """
-        # As often as a layer is batched, read and written.
-        if layer.param not in self._of_layers:
-            self._of_layers[layer.param] = self._likes_of(layer)
-        return self._of_layers[layer.param]
+        return self._likes[layer.param]
+
+    @cached_property
+    def _likes(self) -> dict[str, State]:
+        # Once for each layer, which is batched, read and written by them.
+        return {layer.param: self._likes_of(layer) for layer in self.plan.layers}
 
     def _likes_of(self, layer: Layer) -> State:
         d_o, d_i = shape = layer.view.shape
