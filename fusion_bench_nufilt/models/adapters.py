@@ -458,13 +458,16 @@ class LoraAdapter(ModelWeights):
         return place_of(key).name
 
     def head_config(self, base: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the base's configuration, with the labels that the adapter trained."""
-        if self.source.config:
-            return super().head_config(base)
-        count = self._count_labels()
+        """Return the configuration in the adapter's folder, or else the base's, with the class that
+        peft names and the labels that the adapter trained.
+        """
+        config = dict(self.source.config or base)
         model_class = (self.config.get("auto_mapping") or {}).get("base_model_class")
         model_class = model_class or getattr(auto_class(self.config), "__name__", None)
-        config = {**base, "architectures": [model_class]}
+        # Beside an adapter, programs write the configuration of its base, which need have no head.
+        if model_class is not None:
+            config["architectures"] = [model_class]
+        count = self._count_labels()
         if len(labels(config) or ()) != count:
             config["id2label"] = {str(number): f"LABEL_{number}" for number in range(count)}
             config["label2id"] = {f"LABEL_{number}": number for number in range(count)}
@@ -478,13 +481,13 @@ class LoraAdapter(ModelWeights):
         return config_at_hand(name or "", self.checkpoint.adapter_config.get("revision"))
 
     def _count_labels(self) -> int:
-        """Return the number of rows of the head's output layer."""
+        """Return the number of rows of the head's output layer, which no other layer follows."""
         shapes = [self.source.tensors[key].shape for key in self.head.values()]
         matrices = [shape for shape in shapes if len(shape) >= 2]
-        # Layers before the output layer, which may follow it by name, keep the backbone's width:
-        # a DistilBERT has classifier and pre_classifier.
-        not_square = [shape for shape in matrices if shape[0] != shape[1]]
-        candidates = not_square or matrices or shapes
+        # By name, the others may come later: a DistilBERT has classifier and pre_classifier.
+        inputs = {shape[1] for shape in matrices}
+        outputs = [shape for shape in matrices if shape[0] not in inputs]
+        candidates = outputs or matrices or shapes
         return candidates[-1][0]
 
     # What is checked before a merge

@@ -304,6 +304,35 @@ def test_an_adapters_trained_classifier_is_a_head(tmp_path, save):
     torch.testing.assert_close(loaded(words).logits, merged(words).logits)
 
 
+def test_beside_an_adapter_the_configuration_of_its_base_does_not_tell_the_class(tmp_path):
+    """Some programs write it there, with the labels that the adapter was trained for."""
+    adapted = save_bert_adapter(tmp_path)
+    config = hf.AutoConfig.from_pretrained(tmp_path / "base", **labels(["a", "b", "c", "d"]))
+    assert config.architectures == ["BertModel"]
+    config.save_pretrained(tmp_path / "adapter")
+    loaded = load_task(merge(tmp_path, ["adapter"]), "adapter")
+    assert list(loaded.config.label2id) == ["a", "b", "c", "d"]
+    merged = adapted.merge_and_unload()
+    assert torch.equal(loaded.classifier.weight, merged.classifier.weight)
+
+
+def test_the_labels_of_an_adapter_are_the_outputs_of_the_last_layer_of_its_head(tmp_path):
+    """Which is neither the last by name nor the only one that is not square."""
+    convolutions = {"conv_dim": [8, 8], "conv_kernel": [3, 3], "conv_stride": [2, 2]}
+    positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
+    sizes = {**SMALL, "vocab_size": 20, "classifier_proj_size": 64, **convolutions, **positions}
+    build(hf.Wav2Vec2Model, hf.Wav2Vec2Config(**sizes), 0).save_pretrained(tmp_path / "base")
+    with_head = hf.Wav2Vec2ForSequenceClassification
+    model = with_head.from_pretrained(tmp_path / "base", num_labels=4)
+    modules = ["projector", "classifier"]
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=modules))
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = load_task(merge(tmp_path, ["adapter"], target_modules=["q_proj"]), "adapter")
+    assert loaded.config.num_labels == 4
+    merged = adapted.merge_and_unload()
+    assert torch.equal(loaded.projector.weight, merged.projector.weight)
+
+
 def test_the_head_of_an_adapter_on_an_fp8_base_belongs_to_a_model_that_is_not_quantised(tmp_path):
     """As the result is: on a GPU, transformers would look for the scales of its weights."""
     save_bert_adapter(tmp_path)
