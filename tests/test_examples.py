@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-import transformers as hf
 from fusion_bench.utils import instantiate
 from nbclient import NotebookClient
 from omegaconf import OmegaConf
@@ -26,12 +25,8 @@ from fusion_bench_nufilt.demo import load_clip, load_processor
 from fusion_bench_nufilt.demo.train import normalise
 from tests.classifiers import train
 from tests.conftest import REPO
-from tests.tiny_models import build, clip, finetuned, llama
-
-
-def gpt2():
-    config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50, n_positions=16)
-    return build(hf.GPT2LMHeadModel, config, 0)
+from tests.models.test_ties import gpt2
+from tests.tiny_models import clip, finetuned, llama
 
 
 def example(name, *arguments):

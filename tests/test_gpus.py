@@ -35,19 +35,14 @@ from tests.merge.helpers import RANKS, merge, plan, save_stream, tensors
 from tests.nufilt.matrices import random_layer
 from tests.pairs import pairs
 from tests.simulated_gpus import SOLVERS, LateLibrary, allow, simulated
-from tests.tiny_models import build, clip
+from tests.tiny_models import SMALL, build, clip
 
 CONFIG = FusionConfig(null_rank=6, lora_rank=4, task_rank=3, max_steps=5)
 SHAPES = [(20, 12), (12, 12), (8, 30), (20, 12), (20, 12), (40, 40), (20, 12)]
 DEVICES = ["cuda:0", "cuda:0,cuda:1"]
 BOTH = {"settings": {"device": "cuda:0,cuda:1"}}
 TASKS = ["task1", "task2"]
-ONE_BLOCK = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+ONE_BLOCK = {**SMALL, "num_hidden_layers": 1}
 CLIP_CONFIG = hf.CLIPVisionConfig(**ONE_BLOCK, image_size=16, patch_size=8)
 SMALL_CLIP = build(hf.CLIPVisionModel, CLIP_CONFIG, 0)
 

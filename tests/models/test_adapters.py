@@ -5,13 +5,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, WhisperConfig, WhisperForConditionalGeneration
+from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.docs import follow_renaming
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
-from tests.tiny_models import TOWER, adapt_at_random, build, clip, llama, llava, t5
+from tests.models.test_ties import whisper
+from tests.tiny_models import TOWER, adapt_at_random, clip, llama, llava, t5
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 QUERY_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -120,15 +121,6 @@ def test_what_an_adapter_changes_and_holds_in_full_is_refused_in_whatever_order(
         plan_adapter(tmp_path)
 
 
-def whisper():
-    sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 32, "num_mel_bins": 8}
-    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
-    widths = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64)
-    tokens = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = WhisperConfig(**sizes, **heads, **widths, **tokens, decoder_start_token_id=1)
-    return build(WhisperForConditionalGeneration, config, 0)
-
-
 @pytest.mark.parametrize("targets", ["all-linear", r".*(q_proj|conv1)"])
 def test_a_convolution_that_an_adapter_saves_is_no_stack_of_experts(tmp_path, targets):
     """Of one dimension, its weight has three sides, too."""
@@ -188,13 +180,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path, make, modules
         spoil(tmp_path)
     with pytest.raises(ValueError, match=message):
         plan_adapter(tmp_path)
-
-
-def test_what_an_adapter_changes_outside_the_merged_layers_is_said(tmp_path):
-    save_all(tmp_path, llama(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"])
-    assert any(
-        "also changes 'lm_head.weight': ignored" in text for text in plan_adapter(tmp_path).warnings
-    )
 
 
 writes_biases = pytest.mark.skipif(

@@ -32,6 +32,8 @@ WORDS = 48  # of the tokenizers; the embeddings of the models have 50 rows
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 MEAN = {"other_params": "mean"}
+OF_CODE = ("<fim>", "indent", "<eot>")
+OF_CHAT = ("<user>", "<bot>", "smile", "<end>")
 
 
 def tokenizer(*new, template=None):
@@ -64,25 +66,8 @@ def grown(tmp_path):
     """
     base = llama(tie_word_embeddings=False)
     save(tmp_path / "base", base)
-    save(
-        tmp_path / "code",
-        finetuned(base, seed=1),
-        "<fim>",
-        "indent",
-        "<eot>",
-        template="code",
-        seed=1,
-    )
-    save(
-        tmp_path / "chat",
-        finetuned(base, seed=2),
-        "<user>",
-        "<bot>",
-        "smile",
-        "<end>",
-        template="chat",
-        seed=2,
-    )
+    save(tmp_path / "code", finetuned(base, seed=1), *OF_CODE, template="code", seed=1)
+    save(tmp_path / "chat", finetuned(base, seed=2), *OF_CHAT, template="chat", seed=2)
     save(tmp_path / "padded", finetuned(base, seed=3), rows=64)
     return tmp_path
 
@@ -304,9 +289,6 @@ def masked(kind):
     return build(kind, hf.BertConfig(**SMALL, vocab_size=WORDS), 0)
 
 
-NEW_TOKENS = ("<fim>", "indent", "<eot>")
-
-
 @pytest.mark.parametrize(
     ("options", "order"),
     [
@@ -320,7 +302,7 @@ def test_new_tokens_keep_their_rows_beside_a_classifier_without_a_head_for_them(
 ):
     base = masked(hf.BertForMaskedLM)
     save(tmp_path / "base", base)
-    save(tmp_path / "code", finetuned(base, seed=1), *NEW_TOKENS, seed=1)
+    save(tmp_path / "code", finetuned(base, seed=1), *OF_CODE, seed=1)
     classifier = masked(hf.BertForSequenceClassification)
     classifier.bert.load_state_dict(base.bert.state_dict(), strict=False)
     save(tmp_path / "sentiment", finetuned(classifier, seed=2))
@@ -342,7 +324,7 @@ def test_tokens_that_only_a_classifier_has_get_the_mean_row_of_the_head_that_it_
     config = hf.LlamaConfig(**{**base.config.to_dict(), "pad_token_id": 0})
     classifier = hf.LlamaForSequenceClassification(config)
     classifier.model.load_state_dict(base.model.state_dict())
-    save(tmp_path / "sentiment", finetuned(classifier, seed=2), *NEW_TOKENS, seed=2)
+    save(tmp_path / "sentiment", finetuned(classifier, seed=2), *OF_CODE, seed=2)
     out = merge(tmp_path, ["sentiment"], **options)
     assert any("no model has rows of 'lm_head" in text for text in manifest(out)["warnings"])
     assert torch.equal(row(out, "<fim>"), row(tmp_path / "sentiment", "<fim>"))
@@ -364,9 +346,6 @@ def test_tied_heads_stay_tied(tmp_path, family):
         found = getattr(model, get)().weight
         expected = getattr(code, get)().weight
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    again = merge(tmp_path, ["code"], "again", **MEAN)
-    once_more = merge(tmp_path, ["code"], "once_more", **MEAN)
-    assert same(tensors(again), tensors(once_more))
 
 
 def test_rows_are_matched_by_token_where_a_tokenizer_has_another_order(grown):
