@@ -11,6 +11,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -273,7 +274,9 @@ def write_back(descriptor: int) -> None:
     for a file that is not read soon, which would keep gigabytes of memory in use.
     """
     if sys.platform == "linux":
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        # A file system may not know of it.
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def digest(tensor: Tensor) -> str:

@@ -261,11 +261,12 @@ def test_a_folder_of_the_name_that_was_made_while_the_merge_ran_stays(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="others are not asked")
-def test_the_state_alone_does_not_stay_in_memory(tmp_path, monkeypatch):
+def test_the_state_alone_does_not_stay_in_memory_if_the_system_takes_advice(tmp_path, monkeypatch):
     given_back = []
 
     def advise(descriptor, *advice):
         given_back.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        raise OSError
 
     with closing(begin(tmp_path, headers={**HEADERS, STATE_FILE: HEADER})) as output:
         monkeypatch.setattr(os, "posix_fadvise", advise)
