@@ -516,6 +516,9 @@ def _inner_products(x: Tensor, y: Tensor) -> Tensor:
 
 def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) -> str | None:
     """Return the warning about a model's weights, if they call for one."""
+    # However far from it: a strong adapter may leave nothing of a layer.
+    if _is_made_from_base(plan, model):
+        return None
     name = model.source.name
     unrelated = []
     for layer, of_layer in products.items():
@@ -536,8 +539,6 @@ def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) 
             "pretrained model's: one of them was drawn at random"
             f"{exclude_hint([layer.name])}"
         )
-    if _is_made_from_base(plan, model):
-        return None
     cosine = xy / (xx * yy) ** 0.5
     change = (dd / xx) ** 0.5
     if cosine < _LEAST_COSINE or change > _MOST_CHANGE:
@@ -566,7 +567,7 @@ def _are_unrelated(xx: float, yy: float, xy: float) -> bool:
 
 
 def _is_made_from_base(plan: Plan, model: ModelWeights) -> bool:
-    """Tell whether a model is a result, however far from the base, whose manifest has the base."""
+    """Tell whether a model is a result whose manifest has the base."""
     if not isinstance(model.source, Checkpoint):
         return False
     saved = base_of(read_manifest(model.source.folder))

@@ -525,17 +525,21 @@ def compare_results(merges: Merges, law: str, one: Path, other: Path) -> None:
     base_model = loaded(merges.case, merges.folder / "base")
     base = base_model.state_dict()
     of_tokens = []
-    count = None
     if merges.case.with_tokenizer:
-        # Further rows only pad the vocabulary, and are no token's.
         of_tokens = token_keys(base_model)
-        count = len(AutoTokenizer.from_pretrained(other))
+        # By token, since new ones have their numbers in the order in which they came; further rows
+        # only pad the vocabulary, and are no token's.
+        rows_of_one = AutoTokenizer.from_pretrained(one).get_vocab()
+        rows_of_other = AutoTokenizer.from_pretrained(other).get_vocab()
+        rows = [rows_of_one[token] for token in rows_of_other]
+        other_rows = list(rows_of_other.values())
     value = loaded(merges.case, one).state_dict()
     for key, expected in loaded(merges.case, other).state_dict().items():
         if expected.is_floating_point() and expected.shape == base[key].shape:
             result, theta_0 = value[key], base[key]
             if key in of_tokens:
-                result, expected, theta_0 = result[:count], expected[:count], theta_0[:count]
+                result, expected = result[rows], expected[other_rows]
+                theta_0 = theta_0[other_rows]
             check_update(merges, law, key, result, expected, theta_0)
 
 

@@ -25,4 +25,15 @@ REGRESSIONS = {
     "queries, keys and values in one matrix": Case(
         "Gemma 3", (Task(71), Task(72, few=True)), method="nufilt"
     ),
+    "new tokens that another order numbers otherwise": Case(
+        "Llama 3",
+        (Task(10), Task(11, tokens=(0,)), Task(12, tokens=(0,)), Task(13, tokens=(1,))),
+        law="order",
+    ),
+    "a result that a strong adapter has moved far from its base": Case(
+        "Llama 3",
+        (Task(10), Task(11, Lora(alpha=16, targets=(2,), rslora=True, dora=True)), Task(12)),
+        options=(("scale", 1.5),),
+        way="one by one",
+    ),
 }
