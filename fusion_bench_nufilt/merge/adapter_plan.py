@@ -13,6 +13,7 @@ from typing import Any
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.absent_base import AbsentBase
+from fusion_bench_nufilt.models.adapter_reader import INTO_A_MODEL, AdapterReader, reader_of
 from fusion_bench_nufilt.models.adapters import (
     LoraAdapter,
     adapter_config,
@@ -34,7 +35,6 @@ from fusion_bench_nufilt.models.peft_layers import (
     place_of,
     skeleton,
 )
-from fusion_bench_nufilt.models.reader import INTO_A_MODEL, Reader, reader_of
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.tensors import TensorInfo
@@ -270,7 +270,7 @@ def _reader_by_names(
     adapters: Sequence[LoraAdapter],
     architecture: Architecture,
     ranks: Mapping[str, int],
-) -> Reader:
+) -> AdapterReader:
     """Return what reads an adapter for a base of a class that is not known: the modules that the
     names tell.
     """
@@ -291,14 +291,14 @@ def _reader_by_names(
                     f"the adapters change '{shorter}' and '{param}', which may be one layer in two "
                     "classes of the model: --base FOLDER names a base whose config.json tells"
                 )
-    return Reader(skeleton(shapes, embeddings), architecture)
+    return AdapterReader(skeleton(shapes, embeddings), architecture)
 
 
 def _config(
     plan: Plan,
     adapters: Sequence[LoraAdapter],
     base_name: str | None,
-    reader: Reader,
+    reader: AdapterReader,
     ranks: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the configuration of the result."""
@@ -331,7 +331,7 @@ def _config(
 
 def _keys(
     shapes: Mapping[str, tuple[int, ...]],
-    reader: Reader,
+    reader: AdapterReader,
     ranks: Mapping[str, int],
     saved: Mapping[str, SavedTensor],
 ) -> tuple[dict[str, list[FactorKeys]], dict[str, SavedTensor]]:

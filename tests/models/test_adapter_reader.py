@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from fusion_bench_nufilt.merge import merge_folders
+from fusion_bench_nufilt.models.adapter_reader import AdapterReader
 from fusion_bench_nufilt.models.adapters import adapter_config
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.peft_layers import PREFIX, auto_class
-from fusion_bench_nufilt.models.reader import Reader
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 from tests.merge.helpers import change_json, merge, plan
 from tests.oracle.test_classes import tiny, tiny_model
@@ -101,7 +101,7 @@ def assert_answers(folder, kind, inputs, adapter, expected):
 
 def test_a_tensor_that_peft_takes_for_no_layer_is_refused():
     model = llama()
-    reader = Reader(model, Architecture(llama()))
+    reader = AdapterReader(model, Architecture(llama()))
     config = adapter_config([{}], None, {"model.layers.0.self_attn.q_proj": 2}, None)
     infos = {}
     for key, shape in reader.wrap(config).items():

@@ -27,7 +27,7 @@ from .source import format_names
 INTO_A_MODEL = "leave --adapter out, and name the base with --base, for a full model"
 
 
-class Reader:
+class AdapterReader:
     """A model that reads adapters.
 
     Args:
@@ -149,7 +149,7 @@ class Reader:
 
 def reader_of(
     adapters: Sequence[LoraAdapter], base: Checkpoint, architecture: Architecture
-) -> Reader | None:
+) -> AdapterReader | None:
     """Return what reads an adapter that is merged from others: a model of the class that all of
     them are for, else of the base's; None if transformers does not know the latter.
     """
@@ -164,7 +164,7 @@ def reader_of(
     kind = kinds.pop() if len(kinds) == 1 else own
     with torch.device("meta"):
         model = kind._from_config(_config_for(kind, config) or config)
-    return Reader(model, architecture)
+    return AdapterReader(model, architecture)
 
 
 def class_of(adapter_config: Mapping[str, Any], config: Any) -> Any:
