@@ -13,18 +13,14 @@ from tests.nufilt.matrices import matrix_with_spectrum
 
 WIDE = (128, 128)
 NARROW = (32, 128)
-SHAPES = [WIDE, NARROW, NARROW, WIDE] * 3  # as the projections of attention with shared keys
 
 
-def update_of(shape, kind, seed):
-    """What fine-tuning changes in a layer, as factors if it was an adapter."""
+def adapter(shape, seed):
+    """The factors of an adapter's update."""
     generator = torch.Generator().manual_seed(seed)
-    if kind == "adapter":
-        left = torch.randn(shape[0], 12, generator=generator)
-        right = torch.randn(shape[1], 12, generator=generator)
-        return LowRank(0.002 * left, right.mT)
-    values = 0.1 * torch.arange(1, min(shape) + 1, dtype=torch.float64) ** -0.7
-    return matrix_with_spectrum(*shape, values, seed).float()
+    left = torch.randn(shape[0], 12, generator=generator)
+    right = torch.randn(shape[1], 12, generator=generator)
+    return LowRank(0.002 * left, right.mT)
 
 
 def strength_by(measure, shapes):
@@ -32,46 +28,15 @@ def strength_by(measure, shapes):
     return task_strength(range(len(shapes)), shapes, lambda sample: map(measure, sample))
 
 
-def strength_of(kind, dtype=None, base_dtype=torch.float32, shapes=SHAPES):
-    """The strength of a task that is stored in a dtype, or as factors."""
-
-    def measure(layer):
-        tau = update_of(shapes[layer], kind, seed=layer)
-        if dtype is None:
-            return spectrum(tau, 0.0)
-        generator = torch.Generator().manual_seed(100 + layer)
-        theta_0 = torch.randn(shapes[layer], generator=generator) / 12
-        theta_0 = theta_0.to(base_dtype).float()
-        if isinstance(tau, LowRank):
-            tau = tau.product()
-        theta = (theta_0 + tau).to(dtype)
-        energy = theta.float().square().sum().item()
-        rounding = ROUNDING_VARIANCE * torch.finfo(dtype).eps ** 2 * energy
-        return spectrum(theta.float() - theta_0, rounding)
-
-    return strength_by(measure, shapes)
-
-
-@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
-def test_an_adapter_has_half_of_the_strength_as_factors_and_merged_in_either_precision(base_dtype):
-    assert strength_of("adapter") == 0.5
-    assert strength_of("adapter", torch.float32, base_dtype) == 0.5
-    assert strength_of("adapter", torch.bfloat16, base_dtype) == 0.5
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
-def test_a_full_model_has_all_of_the_strength_in_either_precision(dtype):
-    assert strength_of("full", dtype) == 1.0
-
-
 def test_the_narrow_layers_of_a_model_have_the_strength_of_the_wide_ones():
     """The rank of the adapter is above an eighth of a narrow layer's directions."""
     assert NARROW[0] // 8 < 12
-    assert strength_of("adapter", shapes=[WIDE, NARROW, WIDE]) == 0.5
+    shapes = [WIDE, NARROW, WIDE]
+    assert strength_by(lambda layer: spectrum(adapter(shapes[layer], layer), 0.0), shapes) == 0.5
 
 
 def test_the_strength_grows_evenly_with_what_full_fine_tuning_adds_to_an_adapter():
-    low = update_of(WIDE, "adapter", 0).product()
+    low = adapter(WIDE, 0).product()
     noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
     noise *= low.norm() / noise.norm()
     strengths = []
@@ -93,7 +58,7 @@ def test_a_task_that_rounding_hides_has_all_of_the_strength():
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
 def test_the_tail_is_counted_without_the_energy_of_rounding(share):
     """With it, an adapter that was merged into bfloat16 would have all of the strength."""
-    low = update_of(WIDE, "adapter", 0).product()
+    low = adapter(WIDE, 0).product()
     noise = torch.randn(WIDE, generator=torch.Generator().manual_seed(1))
     noise *= share**0.5 * low.norm() / noise.norm()
     with_rounding = spectrum(low + noise, rounding=noise.square().sum().item())
@@ -139,7 +104,7 @@ def test_layers_from_all_over_the_model_are_measured_until_enough_were_changed()
     def measure(layer):
         seen.append(layer)
         if layer % 7 in (0, 2):
-            return spectrum(update_of(WIDE, "adapter", 0), 0.0)
+            return spectrum(adapter(WIDE, 0), 0.0)
         return None
 
     assert strength_by(measure, [WIDE] * 700) == 0.5
