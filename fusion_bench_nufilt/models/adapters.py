@@ -111,7 +111,7 @@ class LoraAdapter(ModelWeights):
         unknown = []
         no_layers: set[str] = set()  # modules with factors or lengths of something else
         for key in tensors:
-            if _is_of_base(key) or (SAVED in key and key.replace(SAVED, ".") in tensors):
+            if _is_of_base(key) or _is_copy(key, tensors):
                 continue
             place = place_of(self._prefix + key)
             if place.part == ROWS:
@@ -587,6 +587,15 @@ def _is_of_base(key: str) -> bool:
     """
     is_own = ".base_layer." in key and ".lora_" not in key and not key.endswith(".bias")
     return is_own or _ORIGINAL in key
+
+
+def _is_copy(key: str, tensors: Collection[str]) -> bool:
+    """Tell whether a tensor of a module that is held in full is there once more, as biases are if
+    all are saved: under the name of the wrapper, and that of the adapter if a module inside has it.
+    """
+    path, wrapper, name = key.partition(SAVED)
+    names = (name, name.partition(".")[2])
+    return bool(wrapper) and any(f"{path}.{each}" in tensors for each in names)
 
 
 def _is_found(module: str, ends: Sequence[str]) -> bool:

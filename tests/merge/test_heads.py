@@ -267,12 +267,12 @@ def test_tasks_whose_folders_have_one_name_keep_their_heads_apart(tmp_path):
     assert sizes == {"last": 5, "last-2": 10}
 
 
-def save_adapter(folder, backbone, with_head, target_modules):
+def save_adapter(folder, backbone, with_head, target_modules, **config):
     """Folders `base` and `adapter`, of LoRA and a trained classifier; return peft's model."""
     backbone.save_pretrained(folder / "base")
     model = with_head.from_pretrained(folder / "base", num_labels=4)
     # An adapter for this type of task comes with its classifier.
-    lora = LoraConfig(r=4, target_modules=target_modules, task_type="SEQ_CLS")
+    lora = LoraConfig(r=4, target_modules=target_modules, task_type="SEQ_CLS", **config)
     adapted = get_peft_model(model, lora)
     adapt_at_random(adapted, 1)
     adapted.save_pretrained(folder / "adapter")
@@ -340,6 +340,16 @@ def test_the_head_of_an_adapter_on_an_fp8_base_belongs_to_a_model_that_is_not_qu
     out = merge(tmp_path, ["adapter"])
     assert "quantization_config" not in manifest(out)["heads"]["adapter"]["config"]
     assert not getattr(load_task(out, "adapter").config, "quantization_config", None)
+
+
+def test_of_all_biases_those_of_a_head_have_the_names_of_the_model_alone(tmp_path):
+    """Peft saves them under its own as well."""
+    backbone = build(hf.ElectraModel, hf.ElectraConfig(**SMALL, vocab_size=50), 0)
+    with_head = hf.ElectraForSequenceClassification
+    adapted = save_adapter(tmp_path, backbone, with_head, ["query"], bias="all")
+    loaded = load_task(merge(tmp_path, ["adapter"]), "adapter")
+    merged = adapted.merge_and_unload()
+    assert torch.equal(loaded.classifier.out_proj.bias, merged.classifier.out_proj.bias)
 
 
 def test_a_head_under_the_name_of_pefts_wrapper_is_kept_under_that_of_the_model(tmp_path):
