@@ -408,6 +408,7 @@ def join_vocabularies(
 
     extended = _number_tokens(result, tokens_of, roles, weight_of)
     result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
+    _check_columns(result, base)
     _set_files(result, base, tokens_of[owner], extended)
     result.files = _with_template(result.files, in_order)
     matched: dict[str, list[int]] = {}
@@ -530,6 +531,19 @@ def _tokens_to_add(tokens: _Tokens, base: _Tokens, owner: _Tokens) -> dict[str, 
             )
         added[token] = kinds[number]
     return added
+
+
+def _check_columns(result: Vocabulary, base: _Tokens) -> None:
+    """Refuse new tokens beside a tensor with a column for each of the base's, which has none for
+    them.
+    """
+    for param, shape in base.model.params.items():
+        if param.endswith("final_logits_bias") and shape[-1] != result.rows:
+            raise ValueError(
+                f"the base '{base.label}' has '{param}' for {shape[-1]} tokens, and the result "
+                f"would have {result.rows}: load the base, resize its embeddings "
+                "(resize_token_embeddings), and save it with a tokenizer that has all tokens"
+            )
 
 
 def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, extended: Any) -> None:

@@ -26,6 +26,7 @@ from tests.merge.helpers import (
     same,
     tensors,
 )
+from tests.models.test_ties import bart
 from tests.tiny_models import SMALL, build, finetuned, llama
 
 WORDS = 48  # of the tokenizers; the embeddings of the models have 50 rows
@@ -346,6 +347,21 @@ def test_tied_heads_stay_tied(tmp_path, family):
         found = getattr(model, get)().weight
         expected = getattr(code, get)().weight
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_new_tokens_beside_a_bias_of_all_tokens_need_a_base_that_has_them(tmp_path):
+    """Such a bias of a BART has a column for every token, and transformers loads no other size."""
+    base = bart()
+    save(tmp_path / "base", base)
+    save(tmp_path / "code", finetuned(base, seed=1), "<a>", "<b>", "<c>", seed=1)
+    with pytest.raises(ValueError, match=r"base' has 'final_logits_bias' for 50 tokens, .* 51: "):
+        merge(tmp_path, ["code"], **MEAN)
+    save(tmp_path / "base", base, "<a>", "<b>", "<c>")
+    out = merge(tmp_path, ["code"], **MEAN)
+    code = type(base).from_pretrained(tmp_path / "code").state_dict()
+    result = type(base).from_pretrained(out).state_dict()
+    assert torch.equal(result["model.shared.weight"], code["model.shared.weight"])
+    assert result["final_logits_bias"].shape == (1, 51)
 
 
 def test_rows_are_matched_by_token_where_a_tokenizer_has_another_order(grown):
