@@ -293,11 +293,11 @@ def test_half_precision_is_computed_in_float32_and_cast_back_once(dtype):
     assert same(fused, {name: weight.to(dtype) for name, weight in expected.items()})
 
 
-def test_progress_hears_of_every_layer_and_reports_come_in_order():
+def test_progress_hears_of_every_layer_and_weights_and_reports_come_in_order():
     finished = []
-    _, reports = fuse_layers(*models(), CONFIG, progress=finished.append)
+    fused, reports = fuse_layers(*models(), CONFIG, progress=finished.append)
     assert sorted(finished) == sorted(SHAPES)
-    assert list(reports) == list(SHAPES)
+    assert list(fused) == list(reports) == list(SHAPES)
     shapes = set()
     for report in reports.values():
         assert report.seconds > report.solving_seconds > 0

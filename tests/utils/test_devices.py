@@ -9,22 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fusion_bench_nufilt import fuse_layers
 from fusion_bench_nufilt.merge.distributed import _make_merger
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.utils.devices import DevicePool, check_devices, map_layers
 from tests.merge.helpers import plan, save_stream
-from tests.merge.test_fuse import CONFIG, models
 from tests.tiny_models import llama
 
 CPU = torch.device("cpu")
-SHAPES = {
-    "layer0": (20, 12),
-    "layer1": (20, 12),
-    "layer2": (8, 30),
-    "layer3": (40, 40),
-    "layer4": (20, 12),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -195,15 +186,6 @@ def test_a_merge_leaves_the_precision_of_products_where_the_user_set_it(
 
 
 # --- several devices ---
-
-
-def test_the_number_of_devices_does_not_change_a_bit():
-    streams = models(shapes=SHAPES)
-    expected, _ = fuse_layers(*streams, CONFIG, device="cpu")
-    for devices in (["cpu"] * 2, "cpu,cpu,cpu", [CPU]):
-        fused, reports = fuse_layers(*streams, CONFIG, device=devices)
-        assert list(fused) == list(reports) == list(SHAPES)
-        assert all(torch.equal(fused[name], expected[name]) for name in SHAPES)
 
 
 def test_every_device_is_at_work_and_none_on_two_stacks_at_a_time():
