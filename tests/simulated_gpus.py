@@ -55,6 +55,10 @@ class Ledger:
         self.gpus = Counter()  # operations, by GPU
         self.peak = defaultdict(int, self.live)
 
+    def at_work(self):
+        """Return how many GPUs did more than what is tried before a merge begins."""
+        return sum(operations > 1 for operations in self.gpus.values())
+
     def room(self, gpu):
         if self.capacity is None:
             return 2**40

@@ -112,7 +112,7 @@ def test_a_step_of_nufilt_is_the_cpu_s_to_rounding_and_each_weight_goes_up_once_
     assert distance(fused, expected, pretrained, task) < 1e-5
     for shape in set(SHAPES):
         assert (gpus.up[shape], gpus.down[shape]) == (3 * SHAPES.count(shape), SHAPES.count(shape))
-    assert len(gpus.gpus) == devices.count("cuda")
+    assert gpus.at_work() == devices.count("cuda")
 
 
 def test_layers_of_a_shape_are_solved_together(gpus):
@@ -268,7 +268,7 @@ def test_models_in_memory_are_merged_on_gpus_as_on_the_cpu(gpus, method):
     for models, devices, count in ((on_cpu, [0], 1), (on_gpu, "all", 2)):
         gpus.reset()
         assert_as_on_the_cpu(method, in_memory(method, models, devices=devices), expected)
-        assert len(gpus.gpus) == count
+        assert gpus.at_work() == count
 
 
 @pytest.mark.parametrize("method", ["nufilt", "best", "sum"])
@@ -281,7 +281,7 @@ def test_folders_are_merged_on_gpus_as_on_the_cpu(gpus, method, stream, spectra)
         spectra.clear()
         out = merge(stream, TASKS, out=devices, method=method, settings={"device": devices})
         assert_as_on_the_cpu(method, tensors(out), expected)
-        assert len(gpus.gpus) == devices.count("cuda")
+        assert gpus.at_work() == devices.count("cuda")
         transfers = 3 * layers  # the base and two tasks
         if method == "best":
             # The base and a task, each time that a layer is measured for the strength of a task:
