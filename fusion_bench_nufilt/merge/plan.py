@@ -438,8 +438,11 @@ def small_files_of(
         of_base = json.loads(result[_CONFIG])
         config = _edited(of_base, dtype, untied)
         if untied:
-            # Also where the base's config is silent, since many classes tie by default.
-            config["tie_word_embeddings"] = False
+            # Also where the base's config is silent, since many classes tie by default. In a larger
+            # model, transformers 4 asks the part of the language model.
+            for part in (config, config.get("text_config")):
+                if isinstance(part, dict):
+                    part["tie_word_embeddings"] = False
         if config != of_base:
             result[_CONFIG] = _json_file(config)
     # A copy is how the base presents one weight as two; its files and index lack it.

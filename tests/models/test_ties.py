@@ -17,6 +17,7 @@ from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, pool, same, tensors
+from tests.released import released
 from tests.tiny_models import SMALL, T5, VISION, adapt_at_random, build, finetuned, llama
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -408,6 +409,26 @@ def test_a_language_model_in_a_larger_model_is_untied_in_its_own_configuration_t
     assert merged.config.tie_word_embeddings is False
     assert merged.config.text_config.tie_word_embeddings is False
     assert base.config.text_config.tie_word_embeddings is True
+
+
+@pytest.mark.oldest
+def test_a_head_of_its_own_is_loaded_where_the_configurations_of_a_larger_model_are_silent(
+    tmp_path,
+):
+    base = released("Gemma 3").double()
+    base.save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = get_peft_model(deepcopy(base), lora)
+    adapt_at_random(adapted, 5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    out = type(base).from_pretrained(merge(tmp_path, ["adapter"], **SUM), dtype=torch.float64)
+    expected = adapted.merge_and_unload()
+    torch.testing.assert_close(out.lm_head.weight, expected.lm_head.weight)
+    assert torch.equal(out.get_input_embeddings().weight, base.get_input_embeddings().weight)
 
 
 def test_a_pool_goes_on_from_a_merged_model_with_two_tensors(tmp_path):
