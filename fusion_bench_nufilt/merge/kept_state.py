@@ -16,7 +16,6 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import format_names
-from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, state_key
 from fusion_bench_nufilt.utils.tensors import TensorInfo, describe
 
@@ -182,9 +181,7 @@ class KeptState:
         state = self.read(layer, device)
         if state or self.plan.merged is None or not self.plan.merged.rank_of(layer.param):
             return state
-        no_values = torch.empty(0, dtype=torch.float32, device=device)
-        update = self.plan.merged.weight(layer.param, no_values)
-        assert isinstance(update, LowRank)
+        update = self.plan.merged.factors(layer.param, device)
         return {_OUTPUTS: update.left, "weight": update.right}
 
     def turn(self, layer: Layer, state: State, likes: State, bases: Mapping[str, Tensor]) -> State:

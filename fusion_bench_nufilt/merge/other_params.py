@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import check_belongs
-from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.manifest import read_heads, state_key
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
@@ -148,10 +147,8 @@ class _Tensor:
                 return state.source.elements(key, first, last)
 
             mean = matched.elements(start, stop, theta_0, read)
-        # The model has the same mean rounded, which tells a state of other weights.
         dtype = FLOATS[merged.source.tensors[merged.keys[self.param]].dtype]
-        if dtype.itemsize < mean.dtype.itemsize:
-            check_belongs(mean, rounded.to(dtype), self.param, state.source)
+        check_belongs(mean, rounded.to(dtype), self.param, state.source)
         return mean
 
     def _read_task(self, task: ModelWeights, start: int, stop: int, merged: MergedLayer) -> Tensor:
@@ -235,7 +232,6 @@ def _job_of_update(plan: Plan, param: str, record: Record) -> Job:
 
 
 def _read_update(plan: Plan, record: Record, job: Job, device: torch.device) -> LayerInBasis:
-    nothing = torch.empty(0, dtype=torch.float32, device=device)
     joining = plan.joining(job.name)
     # Without a task that joins in, it stays as it was.
     count = plan.models_in_mean(job.name) if joining else 1
@@ -247,9 +243,7 @@ def _read_update(plan: Plan, record: Record, job: Job, device: torch.device) -> 
     rights = []
     for model, part in parts_of_mean:
         if model.rank_of(job.name):  # else it has the base's, of which the update is zero
-            update = model.weight(job.name, nothing)
-            update = scaled_update(update, nothing, model.coefficient)
-            assert isinstance(update, LowRank)
+            update = model.factors(job.name, device)
             lefts.append(update.left * part)
             rights.append(update.right)
     left = torch.cat(lefts, dim=1)

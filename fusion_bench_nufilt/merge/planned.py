@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights, scaled_update
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.nufilt.noise import rounding_of
@@ -220,15 +220,11 @@ def _rounding_before(kept: KeptState, layer: Layer, theta_0: Tensor, state: Stat
 def _read_in_basis(kept: KeptState, layer: Layer, job: Job, device: torch.device) -> LayerInBasis:
     """Read the factors of all tasks, and return the layer in their basis, on a base of zeros."""
     plan = kept.plan
-    # Of the base, an adapter's factors need nothing.
-    no_values = torch.empty(0, dtype=plan.dtype(layer.keys[0]), device=device)
+    wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
     factors = {}
     for number, task in enumerate(plan.tasks):
         if layer.param in task.params:
-            update = task.weight(layer.param, no_values)
-            update = scaled_update(update, no_values, task.coefficient)
-            assert isinstance(update, LowRank)
-            factors[number] = update.to(compute_dtype(no_values))
+            factors[number] = task.factors(layer.param, device).to(wide)
     all_lefts = [update.left for update in factors.values()]
     all_rights = [update.right for update in factors.values()]
     earlier = kept.read_in_basis(layer, device)
@@ -237,7 +233,7 @@ def _read_in_basis(kept: KeptState, layer: Layer, job: Job, device: torch.device
     if "inputs" in earlier:
         all_rights.append(earlier["inputs"].mT)
     basis, lefts, rights = Basis.of(all_lefts, all_rights, plan.method.sides_in_basis)
-    zeros = no_values.new_zeros(job.shape_merged, dtype=compute_dtype(no_values))
+    zeros = torch.zeros(job.shape_merged, dtype=wide, device=device)
     state = plan.method.state_of(layer.name, zeros)
     if earlier:
         bases = {"o": lefts[-1]}
@@ -265,10 +261,8 @@ def _weight_so_far(plan: Plan, layer: Layer, theta_0: Tensor, kept: State) -> Te
         assert isinstance(stored, Tensor)
         so_far = layer.view.matrix(stored)
         if kept:
-            # The model has the same weight rounded, which tells a state of other weights.
-            if so_far.dtype.itemsize < kept["weight"].dtype.itemsize:
-                assert plan.state is not None
-                check_belongs(kept["weight"], so_far, layer.name, plan.state.source)
+            assert plan.state is not None
+            check_belongs(kept["weight"], so_far, layer.name, plan.state.source)
             so_far = kept["weight"]
     # A task would be rounded with it: the result is rounded once, when it is written.
     return so_far.to(compute_dtype(theta_0))

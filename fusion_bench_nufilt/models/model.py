@@ -177,6 +177,15 @@ class ModelWeights:
         self.source.check_finite(param, value)
         return value
 
+    def factors(self, param: str, device: torch.device | str) -> LowRank:
+        """Read the factors of a layer's update, which needs nothing of the base, times the model's
+        coefficient.
+        """
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        update = scaled_update(self.weight(param, nothing), nothing, self.coefficient)
+        assert isinstance(update, LowRank)
+        return update
+
     def unit(self, param: str) -> int:
         """Return the number of elements of a tensor that are read together, or not at all."""
         if param in self.matched_rows or param not in self.keys:

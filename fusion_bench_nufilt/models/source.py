@@ -306,8 +306,11 @@ class MatchedRows:
 
 
 def check_belongs(kept: Tensor, stored: Tensor, name: str, state: Source) -> None:
-    """Refuse a tensor of the state beside a model unless the model has it, rounded to its dtype."""
-    if not torch.equal(kept.to(stored.dtype), stored):
+    """Refuse a tensor of the state beside a model unless the model has it, rounded to a shorter
+    dtype: a state of other weights is told by that.
+    """
+    is_rounded = stored.dtype.itemsize < kept.dtype.itemsize
+    if is_rounded and not torch.equal(kept.to(stored.dtype), stored):
         raise ValueError(
             f"'{state.name}' does not belong to the weights beside it: '{name}' differs; remove it "
             "if the weights are right"
