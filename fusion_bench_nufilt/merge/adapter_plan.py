@@ -312,7 +312,7 @@ def _config(
         name = reader.name(param)
         if saved.tokens is not None:
             tokens_by_module[module_of(name)] = list(saved.tokens)
-        elif name.endswith(".bias") and not any(
+        elif name.endswith("bias") and not any(
             param in adapter.trained_params for adapter in adapters
         ):
             content["bias"] = "all"

@@ -119,7 +119,7 @@ class AdapterReader:
         expected = set()
         for param in changed:
             expected.update(self.names[param])
-        apart = {name for name in expected ^ self._wrapped_names() if not name.endswith(".bias")}
+        apart = {name for name in expected ^ self._wrapped_names() if not name.endswith("bias")}
         if apart:
             self.refuse(f"it changes others of the names {format_names(sorted(apart))}")
 

@@ -16,6 +16,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     Qwen2_5OmniThinkerConfig,
     Qwen2_5OmniThinkerForConditionalGeneration,
     T5Config,
@@ -257,6 +259,19 @@ def test_a_saved_bias_of_a_layer_that_another_adapter_changes_is_read(tmp_path):
         save_adapter(tmp_path, kind, 2, target_modules=["q_proj", "k_proj"]),
     ]
     assert_read_as_merged(tmp_path, kind, TEXT, names, {**MEAN, "other_params": "first"})
+
+
+@pytest.mark.oldest
+def test_a_bias_that_is_a_modules_own_parameter_is_read_beside_layers_in_that_module(tmp_path):
+    """Saved as all of its module, it would take the layers with it."""
+    sizes = {"hidden_size": 32, "head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 1}
+    config = Mamba2Config(**sizes, num_hidden_layers=2, vocab_size=50, chunk_size=8)
+    kind = save_base(tmp_path, build(Mamba2ForCausalLM, config, 0))
+    names = []
+    for seed in (1, 2):
+        lora = {"target_modules": ["in_proj"], "bias": "all"}
+        names.append(save_adapter(tmp_path, kind, seed, **lora))
+    assert_read_as_merged(tmp_path, kind, TEXT, names)
 
 
 def test_the_strength_is_that_of_the_whole_model(tmp_path):
