@@ -323,6 +323,9 @@ def _with_weights_of(architecture: Architecture, model: ModelWeights) -> Archite
     weights: list[list[str]] = []
     for names in architecture.names_by_weight:
         weights += _groups(model, names)
+    # As a rule; layers need not be found once more.
+    if weights == architecture.names_by_weight:
+        return architecture
     return architecture.apart(weights)
 
 
