@@ -295,16 +295,12 @@ class TaskVector:
 
     def _vote_above_noise(self, gram: Tensor) -> tuple[Tensor, Tensor]:
         """Return the vote of those directions of a matrix that are stronger than noise, given its
-        Gram matrix; of all of them, if more of the others' energy is the task's than noise's.
+        Gram matrix.
         """
         assert self.noise is not None
         eigenvalues, V = torch.linalg.eigh(gram)
         squares = eigenvalues.clamp_min(0).flip(-1)
         count = int(above_noise(squares, self.energy, self.noise, *self.shape).sum())
-        d_o, d_i = self.shape
-        others = self.energy - squares[:count].double().sum()
-        if others > 2 * self.noise.energy * (1 - count / d_o) * (1 - count / d_i):
-            count = len(squares)
         V = V.flip(-1)[:, :count]
         s_1 = squares[0].sqrt()
         A = (self._tall / s_1) @ (V * (squares[:count] / squares[0])) @ V.mT

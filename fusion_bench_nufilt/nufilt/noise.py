@@ -120,7 +120,8 @@ def above_noise(
     squares: Tensor, energy: Tensor, noise: Noise, d_o: int, d_i: int
 ) -> Tensor:
     """Tell which directions of matrices ``(d_o, d_i)`` count: those that are stronger
-    than any of the noise.
+    than any of the noise, and weaker ones as long as more of what is left is the task's
+    than noise's, as in a full model with uneven rows.
 
     The energy of these errors is at most what is expected, and at most what is left
     without the directions that are stronger: a matrix of exactly low rank has none.
@@ -143,8 +144,14 @@ def above_noise(
         stronger[..., 0] = squares[..., 0] > 0
         count_before, count = count, stronger.sum(dim=-1).to(most)
         if torch.equal(count, count_before):
-            return stronger
+            break
         rest = energy - (squares * stronger).sum(dim=-1)
         # The stronger directions also have their part of the errors.
         share = ((1 - count / d_o) * (1 - count / d_i)).clamp_min(1 / (d_o * d_i))
         most = torch.minimum(most, rest.maximum(unknown) / share)
+    k = squares.shape[-1]
+    before = torch.arange(k, dtype=squares.dtype, device=squares.device)
+    left = energy[..., None] - squares.cumsum(dim=-1) + squares
+    share = (1 - before / d_o) * (1 - before / d_i)
+    is_task = left - unknown[..., None] > 2 * share * noise.energy[..., None]
+    return stronger | (is_task & (squares > 0))
