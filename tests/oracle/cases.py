@@ -385,7 +385,8 @@ def block_depths(keys: list[str]) -> dict[str, float]:
     """Return how deep in its stack each key lies, from -1 to 1; keys outside of all, 0."""
     numbers: dict[str, tuple[str | None, int]] = {}
     for key in keys:
-        match = re.match(r"(?:(.*?)\.)?(\d+)\.", key)
+        # A number in a row of layers, as in mlp.0.weight, is no block's, which has modules inside.
+        match = re.match(r"(?:(.*?)\.)?(\d+)\..*\.", key)
         if match:
             numbers[key] = (match[1], int(match[2]))
     last: dict[str | None, int] = {}

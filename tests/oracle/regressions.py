@@ -36,4 +36,7 @@ REGRESSIONS = {
         options=(("scale", 1.5),),
         way="one by one",
     ),
+    "layers that are numbered and no blocks": Case(
+        "Qwen2.5-VL", (Task(10),), options=(("ramp", 0.4), ("scale", 1.0))
+    ),
 }
