@@ -148,7 +148,7 @@ class OrderFree(LayerMethod):
         # rest; and the Gram matrix, its eigenvectors and the solver's workspace; and, as measured,
         # a third for what lies unused between the blocks of one heap. A solver that fails, and is
         # followed by float64, takes more.
-        wide_sums = itemsize * numel + 8 * (8 * numel + 8 * gram)
+        wide_sums = itemsize * numel + 8 * (7 * numel + 7 * gram)
         return wide_sums + block_bytes(shape, itemsize)
 
 

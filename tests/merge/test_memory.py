@@ -205,7 +205,7 @@ def test_what_a_layer_takes_is_forecast_and_little_more(tmp_path, method, shape,
     peak = live_peak(lambda: merge_folders(plan, tmp_path / "out"))
     forecast = layer_jobs(KeptState(plan))[0].memory
     if method in ("spectral", "tsv_stream"):
-        bound *= 1.45  # for what lies unused in their heaps
+        bound *= 1.3  # for what lies unused in their heaps
     assert peak < forecast <= bound * peak, forecast / peak
 
 
