@@ -149,8 +149,7 @@ def above_noise(
         # The stronger directions also have their part of the errors.
         share = ((1 - count / d_o) * (1 - count / d_i)).clamp_min(1 / (d_o * d_i))
         most = torch.minimum(most, rest.maximum(unknown) / share)
-    k = squares.shape[-1]
-    before = torch.arange(k, dtype=squares.dtype, device=squares.device)
+    before = torch.ones_like(squares).cumsum(dim=-1) - 1
     left = energy[..., None] - squares.cumsum(dim=-1) + squares
     share = (1 - before / d_o) * (1 - before / d_i)
     is_task = left - unknown[..., None] > 2 * share * noise.energy[..., None]

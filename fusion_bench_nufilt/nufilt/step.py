@@ -75,8 +75,7 @@ def fuse_stack(
     only these outputs.
 
     ``rounding`` is that of ``tau``, and ``rounding_before`` that of the cumulative
-    update, see :mod:`.noise`. Directions that are no stronger than the noise that it
-    adds are none of the tasks', and the filter protects none.
+    update. Directions that are only :mod:`.noise` are no task's, and not protected.
 
     Returns:
         The new weights ``(n, d_o, d_i)``, and :data:`MEASURES` ``(n,)`` by name.
@@ -95,15 +94,17 @@ def fuse_stack(
         V_p = first_coordinates(tau, ranks.null, height)
         A = None
     else:
-        tau_merged = difference(theta, theta_0, tau.dtype)
-        noise = expected_noise(theta_0, tau_merged, rounding_before)
-        del tau_merged
+        noise_before = None
+        if rounding_before:
+            tau_merged = difference(theta, theta_0, tau.dtype)
+            noise_before = expected_noise(theta_0, tau_merged, rounding_before)
+            del tau_merged
         V_p = top_right_singular_vectors(
             difference(theta, theta_0, tau.dtype),
             ranks.null,
             float64=float64,
             height=height,
-            noise=noise,
+            noise=noise_before,
         )
     tau_merged = difference(theta, theta_0, tau.dtype)
     measures["merged_norm"] = _norm2(tau_merged).sqrt()
