@@ -455,7 +455,10 @@ def check_same_base(plan: Plan) -> list[str]:
     models = []
     # The state of the model merged so far is compared with that model as its layers are read.
     for role, model in plan.models.items():
-        if role not in ("base", "state") and model.is_complete and not model.source.remote:
+        if role in ("base", "state") or not model.is_complete or model.source.remote:
+            continue
+        # However far from it: a strong adapter may leave nothing of a layer.
+        if not _is_made_from_base(plan, model):
             models.append(model)
     # A plan downloads no weights; the merge looks at them once they are on this disk.
     if not models or plan.base.remote:
@@ -516,9 +519,6 @@ def _inner_products(x: Tensor, y: Tensor) -> Tensor:
 
 def _compare(plan: Plan, model: ModelWeights, products: Mapping[Layer, Tensor]) -> str | None:
     """Return the warning about a model's weights, if they call for one."""
-    # However far from it: a strong adapter may leave nothing of a layer.
-    if _is_made_from_base(plan, model):
-        return None
     name = model.source.name
     unrelated = []
     for layer, of_layer in products.items():
