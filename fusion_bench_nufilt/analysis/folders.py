@@ -47,7 +47,7 @@ def analyze_folders(
         vectors = {}
         for name, model in models.items():
             # An adapter has factors for the layers that it changes.
-            if layer.param in model.params:
+            if layer.param in model.entries:
                 vectors[name] = task_vector(_update(model, layer, stored), rank)
         return float(torch.linalg.vector_norm(layer.view.matrix(stored))), vectors
 
@@ -61,7 +61,7 @@ def analyze_folders(
 def _update(model: ModelWeights, layer: Layer, stored: Tensor) -> Tensor:
     """Return tau of a layer, ``(d_o, d_i)``, given the base's tensor."""
     theta_0 = layer.view.matrix(stored)
-    weight = model.weight(layer.param, stored)
+    weight = model.entries[layer.param].read(stored)
     if isinstance(weight, LowRank):
         return weight.product().to(theta_0)
     return layer.view.matrix(weight).to(theta_0) - theta_0

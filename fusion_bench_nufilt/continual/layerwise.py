@@ -158,13 +158,13 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._architecture = Architecture(pretrained)
         self._pretrained = ModelWeights(base, self._architecture)
         self._tie()
-        stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).params
+        stored = self._model(PRETRAINED, pretrained, self.missing_in_pretrained).shapes
         # Before layers are chosen: else the head would be merged, and the state not fit.
         self._heads = heads_of_base(
             self._architecture, self._pretrained, self.targets.heads, self.merged_manifest, stored
         )
         # A head that its checkpoint lacks counts, too.
-        self._heads.add(PRETRAINED, self._pretrained.params, base.config, ())
+        self._heads.add(PRETRAINED, self._pretrained.shapes, base.config, ())
         self._select()
         log.info("%s", self.method)
 
@@ -305,9 +305,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 self._check_merged(self._model(name, model, ()))
             return
         task = self._model(name, model, missing_keys)
-        heads_before = self._heads.of(self._pretrained.params)
+        heads_before = self._heads.of(self._pretrained.entries)
         take_heads(self._heads, [task])
-        if self._heads.of(self._pretrained.params) != heads_before:
+        if self._heads.of(self._pretrained.entries) != heads_before:
             self._refuse_late_head(name)
             self._select()
         missing_heads = self._heads.of(map(self._architecture.param, missing_keys))
@@ -398,7 +398,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             # The weight of a step that nobody reads is not computed, unless it is the state.
             if not self.method.keeps_sums or self.is_used(step):
                 weight = as_stored(plan, layer, result, weigh())
-                yield (merged_source.write, merged_weights.keys[layer.param]), weight
+                yield (merged_source.write, merged_weights.entries[layer.param].key), weight
             # The state stays with the model, whichever GPU computed the layer.
             device = layer.view.read(pretrained).device
             for key, value in kept.by_key(layer, result).items():

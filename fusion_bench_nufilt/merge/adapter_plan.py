@@ -27,6 +27,9 @@ from fusion_bench_nufilt.models.checkpoint import (
     is_adapter,
 )
 from fusion_bench_nufilt.models.door import Models, open_models
+from fusion_bench_nufilt.models.entries import Rows
+from fusion_bench_nufilt.models.experts import ExpertRows, FactorsOfExpert
+from fusion_bench_nufilt.models.lora import Dora, Factors
 from fusion_bench_nufilt.models.names import module_of
 from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
@@ -86,7 +89,7 @@ def plan_adapter(
     _refuse_what_no_adapter_holds(models, targets)
     first_step = settings.first_step(models.merged_manifest)
     for adapter in _sources_outside(models, targets, first_step):
-        if adapter.keys:
+        if any(entry.key for entry in adapter.entries.values()):
             with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
             models = open_models(with_weights, checkpoints, merged_checkpoint, targets, settings)
             break
@@ -177,7 +180,8 @@ def _sources_outside(models: Models, targets: TargetConfig, first_step: int) -> 
 def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Checkpoint:
     """Open the base with its weights, since an adapter holds tensors in full."""
     if name is None:
-        full = [adapter.name_of(key) for key in dict.fromkeys(adapter.keys.values())]
+        keys = dict.fromkeys(entry.key for entry in adapter.entries.values() if entry.key)
+        full = [adapter.name_of(key) for key in keys]
         other_way = ""
         if not is_merged:
             other_way = ", or leave them as they are in it with --other-params pretrained"
@@ -195,14 +199,12 @@ def _refuse_what_no_adapter_holds(models: Models, targets: TargetConfig) -> None
     for task in models.tasks:
         add_head_of(heads, task)
     for adapter in models.adapters:
-        of_heads = heads.of(adapter.keys)
-        experts = [
-            *(param for param, (update, *_) in adapter.updates.items() if update.expert),
-            *adapter.saved_experts,
-        ]
+        of_heads = heads.of(param for param, entry in adapter.entries.items() if entry.key)
+        experts = adapter.params_of(ExpertRows, FactorsOfExpert)
+        of_dora = adapter.params_of(Dora)
         reason = ""
-        if adapter.magnitudes:
-            names = format_names(adapter.magnitudes)
+        if of_dora:
+            names = format_names(of_dora)
             reason = f"is a DoRA, whose lengths of {names} are of the base's rows, too"
         elif experts:
             reason = (
@@ -215,7 +217,7 @@ def _refuse_what_no_adapter_holds(models: Models, targets: TargetConfig) -> None
 
 
 def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
-    full = [layer.param for layer in selection.layers if layer.param in adapter.keys]
+    full = [layer.param for layer in selection.layers if adapter.info(layer.param)]
     if full:
         raise ValueError(
             f"adapter '{adapter.source.name}' holds {format_names(full)} in full, which is merged "
@@ -229,13 +231,13 @@ def _adapted(
     """Return what adapters change of a selection, some of them outside the layers as well."""
     changed: set[str] = set()
     for adapter in adapters:
-        changed.update(adapter.params)
+        changed.update(adapter.entries)
     layers = [layer for layer in selection.layers if layer.param in changed]
     if not layers:
         layers = selection.layers  # a check names them
     changed_outside: set[str] = set()
     for adapter in sources_outside:
-        changed_outside.update(adapter.params)
+        changed_outside.update(adapter.entries)
     other_keys = {}
     for param, keys in selection.other_keys.items():
         if param in changed_outside:
@@ -253,14 +255,15 @@ def _tokens_of_saved(
     """
     tokens_by_param: dict[str, tuple[int, ...] | None] = {}
     for param in plan.other_keys:
-        changing = [adapter for adapter in sources if param in adapter.params]
-        if not any(param in adapter.keys for adapter in changing):
+        changing = [each.entries[param] for each in sources if param in each.entries]
+        if not any(entry.key for entry in changing):
             continue
         tokens_by_param[param] = None
-        if all(param in adapter.trained_rows for adapter in changing):
+        of_rows = [entry for entry in changing if isinstance(entry, Rows)]
+        if len(of_rows) == len(changing):
             tokens: set[int] = set()
-            for adapter in changing:
-                tokens.update(adapter.trained_rows[param])
+            for entry in of_rows:
+                tokens.update(entry.numbers_there)
             tokens_by_param[param] = tuple(sorted(tokens))
     return tokens_by_param
 
@@ -278,10 +281,10 @@ def _reader_by_names(
     embeddings = set()
     names = dict.fromkeys([*ranks, *plan.saved_tensors])
     for param in names:
-        shapes[param] = plan.pretrained.params[param]
+        shapes[param] = plan.pretrained.entries[param].shape
         for adapter in adapters:
-            updates = adapter.updates.get(param, ())
-            if param in adapter.trained_rows or any(update.of_embedding for update in updates):
+            entry = adapter.entries.get(param)
+            if isinstance(entry, Rows) or (isinstance(entry, Factors) and entry.of_embedding):
                 embeddings.add(param)
         parts = param.split(".")
         for start in range(1, len(parts)):
@@ -371,14 +374,14 @@ def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
     ranks = {}
     kept = KeptState(plan)
     for layer in plan.layers:
-        if any(layer.param in adapter.updates for adapter in adapters):
+        if any(adapter.rank_of(layer.param) for adapter in adapters):
             ranks[layer.param] = min(kept.shape_in_basis(layer) or layer.view.shape)
     for param in plan.other_keys:
         if param not in plan.saved_tensors:
             total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0
             for task in plan.joining(param):
                 total += task.rank_of(param) or 0
-            ranks[param] = min(total, *plan.pretrained.params[param])
+            ranks[param] = min(total, *plan.pretrained.entries[param].shape)
     if plan.settings.rank is not None:
         ranks = {param: min(rank, plan.settings.rank) for param, rank in ranks.items()}
     return ranks

@@ -41,7 +41,6 @@ from fusion_bench_nufilt.utils.manifest import (
     verify_files,
 )
 from fusion_bench_nufilt.utils.options import with_scope
-from fusion_bench_nufilt.utils.tensors import FLOATS
 
 from .plan import Plan, Selection
 
@@ -110,13 +109,14 @@ def check_made_from(base: ModelWeights, merged: ModelWeights, optional: Collecti
     those that it may lack.
     """
     float_keys = []
-    for param, shape in base.params.items():
-        if param not in merged.params and param in optional:
+    shapes = merged.shapes
+    for param, entry in base.entries.items():
+        if param not in shapes and param in optional:
             continue
-        if merged.params.get(param) != shape:
-            _refuse(merged, base, param, shape, "it was not made from this base")
-        if base.source.tensors[base.keys[param]].dtype in FLOATS:
-            float_keys.append(merged.keys[param])
+        if shapes.get(param) != entry.shape:
+            _refuse(merged, base, param, entry.shape, "it was not made from this base")
+        if entry.dtype is not None:
+            float_keys.append(merged.entries[param].key)
     merged.source.check_floats(float_keys)
 
 
@@ -124,9 +124,9 @@ def _other_parts(plan: Plan, merged: ModelWeights) -> set[str]:
     """Return what is in parts of the base that a merged model lacks and no task changes: a run that
     merges the vision towers of CLIPs saves a tower.
     """
-    parts = {param.partition(".")[0] for param in merged.params}
+    parts = {param.partition(".")[0] for param in merged.entries}
     others = set()
-    for param in plan.pretrained.params:
+    for param in plan.pretrained.entries:
         if param.partition(".")[0] not in parts and not plan.joining(param):
             others.add(param)
     return others
@@ -140,7 +140,7 @@ def _refuse(
     reason: str,
 ) -> NoReturn:
     """Refuse a model for a tensor that is in it or in the base alone, or in another shape."""
-    shape = model.params.get(param)
+    shape = model.shapes.get(param)
     label = f"{model.kind} '{model.source.name}'"
     of_base = f"the base '{base.source.name}'"
     problem = f"{label}, tensor '{param}': shape {shape} differs from {expected} of {of_base}"
@@ -260,35 +260,36 @@ def check_tensors(
     ``can_exclude`` tells whether the user has options that leave tensors out.
     """
     base = selection.pretrained
-    task.source.check_unwrapped(set(task.params) - set(base.params))
-    selection.base.check_unwrapped(set(base.params) - set(task.params))
+    shapes_of_base = base.shapes
+    task.source.check_unwrapped(set(task.entries) - set(base.entries))
+    selection.base.check_unwrapped(set(base.entries) - set(task.entries))
     # An empty tensor is a lost one, unless the base's is empty, too.
-    with_elements = {param for param, shape in base.params.items() if 0 not in shape}
+    with_elements = {param for param, shape in shapes_of_base.items() if 0 not in shape}
     keys_with_elements = []
-    for param, key in task.keys.items():
-        if param in with_elements or architecture.packed_params(param):
-            keys_with_elements.append(key)
+    for param, entry in task.entries.items():
+        if entry.key and (param in with_elements or architecture.packed_params(param)):
+            keys_with_elements.append(entry.key)
     task.source.check_not_empty(keys_with_elements)
-    for param, shape in task.params.items():
-        expected = base.params.get(param)
+    for param, entry in task.entries.items():
+        expected = shapes_of_base.get(param)
         # The parts of a tensor that was not split, since it has another shape.
         if architecture.packed_params(param):
             expected = architecture.shape(param)
         if expected is None:
-            if param not in task.keys:  # as an update, of which the base must have the rest
+            if not entry.key:  # an update, of which the base must have the rest
                 reason = _why_base_lacks(param, task, base, architecture)
                 _refuse(task, base, param, None, reason)
-        elif shape != expected:
-            reason = _why_of_other_shape(shape, expected, can_exclude=can_exclude)
+        elif entry.shape != expected:
+            reason = _why_of_other_shape(entry.shape, expected, can_exclude=can_exclude)
             _refuse(task, base, param, expected, reason)
     lost = [layer for layer in selection.layers if not task.has(layer.param)]
     if lost:
         reason = _why_layers_are_lost(lost, selection, task, architecture, can_exclude=can_exclude)
-        _refuse(task, base, lost[0].param, base.params[lost[0].param], reason)
-    if selection.layers and not any(layer.param in task.params for layer in selection.layers):
+        _refuse(task, base, lost[0].param, shapes_of_base[lost[0].param], reason)
+    if selection.layers and not any(layer.param in task.entries for layer in selection.layers):
         raise ValueError(
             f"adapter '{task.source.name}' changes none of the {len(selection.layers)} layers to "
-            f"merge: it is of {format_names(task.params)}"
+            f"merge: it is of {format_names(task.entries)}"
         )
 
 
@@ -296,13 +297,13 @@ def _why_base_lacks(
     param: str, task: ModelWeights, base: ModelWeights, architecture: Architecture
 ) -> str:
     """Return why an adapter updates what the base lacks."""
-    renamed = with_same_ending(param, base.params)
+    renamed = with_same_ending(param, base.entries)
     if renamed:
         return (
             f"it was trained on another class of the model, where this is '{renamed[0]}'; with "
             f"that class, {with_peft(task.checkpoint, architecture)}"
         )
-    if not task.params.keys().isdisjoint(base.params):
+    if not task.entries.keys().isdisjoint(base.entries):
         return "give as the base the model with that layer, on which the adapter was trained"
     return "it is for another base"
 
@@ -342,7 +343,7 @@ def _why_layers_are_lost(
             f"'{divided}' with transformers 5, and save it with "
             "save_pretrained(FOLDER, save_original_format=False)"
         )
-    renamed = with_same_ending(lost[0].param, task.params.keys() - selection.pretrained.params)
+    renamed = with_same_ending(lost[0].param, task.entries.keys() - selection.pretrained.entries)
     if renamed:
         return (
             f"it has '{renamed[0]}', which the base lacks: its tensors are named otherwise, rename "
@@ -350,7 +351,7 @@ def _why_layers_are_lost(
         )
     reason = f"layers that it lacks: {len(lost)}"
     if can_exclude:
-        names = [layer.name for layer in selection.layers if layer.param in task.params]
+        names = [layer.name for layer in selection.layers if layer.param in task.entries]
         reason += exclude_hint([layer.name for layer in lost], names)
     return reason
 
@@ -378,11 +379,12 @@ def check_task(
     unread = [file for file in task.source.unread_weights if "/" not in file]
     if unread:
         warnings.append(f"'{name}' has {format_names(unread)} beside its weights: not read")
-    task.source.check_floats(key for param, key in task.keys.items() if param in changed)
+    entries = [entry for param, entry in task.entries.items() if param in changed]
+    task.source.check_floats(entry.key for entry in entries if entry.key)
     extra = []
-    for param in task.params:
+    for param in task.entries:
         # Buffers such as inv_freq are in some files and not in others; a model computes them.
-        if param not in pretrained.params and not architecture.is_computed(param):
+        if param not in pretrained.entries and not architecture.is_computed(param):
             extra.append(param)
     if extra:
         warnings.append(
@@ -435,8 +437,9 @@ def kept_from_base(plan: Plan) -> list[str]:
     kept: dict[str, None] = {}
     for task in plan.tasks:
         averaged = plan.averaged_of(task)
-        for param in task.keys:
-            if param in plan.other_keys and param not in averaged and param not in plan.computed:
+        for param, entry in task.entries.items():
+            is_changed = param in averaged or param in plan.computed
+            if entry.key and param in plan.other_keys and not is_changed:
                 kept[param] = None
     return list(kept)
 
@@ -450,7 +453,8 @@ def check_same_base(plan: Plan) -> list[str]:
     warnings: list[str] = []
     merged_params = {layer.param for layer in plan.layers}
     for task in plan.tasks:
-        if merged_params.union(plan.averaged_of(task)).isdisjoint(task.keys):
+        in_full = {param for param, entry in task.entries.items() if entry.key}
+        if merged_params.union(plan.averaged_of(task)).isdisjoint(in_full):
             warnings += _check_factors(plan, task)
     models = []
     # The state of the model merged so far is compared with that model as its layers are read.
@@ -489,7 +493,7 @@ def _check_factors(plan: Plan, task: ModelWeights) -> list[str]:
         return []
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     for layer in updated:
-        update = task.weight(layer.param, nothing)
+        update = task.entries[layer.param].read(nothing)
         assert isinstance(update, LowRank)
         if update.left.any() and update.right.any():
             return []
@@ -598,10 +602,10 @@ def check_module(
     required_layers = []
     for param, view in architecture.views.items():
         if layers is None or view.key in layers:
-            required_layers.append(Layer(view.name, param, (base.keys[param],), view))
+            required_layers.append(Layer(view.name, param, (base.entries[param].key,), view))
     # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
     targets = TargetConfig(other_params="mean")
-    no_heads = Heads("none", base.params, base.source.config)
+    no_heads = Heads("none", base.shapes, base.source.config)
     selection = Selection.of(base, architecture, targets, no_heads, required_layers)
     task = ModelWeights(module_source(name, model, missing_keys), architecture)
     untied = names_apart(architecture, task)

@@ -146,9 +146,11 @@ class KeptState:
             return None
         if plan.state is None or not self.has_state(layer):
             return rank, rank
-        _, num_outputs = plan.state.params[state_key(layer.name, _OUTPUTS)]
-        inputs = state_key(layer.name, _INPUTS)
-        _, num_inputs = plan.state.params.get(inputs, (0, num_outputs))
+        _, num_outputs = plan.state.entries[state_key(layer.name, _OUTPUTS)].shape
+        num_inputs = num_outputs
+        inputs = plan.state.entries.get(state_key(layer.name, _INPUTS))
+        if inputs is not None:
+            _, num_inputs = inputs.shape
         return num_outputs, num_inputs
 
     # What an earlier merge kept
@@ -160,7 +162,7 @@ class KeptState:
         names = [*self.method.state_names]
         if self.plan.is_adapter:
             names.append(_OUTPUTS)
-        return all(state_key(layer.name, name) in self.plan.state.keys for name in names)
+        return all(state_key(layer.name, name) in self.plan.state.entries for name in names)
 
     def read(self, layer: Layer, device: torch.device) -> State:
         """Read the state of a layer that an earlier merge kept, which is empty if it kept none."""
@@ -169,7 +171,8 @@ class KeptState:
             return {}
         state: State = {}
         for name, like in self.of_layer(layer).items():
-            value = earlier.source.read(earlier.keys[state_key(layer.name, name)], device)
+            key = earlier.entries[state_key(layer.name, name)].key
+            value = earlier.source.read(key, device)
             # A method may write to it, and what lies in memory is the caller's.
             state[name] = value.to(like.dtype, copy=earlier.source.in_memory)
         return state
@@ -208,7 +211,7 @@ class KeptState:
                 f"merge all of its tasks again with {self.method.name}, or go on with its own "
                 "method"
             )
-        stored = set(plan.state.keys) if plan.state else set()
+        stored = set(plan.state.entries) if plan.state else set()
         missing: list[str] = []
         for layer in plan.layers:
             if plan.merged is not None and plan.merged.rank_of(layer.param) == 0:
@@ -254,16 +257,17 @@ class KeptState:
     def _shape_before(self, param: str) -> tuple[int, ...]:
         """Return the shape that a tensor has in the merged model, or else in the base."""
         merged = self.plan.merged
-        if merged is not None and param in merged.keys:
-            return merged.source.tensors[merged.keys[param]].shape
-        pretrained = self.plan.pretrained
-        return pretrained.source.tensors[pretrained.keys[param]].shape
+        info = None if merged is None else merged.info(param)
+        info = info or self.plan.pretrained.info(param)
+        assert info is not None
+        return info.shape
 
     def _check_like(self, key: str, like: Tensor, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that was kept in another shape or dtype than the plan needs."""
         earlier = self.plan.state
         assert earlier is not None
-        stored = earlier.source.tensors[earlier.keys[key]]
+        stored = earlier.info(key)
+        assert stored is not None
         dtype = describe(like).dtype
         if stored.shape != shape or stored.dtype != dtype:
             raise ValueError(
@@ -280,9 +284,10 @@ class KeptState:
         """Tell whether the merged model has a tensor cut, or in fewer digits than float32."""
         merged = self.plan.merged
         if merged is None:
-            return self.plan.rounds(self.plan.pretrained.keys[param])
-        if param in merged.keys:
-            return is_rounded(merged.source.tensors[merged.keys[param]])
+            return self.plan.rounds(self.plan.pretrained.entries[param].key)
+        info = merged.info(param)
+        if info is not None:
+            return is_rounded(info)
         dtype = self.plan.merged_manifest.get("settings", {}).get("dtype")
         return self._was_cut() or dtype in ("bfloat16", "float16")
 
@@ -292,7 +297,7 @@ class KeptState:
         # A mean without a model in it is replaced by the first one, so that its digits don't count.
         if self.plan.models_in_mean(param) == 0:
             return False
-        if merged is not None and param not in merged.keys:
+        if merged is not None and merged.info(param) is None:
             return False  # it has the base's
         return self._is_rounded(param)
 

@@ -75,9 +75,9 @@ class _Tensor:
             return CHUNK_BYTES
         # FP8 is decoded by rows of blocks, MXFP4 and an adapter's stack by experts.
         units = [self.info.unit]
-        units += [task.unit(self.param) for task in self.tasks]
-        if self.plan.merged is not None:
-            units.append(self.plan.merged.unit(self.param))
+        for model in (*self.tasks, self.plan.merged):
+            if model is not None and self.param in model.entries:
+                units.append(model.entries[self.param].unit)
         largest = max(units)
         # In elements, of which the widest, those of float64, have 8 bytes.
         longest = CHUNK_BYTES // 8
@@ -135,20 +135,10 @@ class _Tensor:
         if merged is None:
             return theta_0
         rounded = merged.elements(self.param, start, stop, theta_0)
-        if not self.is_averaged or state is None or state_key(self.param) not in state.keys:
+        if not self.is_averaged or state is None or state_key(self.param) not in state.entries:
             return rounded.to(theta_0.dtype)
-        key = state.keys[state_key(self.param)]
-        matched = merged.matched_rows.get(self.param)
-        if matched is None:
-            mean = state.source.elements(key, start, stop).to(rounded.device)
-        else:
-            # It has the rows of the model beside it.
-            def read(first: int, last: int, _: Tensor) -> Tensor:
-                return state.source.elements(key, first, last)
-
-            mean = matched.elements(start, stop, theta_0, read)
-        dtype = FLOATS[merged.source.tensors[merged.keys[self.param]].dtype]
-        check_belongs(mean, rounded.to(dtype), self.param, state.source)
+        mean = state.elements(state_key(self.param), start, stop, theta_0)
+        check_belongs(mean, rounded.to(merged.entries[self.param].dtype), self.param, state.source)
         return mean
 
     def _read_task(self, task: ModelWeights, start: int, stop: int, merged: MergedLayer) -> Tensor:

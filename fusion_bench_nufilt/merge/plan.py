@@ -76,7 +76,7 @@ class Selection:
             targets=targets,
             layers=list(layers),
             other_keys=other_keys,
-            head_params=set(heads.of(pretrained.params)),
+            head_params=set(heads.of(pretrained.entries)),
             computed=set(filter(architecture.is_computed, other_keys)),
             coverage=architecture.coverage(layers, targets),
             layers_known_from=architecture.known_from,
@@ -334,7 +334,7 @@ def heads_of_base(
     lacks.
     """
     if stored is None:
-        stored = pretrained.params
+        stored = pretrained.shapes
     config = pretrained.source.config
     embeddings = architecture.embeddings(stored)
     heads = Heads(rule, stored, config, architecture.backbone, embeddings)
@@ -345,7 +345,7 @@ def heads_of_base(
 
 def add_head_of(heads: Heads, task: ModelWeights) -> None:
     """Add a task's head, if it has one of its own, to those that are kept out of the merge."""
-    shapes = {param: task.params[param] for param in task.float_params}
+    shapes = {param: task.entries[param].shape for param in task.float_params}
     heads.add(task.source.name, shapes, task.source.config, task.trained_modules)
 
 

@@ -167,8 +167,8 @@ def _stored_memory(kept: KeptState, layer: Layer, in_basis: tuple[int, int] | No
     # One task's weight is held at a time. The factors of a LoRA are too thin to count.
     task_itemsize = 0
     for task in plan.tasks:
-        if layer.param in task.keys:
-            info = task.source.tensors[task.keys[layer.param]]
+        info = task.info(layer.param)
+        if info is not None:
             task_itemsize = max(task_itemsize, FLOATS[info.dtype].itemsize)
     return (base_itemsize + task_itemsize) * numel + state_bytes
 
@@ -223,7 +223,7 @@ def _read_in_basis(kept: KeptState, layer: Layer, job: Job, device: torch.device
     wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
     factors = {}
     for number, task in enumerate(plan.tasks):
-        if layer.param in task.params:
+        if layer.param in task.entries:
             factors[number] = task.factors(layer.param, device).to(wide)
     all_lefts = [update.left for update in factors.values()]
     all_rights = [update.right for update in factors.values()]
@@ -255,9 +255,8 @@ def _weight_so_far(plan: Plan, layer: Layer, theta_0: Tensor, kept: State) -> Te
         like = layer.view.as_stored(theta_0)
         if kept:
             like = layer.view.as_stored(kept["weight"])
-            info = plan.merged.source.tensors[plan.merged.keys[layer.param]]
-            like = like.to(FLOATS[info.dtype])
-        stored = plan.merged.weight(layer.param, like)
+            like = like.to(plan.merged.entries[layer.param].dtype)
+        stored = plan.merged.entries[layer.param].read(like)
         assert isinstance(stored, Tensor)
         so_far = layer.view.matrix(stored)
         if kept:
@@ -269,9 +268,9 @@ def _weight_so_far(plan: Plan, layer: Layer, theta_0: Tensor, kept: State) -> Te
 
 
 def _read_task(task: ModelWeights, layer: Layer, merged: MergedLayer) -> Tensor | LowRank | None:
-    if layer.param not in task.params:
+    if layer.param not in task.entries:
         return None
-    weight = task.weight(layer.param, layer.view.as_stored(merged.theta_0))
+    weight = task.entries[layer.param].read(layer.view.as_stored(merged.theta_0))
     if isinstance(weight, LowRank):
         return weight
     return layer.view.matrix(weight)
@@ -362,8 +361,8 @@ def disk_bytes(plan: Plan) -> int:
     """Return the bytes of all weight files while the result is made."""
     total = 0
     for task in plan.tasks:
-        for key in task.head.values():
-            total += task.source.tensors[key].nbytes
+        for entry in task.head.values():
+            total += task.source.tensors[entry.key].nbytes
     for tensors in plan.files.values():
         for info in tensors.values():
             total += info.nbytes

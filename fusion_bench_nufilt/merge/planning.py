@@ -145,7 +145,7 @@ def _plan_model(
     # Models are changed up to here and in the next lines alone: they come to present the base's
     # names, rows and shapes, and checks and merge go by that.
     by_role = models_by_role(pretrained, models.merged, None, models.tasks)
-    embeddings = architecture.embeddings(pretrained.params)
+    embeddings = architecture.embeddings(pretrained.shapes)
     earlier_vocabulary = merged_manifest.get("vocabulary", {})
     vocabulary = join_vocabularies(
         by_role,

@@ -64,7 +64,7 @@ def strength_of(
     pool = DevicePool(devices)
 
     def measure(layer: Layer) -> Spectrum | None:
-        if layer.param not in task.params:
+        if layer.param not in task.entries:
             return None
         with reserve(layer), pool.free() as device:
             try:
@@ -87,19 +87,19 @@ def _spectrum_of(
     base: ModelWeights, task: ModelWeights, layer: Layer, device: torch.device
 ) -> "Spectrum":
     """Return the spectrum of what a task changed in a layer."""
-    if task.rank_of(layer.param) is not None:
-        factors = task.weight(layer.param, torch.empty(0, dtype=torch.float32, device=device))
+    entry = task.entries[layer.param]
+    if entry.rank is not None:
+        factors = entry.read(torch.empty(0, dtype=torch.float32, device=device))
         # Factors have not been rounded to the digits of a whole weight.
         return spectrum(factors, 0.0)
     theta_0 = base.source.read(layer.keys[0], device)
-    new = task.weight(layer.param, theta_0)
+    new = entry.read(theta_0)
     assert isinstance(new, Tensor)
     rounding = 0.0
-    if layer.param in task.keys:
+    if entry.info is not None:
         rounding = rounding_of(new)
-        stored = task.source.tensors[task.keys[layer.param]]
-        if stored.is_quantised:
-            rounding = max(rounding, ROUNDING_VARIANCE * stored.eps**2)
+        if entry.info.is_quantised:
+            rounding = max(rounding, ROUNDING_VARIANCE * entry.info.eps**2)
     tau = to_compute_dtype(new) - to_compute_dtype(theta_0)
     energy_of_rounding = rounding * to_compute_dtype(new).square().sum().item()
     return spectrum(layer.view.matrix(tau), energy_of_rounding)

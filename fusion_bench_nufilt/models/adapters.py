@@ -1,38 +1,30 @@
 """LoRA adapters as task models: what they change, by param, and which of them can't be merged.
 
 Beside factors for its targets, an adapter may hold full tensors (``modules_to_save``), rows of
-embeddings (``trainable_token_indices``), biases, and row lengths (DoRA). Factors of fused experts
-are in ``experts.py``.
+embeddings (``trainable_token_indices``), biases, and row lengths (DoRA). How they are read is in
+``lora.py``, and factors of fused experts are in ``experts.py``.
 """
 
-import dataclasses
-import math
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fusion_bench_nufilt.nufilt.low_rank import LowRank
 from fusion_bench_nufilt.utils.files import printable
-from fusion_bench_nufilt.utils.tensors import compute_dtype, digest, is_finite
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, config_at_hand
-from .experts import Expert, ExpertRows, find_experts, find_saved_experts
+from .entries import Entry, Rows, Stored
+from .experts import FactorsOfExpert, find_experts, find_saved_experts
 from .heads import labels
+from .lora import Dora, Factors, FactorsOfRows, LastFactors
 from .model import COPY_HEAD, ModelWeights
 from .names import module_of
 from .peft_layers import (
-    EMBEDDING_A,
     LENGTHS,
     ROWS,
     SAVED,
     WHOLE,
+    WITH_PEFT,
     PeftLayer,
     Place,
     UnknownLayersError,
@@ -49,27 +41,8 @@ _ORIGINAL = ".original_module."
 # name than 'default', peft passes over them and merges nothing.
 _NAMED = re.compile(r"\.lora_(?:[AB]\.(\w+)\.weight|embedding_[AB]\.(\w+))$")
 
-WITH_PEFT = "with peft (merge_and_unload), and give that folder"
 _ONLY_LORA = "and only LoRA, rsLoRA and DoRA are merged. Where peft can merge it, "
 _SAVE_AGAIN = "save it again from the model that was trained"
-
-
-@dataclass(frozen=True)
-class _LoraUpdate:
-    """Where an adapter stores the factors of an update of a layer, or of some of its rows: scaling
-    times B A.
-    """
-
-    key_a: str
-    key_b: str
-    rank: int
-    scaling: float
-    expert: Expert | None = None  # its place in factors of several experts
-    rows: slice | None = None  # of the layer that it changes, if it does not change all
-
-    @property
-    def of_embedding(self) -> bool:
-        return self.key_a.endswith(EMBEDDING_A)
 
 
 class LoraAdapter(ModelWeights):
@@ -85,21 +58,19 @@ class LoraAdapter(ModelWeights):
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.config: Mapping[str, Any] = checkpoint.adapter_config
-        self.updates: dict[str, list[_LoraUpdate]] = {}  # by param, as all below
-        self.magnitudes: dict[str, str] = {}  # keys of DoRA's row lengths
-        self.saved_experts: dict[str, ExpertRows] = {}  # places in whole stacks
-        self.trained_rows: dict[str, dict[int, int]] = {}  # the stored place of each trained row
         self.rows_of_embedding: list[str] = []  # further weights that get the embedding's rows
         self.trained_params: set[str] = set()  # of modules in modules_to_save
-        # Whether a layer is stored transposed, as (d_i, d_o).
-        self._transposed = {param for param, view in architecture.views.items() if view.transposed}
-        self._last_factors = _LastFactors()
+        self._last_factors = LastFactors()
         _check_config(checkpoint, architecture)
         _check_alone(checkpoint)
         self._prefix = _prefix_in(checkpoint, architecture)
         super().__init__(checkpoint, architecture)
 
     # Which tensors there are
+
+    def params_of(self, *kinds: type[Entry]) -> list[str]:
+        """Return the params of which the adapter has entries of some kinds."""
+        return [param for param, entry in self.entries.items() if isinstance(entry, kinds)]
 
     def _find_tensors(self, architecture: Architecture) -> None:
         tensors = self.source.tensors
@@ -130,8 +101,8 @@ class LoraAdapter(ModelWeights):
         for module in keys.keys() & no_layers:
             del keys[module]
         self._add_factors(keys, architecture)
-        self._share(architecture)
-        if self.config.get("trainable_token_indices") and not self.trained_rows:
+        self._share_tied(architecture)
+        if self.config.get("trainable_token_indices") and not self.params_of(Rows):
             raise ValueError(
                 f"adapter '{self.source.name}' has no rows of the tokens that its "
                 f"trainable_token_indices name: {_SAVE_AGAIN}"
@@ -173,14 +144,28 @@ class LoraAdapter(ModelWeights):
         experts = find_experts(self.checkpoint, architecture, keys, layers)
         for module, parts in keys.items():
             layer = layers[module]
-            update = _LoraUpdate(parts["A"], parts["B"], layer.rank, layer.scaling)
+            common: dict[str, Any] = {
+                "source": self.source,
+                "key": "",
+                "key_a": parts["A"],
+                "key_b": parts["B"],
+                "rank_in_file": layer.rank,
+                "scaling": layer.scaling,
+                "last": self._last_factors,
+            }
             if module not in experts:
-                self._add_pair(architecture, module, update, parts.get(LENGTHS))
+                self._add_layer(architecture, module, common, parts.get(LENGTHS))
                 continue
             for param, expert in experts[module].items():
-                self._check_new(param, module)
-                self.updates[param] = [dataclasses.replace(update, expert=expert)]
-                self.params[param] = architecture.views[param].stored_shape
+                view = architecture.views[param]
+                entry = FactorsOfExpert(
+                    **common,
+                    name=param,
+                    is_transposed=view.transposed,
+                    expert=expert,
+                    presented=view.stored_shape,
+                )
+                self._add_new(param, module, entry)
 
     def _check_shapes(self, module: str, parts: Mapping[str, str], layer: PeftLayer | None) -> None:
         """Refuse other tensors of a module than peft has of it."""
@@ -198,39 +183,37 @@ class LoraAdapter(ModelWeights):
             f"{expected} of its adapter_config.json for this base: they do not belong together"
         )
 
-    def _add_pair(
-        self, architecture: Architecture, module: str, update: _LoraUpdate, lengths: str | None
+    def _add_layer(
+        self, architecture: Architecture, module: str, common: dict[str, Any], lengths: str | None
     ) -> None:
         name = f"{module}.weight"
         divided = architecture.rows_of_divided(name)
         if divided is not None:
             param, rows = divided
-            self.updates.setdefault(param, []).append(dataclasses.replace(update, rows=rows))
-            self.params[param] = architecture.shape(param)
+            of_rows = self.entries.get(param)
+            if not isinstance(of_rows, FactorsOfRows):
+                of_rows = FactorsOfRows(self.source, "", architecture.shape(param), ())
+                self._add_new(param, module, of_rows)
+            part = Factors(**common, name=name, is_transposed=False)
+            self.entries[param] = of_rows.with_part(rows, part)
             return
         param = architecture.untied_name(name)
-        self._check_new(param, module)
-        self.updates[param] = [update]
+        view = architecture.views.get(param)
+        is_transposed = view is not None and view.transposed
+        factors = Factors(**common, name=param, is_transposed=is_transposed)
+        entry: Entry = factors
         if lengths is not None:
-            self.magnitudes[param] = lengths
-        d_i = self.source.tensors[update.key_a].shape[1]
-        d_o = self.source.tensors[update.key_b].shape[0]
-        self.params[param] = (d_o, d_i)
-        if update.of_embedding or param in self._transposed:
-            self.params[param] = (d_i, d_o)
+            entry = Dora(self.source, "", factors, lengths)
+        self._add_new(param, module, entry)
 
     def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
         """Note a full tensor, which may be a stack of experts that are layers by themselves."""
         experts = find_saved_experts(self.checkpoint, architecture, key, name)
         for param, rows in experts.items():
-            self._check_new(param, name)
-            self.saved_experts[param] = rows
-            self.keys[param] = key
-            self.params[param] = rows.shape
+            self._add_new(param, name, rows)
         if not experts:
             param = architecture.untied_name(name)
-            self._check_new(param, name)
-            self._add_tensor(param, key)
+            self._add_new(param, name, Stored(self.source, key))
             if _is_in_module(name, self.config.get("modules_to_save") or ()):
                 self.trained_params.add(param)
 
@@ -258,46 +241,41 @@ class LoraAdapter(ModelWeights):
                 f"adapter '{name}' has {claim}: load its base, resize its embeddings as for the "
                 f"training (resize_token_embeddings), merge the adapter into that {WITH_PEFT}"
             )
-        self._check_new(param, module)
-        self.trained_rows[param] = {number: place for place, number in enumerate(numbers)}
-        self._add_tensor(param, key)
-        self.match_rows(param, range(rows))
+        places = {number: place for place, number in enumerate(numbers)}
+        stored = Stored(self.source, key)
+        in_order = [places.get(row, -1) for row in range(rows)]
+        self._add_new(param, module, stored.in_rows(in_order, (rows, *stored.shape[1:])))
 
-    def _check_new(self, param: str, name: str) -> None:
-        if param in self.updates or param in self.keys:
+    def _add_new(self, param: str, name: str, entry: Entry) -> None:
+        """Note what the adapter has of a tensor, of which it must have nothing so far."""
+        if param in self.entries:
             raise ValueError(
                 f"adapter '{self.source.name}' changes '{param}' twice, as '{name}' too: "
                 f"{_SAVE_AGAIN}"
             )
+        self.entries[param] = entry
 
-    def _share(self, architecture: Architecture) -> None:
+    def _share_tied(self, architecture: Architecture) -> None:
         """Give all names of a weight what peft applies to all of them: a tensor that it saved by
         itself, such as a resized embedding, and rows that were trained in the embedding.
         """
         for names in architecture.shared:
-            stored = [name for name in names if name in self.keys]
-            with_rows = [name for name in stored if name in self.trained_rows]
+            stored = [name for name in names if self.info(name) is not None]
+            with_rows = [name for name in stored if isinstance(self.entries[name], Rows)]
             for name in stored:
                 # By default, peft trains a copy of a module, and leaves what it is tied to as it
                 # was; so it does with rows of the embedding if it trains others of the head.
                 if name in self.trained_params or len(with_rows) > 1:
                     continue
-                if name in self.trained_rows and name != architecture.embedding:
+                if name in with_rows and name != architecture.embedding:
                     continue
-                self._share_tensor(name, names)
+                self._share(name, names)
         # It has these rows in all that the class ties to the embedding, two weights or not.
         embedding = architecture.embedding
         for other in architecture.tied_by_class(embedding):
-            if embedding in self.trained_rows and other not in self.params:
-                self._share_tensor(embedding, [other])
+            if isinstance(self.entries.get(embedding), Rows) and other not in self.entries:
+                self._share(embedding, [other])
                 self.rows_of_embedding.append(other)
-
-    def _share_tensor(self, stored: str, names: Iterable[str]) -> None:
-        for name in set(names) - self.params.keys():
-            super()._share_tensor(stored, [name])
-            if stored in self.trained_rows:
-                self.trained_rows[name] = self.trained_rows[stored]
-                self.matched_rows[name] = self.matched_rows[stored]
 
     def _refuse_named(self, unknown: Sequence[str]) -> None:
         """Refuse tensors whose names have the adapter's own, and say how it is taken out."""
@@ -314,145 +292,9 @@ class LoraAdapter(ModelWeights):
                 f"it. {remedy}"
             )
 
-    def tell_apart(self, names: Sequence[str]) -> list[object]:
-        marks: list[object] = []
-        for name in names:
-            digests: list[object] = []
-            if name in self.updates:
-                (update,) = self.updates[name]
-                right = self.source.read(update.key_a)
-                left = self.source.read(update.key_b)
-                # The factors of an embedding are the head's transposed: where peft ties the two,
-                # they must have one mark.
-                if update.of_embedding:
-                    left, right = right.T, left.T
-                digests += [digest(left), digest(right), update.scaling]
-            if name in self.magnitudes:
-                digests.append(digest(self.source.read(self.magnitudes[name])))
-            if name in self.keys:
-                digests.append(digest(self.source.read(self.keys[name])))
-                digests += self.trained_rows.get(name, ())
-            marks.append(tuple(digests))
-        return marks
-
-    def rank_of(self, param: str) -> int | None:
-        if param in self.keys or param in self.magnitudes:
-            return None
-        return sum(update.rank for update in self.updates.get(param, ()))
-
     @property
     def trained_modules(self) -> Collection[str]:
         return {module_of(param) for param in self.trained_params}
-
-    def _forget(self, param: str) -> None:
-        super()._forget(param)
-        self.updates.pop(param, None)
-        self.magnitudes.pop(param, None)
-
-    # What they hold
-
-    def weight(self, param: str, theta_0: Tensor) -> Tensor | LowRank:
-        if param in self.saved_experts:
-            value = self.saved_experts[param].read(self.source)
-            self.source.check_finite(param, value)
-            return value.to(theta_0.device)
-        if param in self.keys:
-            return super().weight(param, theta_0)
-        update = self._update(param, theta_0.device)
-        if param not in self.magnitudes:
-            return update
-        lengths = self.source.read(self.magnitudes[param], theta_0.device)
-        if param in self._transposed:
-            return _dora(theta_0.T, update, lengths).T
-        return _dora(theta_0, update, lengths)
-
-    def _update(self, param: str, device: torch.device) -> LowRank:
-        """Read the factors of a layer's update in float32 at least, with its scaling."""
-        factors = [self._read_factors(param, update, device) for update in self.updates[param]]
-        if len(factors) == 1 and self.updates[param][0].rows is None:
-            return factors[0]
-        # Each has its rows of the layer, and columns of the left factor for itself.
-        left = torch.zeros(
-            self.params[param][0],
-            sum(of_rows.left.shape[1] for of_rows in factors),
-            dtype=factors[0].left.dtype,
-            device=device,
-        )
-        first = 0
-        for update, of_rows in zip(self.updates[param], factors, strict=True):
-            rank = of_rows.left.shape[1]
-            left[update.rows, first : first + rank] = of_rows.left
-            first += rank
-        return LowRank(left, torch.cat([of_rows.right for of_rows in factors]))
-
-    def _read_factors(self, param: str, update: _LoraUpdate, device: torch.device) -> LowRank:
-        def read() -> _Factors:
-            return self.source.read(update.key_a, device), self.source.read(update.key_b, device)
-
-        a, b = self._last_factors.get((update.key_a, str(device)), read)
-        if update.expert is not None:
-            a, b = update.expert.cut(a, b)
-        wide = compute_dtype(a)
-        left = b.to(wide) * update.scaling
-        right = a.to(wide)
-        # What was read is finite, so that only the scaling can be at fault.
-        if not is_finite(left):
-            raise ValueError(
-                f"adapter '{self.source.name}', layer '{param}': B times its scaling of "
-                f"{update.scaling:g} is too large for {wide}"
-            )
-        if update.of_embedding:
-            return LowRank(right.T, left.T)
-        return LowRank(left, right)
-
-    def unit(self, param: str) -> int:
-        if param in self.saved_experts:
-            return math.prod(self.params[param])
-        return super().unit(param)
-
-    def _own_elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        if param in self.saved_experts:
-            return self.saved_experts[param].read(self.source).flatten()[start:stop]
-        if param in self.keys:
-            return super()._own_elements(param, start, stop, theta_0)
-        assert param not in self.magnitudes  # check_outside refuses DoRA
-        update = self._update(param, theta_0.device)
-        if param in self._transposed:
-            update = LowRank(update.right.T, update.left.T)
-        width = update.shape[1]
-        first_row = start // width
-        end_row = -(-stop // width)
-        # The rows of this piece alone: a whole product would take the memory of the tensor.
-        rows = LowRank(update.left[first_row:end_row], update.right).product().flatten()
-        offset = first_row * width
-        return theta_0.to(compute_dtype(theta_0)) + rows[start - offset : stop - offset]
-
-    def _stored_row(self, param: str, row: int) -> int:
-        if param in self.trained_rows:
-            return self.trained_rows[param].get(row, -1)
-        return row
-
-    def row(self, param: str, row: int, base: ModelWeights) -> Tensor:
-        if param in self.keys or param not in self.updates:
-            return super().row(param, row, base)
-        theta_0 = base.row(param, row, base)
-        if param in self.magnitudes:
-            return self._dora_row(param, row, theta_0)
-        return self._own_elements(param, row * len(theta_0), (row + 1) * len(theta_0), theta_0)
-
-    def _dora_row(self, param: str, row: int, theta_0: Tensor) -> Tensor:
-        """Return a row of a weight that DoRA changed, given the base's."""
-        # Of an embedding, DoRA learns the lengths of columns, over all tokens.
-        if self.updates[param][0].of_embedding:
-            raise ValueError(
-                f"adapter '{self.source.name}' changes '{param}' by DoRA, so that the rows of its "
-                f"new tokens can't be told one by one: merge it into its base {WITH_PEFT}, or "
-                "leave its tokens out with --tokenizer base"
-            )
-        update = self._update(param, theta_0.device)
-        lengths = self.source.read(self.magnitudes[param], theta_0.device)
-        of_row = LowRank(update.left[row : row + 1], update.right)
-        return _dora(theta_0[None], of_row, lengths[row : row + 1])[0]
 
     def name_of(self, key: str) -> str:
         return place_of(key).name
@@ -482,7 +324,7 @@ class LoraAdapter(ModelWeights):
 
     def _count_labels(self) -> int:
         """Return the number of rows of the head's output layer, which no other layer follows."""
-        shapes = [self.source.tensors[key].shape for key in self.head.values()]
+        shapes = [entry.shape for entry in self.head.values()]
         matrices = [shape for shape in shapes if len(shape) >= 2]
         # By name, the others may come later: a DistilBERT has classifier and pre_classifier.
         inputs = {shape[1] for shape in matrices}
@@ -512,8 +354,8 @@ class LoraAdapter(ModelWeights):
                 f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the "
                 f"base given is '{source.name}': make sure that these are the same model"
             )
-        outside = [param for param in self.updates if param not in layers]
-        dora = [param for param in outside if param in self.magnitudes]
+        outside = [param for param in self.entries if param not in layers]
+        dora = [param for param in self.params_of(Dora) if param not in layers]
         if dora and rule != "pretrained":
             could_be_layers = "name them in target_modules, or "
             if any(param not in architecture.views for param in dora):
@@ -524,7 +366,7 @@ class LoraAdapter(ModelWeights):
             )
         if rule != "pretrained":
             return warnings
-        ignored = [name for name in self.params if name in base.params and name not in layers]
+        ignored = [name for name in outside if name in base.entries]
         ignored += [name for name in self.left_out if name not in ignored]
         with_rows = [name for name in ignored if name in self.gives_rows_of]
         ignored = [name for name in ignored if name not in with_rows]
@@ -535,46 +377,6 @@ class LoraAdapter(ModelWeights):
                     f"adapter '{self.source.name}' also changes {listing}: ignored{extent}"
                 )
         return warnings
-
-
-def _dora(theta_0: Tensor, update: LowRank, lengths: Tensor) -> Tensor:
-    """Return rows of theta_0 + B A, each brought to the length that the adapter learned."""
-    weight = theta_0.to(update.left.dtype) + update.product()
-    weight *= (lengths.to(weight.dtype) / torch.linalg.vector_norm(weight, dim=1))[:, None]
-    return weight
-
-
-_Factors = tuple[Tensor, Tensor]  # A and B
-
-
-class _LastFactors:
-    """Keeps the factors that were read last, a pair for each thread that may be reading, so that
-    each input is read once.
-
-    Factors of fused experts hold those of all experts of a parameter, which are merged one after
-    another, and an update outside the merged layers is added piece by piece. A pair is read by one
-    thread, and the others wait for it. A copy in another process begins empty.
-    """
-
-    def __init__(self) -> None:
-        self._factors: OrderedDict[tuple[str, str], _Factors] = OrderedDict()
-        self._reading = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-
-    def get(self, key: tuple[str, str], read: Callable[[], _Factors]) -> _Factors:
-        """Return the factors of a key and a device, which are read if they are not there."""
-        with self._reading:
-            if key not in self._factors:
-                self._factors[key] = read()
-                while len(self._factors) > max(4, torch.get_num_threads()):
-                    self._factors.popitem(last=False)
-            self._factors.move_to_end(key)
-            return self._factors[key]
 
 
 # Starts of training that leave the base's weights as they are.

@@ -69,7 +69,7 @@ def open_models(
     if "mean_counts" in merged_manifest:
         carry_over(architecture, merged_manifest["mean_counts"], earlier)
     if state is not None:
-        carry_over(architecture, state.keys, earlier, state_key)
+        carry_over(architecture, state.entries, earlier, state_key)
     return Models(architecture, pretrained, opened, merged_manifest, merged_model, state)
 
 

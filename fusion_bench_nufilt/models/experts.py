@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint
+from .entries import Entry
+from .lora import Factors, Pair
 from .peft_layers import PeftLayer, outer_module
-from .source import Source
 
 _WITH_ITS_PEFT = "merge it into its base with what trained it, and give that folder"
 
@@ -48,24 +49,55 @@ class Expert:
         return right, left
 
 
-@dataclass(frozen=True)
-class ExpertRows:
-    """Where a fused parameter, saved whole as the loaded model has it, holds the tensor of a
-    layer.
+@dataclass(frozen=True, eq=False)
+class FactorsOfExpert(Factors):
+    """The factors of an update of a layer, in those of a fused parameter."""
+
+    expert: Expert
+    presented: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.presented
+
+    def pair(self, device: torch.device) -> Pair:
+        a, b = super().pair(device)
+        return self.expert.cut(a, b)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows(Entry):
+    """The tensor of a layer in a fused parameter that was saved whole, as the loaded model has
+    it.
     """
 
-    key: str
     start: int  # of the elements that are the layer's, in the flattened parameter
     stop: int
     width: int  # of the parameter's rows
-    transposed: bool  # whether the layer's tensor is the transpose of these rows
-    shape: tuple[int, ...]  # of the layer's tensor
+    is_transposed: bool  # whether the layer's tensor is the transpose of these rows
+    presented: tuple[int, ...]
 
-    def read(self, source: Source) -> Tensor:
-        rows = source.elements(self.key, self.start, self.stop).reshape(-1, self.width)
-        if self.transposed:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.presented
+
+    @property
+    def unit(self) -> int:
+        return self.stop - self.start
+
+    def read(self, theta_0: Tensor) -> Tensor:
+        rows = self.source.elements(self.key, self.start, self.stop).reshape(-1, self.width)
+        if self.is_transposed:
             rows = rows.T
-        return rows.reshape(self.shape)
+        value = rows.reshape(self.presented)
+        self.source.check_finite(self.key, value)
+        return value.to(theta_0.device)
+
+    def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        return self.read(theta_0).flatten()[start:stop]
+
+    def same(self, other: Entry) -> bool:
+        return self is other
 
 
 def find_saved_experts(
@@ -93,7 +125,7 @@ def find_saved_experts(
         last = number * height + rows.stop
         transposed = flipped != view.transposed
         places[param] = ExpertRows(
-            key, first * width, last * width, width, transposed, view.stored_shape
+            adapter, key, first * width, last * width, width, transposed, view.stored_shape
         )
     return places
 

@@ -7,10 +7,7 @@ two weights in one of the models is merged as two, so that a model has a tensor 
 :func:`tie_weights` has asked them all.
 """
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.tensors import FLOATS, compute_dtype
+from fusion_bench_nufilt.utils.tensors import TensorInfo, compute_dtype
 
 from .architecture import (
     Architecture,
@@ -27,15 +24,13 @@ from .architecture import (
     untie_parameter,
 )
 from .checkpoint import Checkpoint
-from .source import MatchedRows, Source
+from .entries import Entry, Stored
+from .source import Source
 
 
 class ModelWeights:
-    """A model with all its weights, in files or in memory.
-
-    By param, ``params`` has the shape of each tensor that the model changes or brings, ``keys`` the
-    key of each that it holds in full, and ``matched_rows`` those of them that it presents with the
-    base's rows.
+    """A model with all its weights, in files or in memory: an entry for each tensor that it changes
+    or brings, by param.
     """
 
     kind = "model"
@@ -43,11 +38,9 @@ class ModelWeights:
 
     def __init__(self, source: Source, architecture: Architecture) -> None:
         self.source = source
-        self.params: dict[str, tuple[int, ...]] = {}
-        self.keys: dict[str, str] = {}
-        self.matched_rows: dict[str, MatchedRows] = {}
+        self.entries: dict[str, Entry] = {}
         self.left_out: list[str] = []  # names of tied weights that are more than one here alone
-        self.head: dict[str, str] = {}  # keys of the task's own head, by param
+        self.head: dict[str, Entry] = {}  # the task's own head, by param
         self.gives_rows_of: set[str] = set()  # params from which the result has rows of new tokens
         self.coefficient = 1.0  # of its update in a merge, as task arithmetic calls it
         architecture.split(source)
@@ -58,26 +51,21 @@ class ModelWeights:
             name = architecture.untied_name(key)
             # Where several keys go by one name, its own wins: of a tied weight that is stored
             # twice, that of the embedding and not the head's.
-            if name not in self.keys or architecture.model_name(key) == name:
-                self._add_tensor(name, key)
+            if name not in self.entries or architecture.model_name(key) == name:
+                self.entries[name] = Stored(self.source, key)
         for names in architecture.shared:
-            stored = [name for name in names if name in self.keys]
+            stored = [name for name in names if name in self.entries]
             if stored:
-                self._share_tensor(stored[0], names)
+                self._share(stored[0], names)
         embedding = architecture.embedding
-        if self.source.config.get("tie_word_embeddings") is True and embedding in self.keys:
+        if self.source.config.get("tie_word_embeddings") is True and embedding in self.entries:
             # This model's head is its embedding, also where the base has a head of its own.
-            self._share_tensor(embedding, architecture.head)
+            self._share(embedding, architecture.head)
 
-    def _add_tensor(self, name: str, key: str) -> None:
-        self.keys[name] = key
-        self.params[name] = self.source.tensors[key].shape
-
-    def _share_tensor(self, stored: str, names: Iterable[str]) -> None:
+    def _share(self, stored: str, names: Iterable[str]) -> None:
         """Have the tensor of one name stand for those of others that are not stored."""
         for name in names:
-            self.keys.setdefault(name, self.keys[stored])
-            self.params.setdefault(name, self.params[stored])
+            self.entries.setdefault(name, self.entries[stored])
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -87,22 +75,10 @@ class ModelWeights:
 
     # Which tensors it has
 
-    def tell_apart(self, names: Sequence[str]) -> list[object]:
-        """Return for each of some names that share a weight what tells its tensor from others."""
-        marks: list[object] = []
-        distinct: list[str] = []
-        for name in names:
-            key = self.keys.get(name)
-            if key is None:
-                marks.append(None)
-                continue
-            equal = [other for other in distinct if self.source.same(key, other)]
-            if equal:
-                marks.append(equal[0])
-            else:
-                marks.append(key)
-                distinct.append(key)
-        return marks
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors, by param."""
+        return {param: entry.shape for param, entry in self.entries.items()}
 
     def tie(self, architecture: Architecture) -> None:
         """Have one tensor for each weight, which goes by its param from now on.
@@ -111,24 +87,25 @@ class ModelWeights:
         """
         for name in chain(*architecture.shared):
             if architecture.param_named(name) != name:
-                self._forget(name)
-
-    def _forget(self, param: str) -> None:
-        """Treat a tensor as one that the model does not have."""
-        self.params.pop(param, None)
-        self.keys.pop(param, None)
-        self.matched_rows.pop(param, None)
+                self.entries.pop(name, None)
 
     def has(self, param: str) -> bool:
         """Return whether the model has a tensor of the base, changed or not."""
         # What an adapter does not change is the base's.
-        return param in self.keys or not self.is_complete
+        return param in self.entries or not self.is_complete
+
+    def info(self, param: str) -> TensorInfo | None:
+        """Return how the model stores a tensor that it holds in full, None of any other."""
+        entry = self.entries.get(param)
+        return None if entry is None else entry.info
 
     def rank_of(self, param: str) -> int | None:
         """Return the rank of the factors by which the model gives a layer's update, 0 where it
         leaves the layer as it is, and None where it gives the weight in full.
         """
-        return None
+        if param in self.entries:
+            return self.entries[param].rank
+        return None if self.is_complete else 0
 
     @property
     def trained_modules(self) -> Collection[str] | None:
@@ -138,106 +115,38 @@ class ModelWeights:
     @property
     def float_params(self) -> list[str]:
         """The params of what the model holds in full and is floating point."""
-        params = []
-        for param, key in self.keys.items():
-            if self.source.tensors[key].dtype in FLOATS:
-                params.append(param)
-        return params
+        return [param for param, entry in self.entries.items() if entry.dtype is not None]
 
     def take_head(self, params: Iterable[str]) -> None:
         """Keep some tensors out of the merge, as the task's own head."""
         for param in params:
-            self.params.pop(param)
-            self.head[param] = self.keys.pop(param)
-
-    def match_rows(self, param: str, rows: Sequence[int]) -> None:
-        """Present a tensor with the base's rows: ``rows`` has the number of each here, or -1 to
-        take the base's.
-        """
-        sides = self.params[param][1:]
-        stored = [self._stored_row(param, row) for row in rows]
-        self.matched_rows[param] = MatchedRows(math.prod(sides), stored)
-        self.params[param] = (len(rows), *sides)
-
-    def _stored_row(self, param: str, row: int) -> int:
-        """Return which stored row is a row of a tensor, or -1 if none is."""
-        return row
+            self.head[param] = self.entries.pop(param)
 
     # What they hold
-
-    def weight(self, param: str, theta_0: Tensor) -> Tensor | LowRank:
-        """Read a whole tensor, or the factors of a layer's update.
-
-        ``theta_0`` is the base's tensor, on whose device it is put, and which provides the rows
-        that the model lacks.
-        """
-        if param not in self.matched_rows:
-            return self.source.read(self.keys[param], theta_0.device)
-        value = self.elements(param, 0, theta_0.numel(), theta_0.flatten()).reshape(theta_0.shape)
-        self.source.check_finite(param, value)
-        return value
 
     def factors(self, param: str, device: torch.device | str) -> LowRank:
         """Read the factors of a layer's update, which needs nothing of the base, times the model's
         coefficient.
         """
         nothing = torch.empty(0, dtype=torch.float32, device=device)
-        update = scaled_update(self.weight(param, nothing), nothing, self.coefficient)
+        update = scaled_update(self.entries[param].read(nothing), nothing, self.coefficient)
         assert isinstance(update, LowRank)
         return update
-
-    def unit(self, param: str) -> int:
-        """Return the number of elements of a tensor that are read together, or not at all."""
-        if param in self.matched_rows or param not in self.keys:
-            return 1
-        return self.source.tensors[self.keys[param]].unit
 
     def elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of a flattened tensor, given the base's, which are those of a
         tensor that the model lacks.
         """
-        if param not in self.params:
+        if param not in self.entries:
             return theta_0
-        read = partial(self._own_elements, param)
-        if param in self.matched_rows:
-            return self.matched_rows[param].elements(start, stop, theta_0, read)
-        return read(start, stop, theta_0).to(theta_0.device)
-
-    def _own_elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of a flattened tensor in the model's own rows, given the base's in
-        these rows.
-        """
-        return self.source.elements(self.keys[param], start, stop)
-
-    def holds(self, param: str) -> bool:
-        """Return whether the model has a tensor of its own, in its head or outside."""
-        return param in self.keys or param in self.head
-
-    def rows(self, param: str) -> int:
-        """Return the number of rows of a tensor that the model holds."""
-        if param in self.params:
-            return self.params[param][0]
-        return self.source.tensors[self.head[param]].shape[0]
-
-    def row(self, param: str, row: int, base: "ModelWeights") -> Tensor:
-        """Read a row of a tensor, flattened, by its number here; one that is missing is the
-        base's.
-        """
-        width = math.prod(base.params[param][1:])
-        key = self.keys.get(param, self.head.get(param))
-        if key is not None:
-            stored = self._stored_row(param, row)
-            if stored >= 0:
-                return self.source.elements(key, stored * width, (stored + 1) * width)
-        return base.source.elements(base.keys[param], row * width, (row + 1) * width)
+        return self.entries[param].elements(start, stop, theta_0)
 
     def head_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the task's head by their names in the task's model."""
         tensors = {}
-        for key in self.head.values():
-            value = self.source.read(key)
+        for entry in self.head.values():
             # safetensors refuses tensors that are not contiguous.
-            tensors[self.name_of(key)] = value.contiguous()
+            tensors[self.name_of(entry.key)] = self.source.read(entry.key).contiguous()
         return tensors
 
     def name_of(self, key: str) -> str:
@@ -311,7 +220,7 @@ def tie_weights(
         if names and (targets.changes_other_params(step) or architecture.selects(targets, names)):
             architecture = _with_weights_of(architecture, task)
         else:
-            task.left_out = [name for name in names if name in task.params]
+            task.left_out = [name for name in names if name in task.entries]
     # After all were asked: until the last one, any model may still untie a weight for the others.
     for model in (*lasting, *tasks):
         model.tie(architecture)
@@ -340,10 +249,22 @@ def names_apart(architecture: Architecture, model: ModelWeights) -> list[str]:
 
 def _groups(model: ModelWeights, names: Sequence[str]) -> list[list[str]]:
     """Group names of a weight by the tensors that a model has for them."""
-    groups = defaultdict(list)
-    for name, content in zip(names, model.tell_apart(names), strict=True):
-        groups[content].append(name)
-    return list(groups.values())
+    groups: list[tuple[Entry | None, list[str]]] = []
+    for name in names:
+        entry = model.entries.get(name)
+        for other, group in groups:
+            if _are_same(entry, other):
+                group.append(name)
+                break
+        else:
+            groups.append((entry, [name]))
+    return [group for _, group in groups]
+
+
+def _are_same(entry: Entry | None, other: Entry | None) -> bool:
+    if entry is None or other is None:
+        return entry is other
+    return entry is other or entry.same(other)
 
 
 def earlier_params(architecture: Architecture, merged: ModelWeights) -> dict[str, str]:
@@ -380,16 +301,17 @@ def complete_base(
     names_of_keys = {architecture.model_name(key): key for key in base.source.tensors}
     for names in architecture.names_by_weight:
         param = architecture.param_named(names[0])
-        if param not in base.keys:
+        if param not in base.entries:
             continue
+        key_now = base.entries[param].key
         for name in architecture.names_to_store(names):
             if name not in names_of_keys:
                 names_of_keys[name] = _key_of(name, architecture, models)
-                base.checkpoint.add_copy(names_of_keys[name], base.keys[param])
+                base.checkpoint.add_copy(names_of_keys[name], key_now)
         # Its own key, under which it is written, and not that of what it was tied to.
         stored = [names_of_keys[name] for name in names if name in names_of_keys]
-        if base.keys[param] not in stored:
-            base.keys[param] = stored[0]
+        if key_now not in stored:
+            base.entries[param] = Stored(base.source, stored[0])
 
 
 def _key_of(name: str, architecture: Architecture, models: Iterable[ModelWeights]) -> str:

@@ -24,6 +24,8 @@ from .layers import without_numbers
 from .names import module_of, submodule
 
 PREFIX = "base_model.model."
+#: The end of a message about an adapter that only peft can merge.
+WITH_PEFT = "with peft (merge_and_unload), and give that folder"
 
 # Of an embedding, A is (rank, tokens) and B is (d, rank): they hold the transpose of the update.
 EMBEDDING_A = ".lora_embedding_A"

@@ -1,15 +1,13 @@
 """Where a merge reads a model's tensors.
 
 A :class:`Source` maps keys to tensors that are read one by one. The files of a checkpoint are one
-(``checkpoint.py``), a model in memory is another. :class:`MatchedRows` stands between a source and
-its reader, where rows are in another order.
+(``checkpoint.py``), a model in memory is another.
 """
 
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,49 +258,6 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         return {}
     # A loaded config still names the class that was saved, which may be another than this one.
     return {**json.loads(to_json()), "architectures": [type(model).__name__]}
-
-
-@dataclass(frozen=True)
-class MatchedRows:
-    """The rows of a tensor in the order of the base's, given where each is in the tensor itself."""
-
-    width: int  # of a row, in elements
-    stored: list[int]  # for each row of the base, the one in the tensor, or -1 to take the base's
-
-    def elements(
-        self, start: int, stop: int, theta_0: Tensor, read: Callable[[int, int, Tensor], Tensor]
-    ) -> Tensor:
-        """Return some elements of the flattened tensor, given those of the base's.
-
-        ``read`` gives elements of the tensor itself, given those of the base's in the same rows.
-        """
-        # Each reading opens the file: rows that follow each other in both models are read at once.
-        pieces = []
-        end = start
-        end_row = -(-stop // self.width)
-        while end < stop:
-            first = end
-            row = first // self.width
-            end = min(stop, self._end_of_run(row, end_row) * self.width)
-            piece = theta_0[first - start : end - start]
-            if self.stored[row] >= 0:
-                shift = (self.stored[row] - row) * self.width
-                piece = read(first + shift, end + shift, piece).to(theta_0.device)
-            pieces.append(piece)
-        return torch.cat(pieces)
-
-    def _end_of_run(self, row: int, limit: int) -> int:
-        """Return the row after the last one, below a limit, that is read together with a row."""
-        first = self.stored[row]
-        end = row + 1
-        while end < limit:
-            follows = self.stored[end] == first + end - row
-            if first < 0:
-                follows = self.stored[end] < 0
-            if not follows:
-                break
-            end += 1
-        return end
 
 
 def check_belongs(kept: Tensor, stored: Tensor, name: str, state: Source) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,11 @@ from fusion_bench_nufilt.utils.files import parse_json
 from fusion_bench_nufilt.utils.manifest import state_key
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, compute_dtype, is_finite
 
+from .entries import Entry
 from .model import ModelWeights
 from .source import check_belongs, format_names
+
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
@@ -49,7 +52,8 @@ class Vocabulary:
     tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
     holders: dict[int, list[Holder]] = field(default_factory=dict)  # the models that have them
     unnamed: set[int] = field(default_factory=set)  # those that no tokenizer names
-    kept: ModelWeights | None = None  # the state beside the model merged so far
+    #: What each model has of the params, in its own rows, by role; the state, too.
+    own: dict[str, dict[str, Entry]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
     warnings: list[str] = field(default_factory=list)
     identity: str = ""  # a digest of how rows are matched
@@ -93,7 +97,7 @@ class Vocabulary:
                 continue
             for param in self.params:
                 holders_of_param = [each for each in self._holders(param, row) if each in local]
-                values = [self._row(param, holder).double() for holder in holders_of_param]
+                values = [self._row(param, each).double() for each in holders_of_param]
                 if not all(torch.equal(values[0], value) for value in values[1:]):
                     labels = [self.models[holder.role].source.label for holder in holders]
                     raise ValueError(
@@ -104,14 +108,22 @@ class Vocabulary:
 
     def _row(self, param: str, holder: Holder) -> Tensor:
         """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
-        row = self.models[holder.role].row(param, holder.row, self.models["base"])
-        if holder.role != "merged" or self.kept is None or state_key(param) not in self.kept.keys:
+        of_base = self.own["base"][param]
+        width = math.prod(of_base.shape[1:])
+        start = holder.row * width
+        theta_0 = _NOTHING
+        if holder.row < of_base.shape[0]:
+            theta_0 = of_base.elements(start, start + width, _NOTHING)
+        own = self.own[holder.role].get(param)
+        if own is None:
+            return theta_0
+        row = own.elements(start, start + width, theta_0)
+        kept = self.own.get("state", {}).get(state_key(param))
+        if holder.role != "merged" or kept is None:
             return row
-        source = self.kept.source
-        key = self.kept.keys[state_key(param)]
-        kept = source.elements(key, holder.row * len(row), (holder.row + 1) * len(row))
-        check_belongs(kept, row, key, source)
-        return kept
+        mean = kept.elements(start, start + width, theta_0)
+        check_belongs(mean, row, kept.key, kept.source)
+        return mean
 
     def mean_row(self, param: str, row: int) -> Tensor:
         """Return the row of a new token, in float32 at least if several models have it."""
@@ -141,24 +153,25 @@ class Vocabulary:
 
     def _holders(self, param: str, row: int) -> list[Holder]:
         """Return the models with a new token that have a row for it, if only the base's."""
-        rows_of_base = self.models["base"].rows(param)
+        rows_of_base = self.own["base"][param].shape[0]
         holders = []
         for holder in self.holders[row]:
-            if holder.row < rows_of_base or self.models[holder.role].holds(param):
+            own = self.own[holder.role].get(param)
+            if holder.row < rows_of_base or (own is not None and own.key):
                 holders.append(holder)
         return holders
 
     def _mean_of_base(self, param: str) -> Tensor:
         """Return the mean of the base's rows, around which transformers draws new ones."""
         if param not in self._means:
-            base = self.models["base"]
-            shape = base.params[param]
+            of_base = self.own["base"][param]
+            shape = of_base.shape
             width = math.prod(shape[1:])
             length = max(1, CHUNK_BYTES // (8 * width)) * width
             total = torch.zeros(width, dtype=torch.float64, device="cpu")
             for start in range(0, shape[0] * width, length):
                 stop = min(start + length, shape[0] * width)
-                rows = base.source.elements(base.keys[param], start, stop)
+                rows = of_base.elements(start, stop, _NOTHING)
                 total += rows.double().view(-1, width).sum(0)
             self._means[param] = (total / shape[0]).float()
         return self._means[param]
@@ -192,7 +205,7 @@ class Vocabulary:
         ``read`` gives those in the base's rows, which are brought to ``dtype``. Rows of new tokens
         keep their digits; a ValueError names one that ``dtype`` can't hold.
         """
-        rows_of_base, *sides = self.models["base"].params[param]
+        rows_of_base, *sides = self.own["base"][param].shape
         width = math.prod(sides)
         ends = sorted({*self.holders, rows_of_base, self.rows})  # of what is read at once
         pieces = []
@@ -251,7 +264,8 @@ class _Tokens:
         self.label = model.source.label
         self._base = base
         # What a model lacks, as a classifier does the head of a language model, tells no rows.
-        rows = [model.rows(param) for param in params if model.holds(param)]
+        self.own = _own_entries(model, params)
+        rows = [entry.shape[0] for entry in self.own.values() if entry.key]
         if base is not None and not rows:
             rows.append(base.rows)
         self.rows: int = min(rows)
@@ -324,9 +338,10 @@ class _Tokens:
         it has fewer.
         """
         for param in params:
-            if param not in self.model.keys:
+            entry = self.model.entries.get(param)
+            if entry is None or not entry.key:
                 continue
-            if self.model.params[param][1:] != base.model.params[param][1:]:
+            if entry.shape[1:] != base.own[param].shape[1:]:
                 return False
         return self.rows >= base.rows or self.tokenizer is not None
 
@@ -397,7 +412,10 @@ def join_vocabularies(
     keeps_files = choice in ("base", "union") or tokens_of[owner].files in (base.files, {})
     if keeps_files and all(tokens.is_like(base) for tokens in tokens_of.values()):
         return Vocabulary(tokenizer=name, files=_with_template(files, in_order))
-    result = Vocabulary(models, list(params), name, files=dict(files), kept=kept)
+    result = Vocabulary(models, list(params), name, files=dict(files))
+    result.own = {role: tokens.own for role, tokens in tokens_of.items()}
+    if kept is not None:
+        result.own["state"] = _own_entries(kept, map(state_key, params))
 
     def weight_of(role: str, token: str, holders: Sequence[Holder]) -> float:
         if role == "merged":
@@ -414,13 +432,15 @@ def join_vocabularies(
     matched: dict[str, list[int]] = {}
     for tokens in tokens_of.values():
         result.warnings += _warnings(result, base, tokens)
-        keys_of_embeddings = [key for param, key in tokens.model.keys.items() if param in params]
-        tokens.model.source.check_floats(keys_of_embeddings)
+        entries = [tokens.model.entries[param] for param in params if tokens.model.info(param)]
+        tokens.model.source.check_floats(entry.key for entry in entries)
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
             matched[tokens.label] = rows
-        if tokens is not base:
-            _match_rows(result, base, tokens, layers)
+        if tokens is base:
+            continue
+        state = kept if tokens.model is models.get("merged") else None
+        _match_rows(result, base, tokens, layers, state)
     for param, without in result.without_rows().items():
         result.warnings.append(
             f"no model has rows of '{param}' for {format_names(without)}: these get the mean of "
@@ -429,32 +449,51 @@ def join_vocabularies(
     for holders in result.holders.values():
         for holder in holders:
             model = models[holder.role]
-            model.gives_rows_of.update(model.params.keys() & set(params))
+            model.gives_rows_of.update(model.entries.keys() & set(params))
     result.check()
     matching = repr([result.rows, result.holders, matched])
     result.identity = hashlib.sha256(matching.encode()).hexdigest()
     return result
 
 
+def _own_entries(model: ModelWeights, params: Iterable[str]) -> dict[str, Entry]:
+    """Return what a model has of some tensors, in its head or outside."""
+    own = {**model.head, **model.entries}
+    return {param: own[param] for param in params if param in own}
+
+
 def _match_rows(
-    result: Vocabulary, base: _Tokens, tokens: _Tokens, layers: Collection[str]
+    result: Vocabulary,
+    base: _Tokens,
+    tokens: _Tokens,
+    layers: Collection[str],
+    state: ModelWeights | None,
 ) -> None:
-    """Have a model present the result's rows, of layers the base's, and be compared by these."""
+    """Have a model, and the state beside it, present the result's rows, of layers the base's, and
+    be compared by these.
+    """
     model = tokens.model
     rows = tokens.rows_of(base)
-    for param in set(result.params) & model.params.keys():
+    for param in result.params:
+        entry = model.entries.get(param)
+        if entry is None:
+            continue
         wanted = rows
+        shape = base.own[param].shape
         # An adapter's factors have a row for each of the base's, whatever its tokens are.
-        if param not in model.keys:
-            if param in layers or model.params[param] != base.model.params[param]:
+        if not entry.key:
+            if param in layers or entry.shape != shape:
                 continue
             wanted = list(range(base.rows))
         if param not in layers:
             wanted = [-1 if row in result.holders else stored for row, stored in enumerate(wanted)]
             wanted += [-1] * (result.rows - base.rows)
-        if wanted != list(range(model.rows(param))):
-            model.match_rows(param, wanted)
-            model.params[param] = base.model.params[param]
+        if wanted == list(range(entry.shape[0])):
+            continue
+        model.entries[param] = entry.in_rows(wanted, shape)
+        key = state_key(param)
+        if state is not None and key in state.entries:
+            state.entries[key] = state.entries[key].in_rows(wanted, shape)
 
 
 def _owner(models: Models, choice: str) -> str:
@@ -537,7 +576,7 @@ def _check_columns(result: Vocabulary, base: _Tokens) -> None:
     """Refuse new tokens beside a tensor with a column for each of the base's, which has none for
     them.
     """
-    for param, shape in base.model.params.items():
+    for param, shape in base.model.shapes.items():
         if param.endswith("final_logits_bias") and shape[-1] != result.rows:
             raise ValueError(
                 f"the base '{base.label}' has '{param}' for {shape[-1]} tokens, and the result "

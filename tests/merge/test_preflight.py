@@ -21,6 +21,6 @@ def test_the_tensors_that_a_task_changes_are_not_gathered_again_for_every_one_of
     planned = plan(tmp_path, ["task1"], other_params="mean")
     averaged = CountedSet(planned.averaged)
     task = planned.tasks[0]
-    assert len(task.params) > 10
+    assert len(task.entries) > 10
     check_task(planned, task, Architecture.of_checkpoint(planned.base), averaged)
     assert averaged.joined <= 1
