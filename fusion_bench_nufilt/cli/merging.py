@@ -184,13 +184,15 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     if plan.coverage.left_out:
         yield "not merged", f"matrices in blocks: {plan.coverage.names_left_out}"
     other_params = plan.targets.other_params
-    num_averaged = len(plan.averaged)
-    yield "averaged", f"{counted(num_averaged, 'tensor')} (other_params={other_params})"
+    num_changed = len(plan.averaged)
+    yield "changed", f"{counted(num_changed, 'other tensor')} (other_params={other_params})"
     if plan.heads:
         heads = [f"{task} ({', '.join(head['modules'])})" for task, head in plan.heads.items()]
         yield "heads", f"kept for each task: {', '.join(heads)}"
     if not plan.is_adapter:
-        yield "copied", f"{counted(len(plan.other_keys) - num_averaged, 'tensor')}, bit by bit"
+        holder = "the base" if plan.merged is None else f"'{plan.merged.source.name}'"
+        num_kept = len(plan.other_keys) - num_changed
+        yield "kept", f"{counted(num_kept, 'tensor')}, as {holder} has them"
     unchanged = kept_from_base(plan)
     if unchanged:
         loss = f"whatever a task changed in {counted(len(unchanged), 'tensor')} is left out"

@@ -144,8 +144,8 @@ def test_a_dry_run_prints_the_plan_of_the_layers_that_words_choose_and_writes_no
     assert code == 0
     for words in (
         "14 layers",
-        "0 tensors (other_params=pretrained)",
-        "6 tensors, bit by bit",
+        "0 other tensors (other_params=pretrained)",
+        "6 tensors, as the base has them",
         "GB at most",
     ):
         assert words in text
