@@ -24,9 +24,6 @@ class Keep(LayerMethod):
     ) -> tuple[State, Measures]:
         return state, {}
 
-    def merged_weight(self, state: State, base: Tensor) -> Tensor:
-        return state["weight"]
-
 
 class First(Keep):
     """The first task's weight."""

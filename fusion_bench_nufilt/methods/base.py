@@ -30,7 +30,8 @@ class LayerMethod(ABC):
 
     A subclass says what it keeps of layers (:meth:`init_state`), how a task changes that
     (:meth:`update`), and which weights follow from it (:meth:`merged_weight`). A merge of many
-    tasks calls ``update`` for each of them and ``merged_weight`` once. All three are functions of
+    tasks calls ``update`` for each of them and ``merged_weight`` once, but for a method that keeps
+    the merged weight and nothing else, which needs no ``merged_weight``. All three are functions of
     stacks: of n layers of one shape, whose weights are ``(n, d_o, d_i)``; what becomes of a layer
     does not depend on the others. All compute in the dtype of what they are given, float32 at
     least, or float64 where a solver failed in less.
@@ -142,11 +143,11 @@ class LayerMethod(ABC):
             step: the number of the task in the stream, from 1.
         """
 
-    @abstractmethod
     def merged_weight(self, state: State, base: Tensor) -> Tensor:
-        """Return the merged weights that follow from states, in the dtype of the pretrained
-        ones.
+        """Return the merged weights that follow from states, in the dtype of the pretrained ones;
+        by default the ``weight`` that is kept.
         """
+        return state["weight"].to(base.dtype)
 
     def warning(self, shapes: Sequence[tuple[int, int]], *, all_merged: bool = False) -> str | None:
         """Return a warning if the options are doubtful for layers of these shapes ``(d_o, d_i)``,

@@ -49,9 +49,6 @@ class Nufilt(LayerMethod):
         # Rounded once, when it is written, and not after every task.
         return {"weight": to_compute_dtype(base)}
 
-    def merged_weight(self, state: State, base: Tensor) -> Tensor:
-        return state["weight"].to(base.dtype)
-
     def update(
         self, state: State, base: Tensor, task: TaskVector, step: int
     ) -> tuple[State, Measures]:
