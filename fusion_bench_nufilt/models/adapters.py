@@ -69,8 +69,14 @@ class LoraAdapter(ModelWeights):
     # Which tensors there are
 
     def params_of(self, *kinds: type[Entry]) -> list[str]:
-        """Return the params of which the adapter has entries of some kinds."""
-        return [param for param, entry in self.entries.items() if isinstance(entry, kinds)]
+        """Return the params of which the adapter has entries of some kinds, in whatever rows."""
+        params = []
+        for param, entry in self.entries.items():
+            # Beside new tokens, any other kind is presented in rows.
+            own = entry.own if isinstance(entry, Rows) else entry
+            if isinstance(entry, kinds) or isinstance(own, kinds):
+                params.append(param)
+        return params
 
     def _find_tensors(self, architecture: Architecture) -> None:
         tensors = self.source.tensors

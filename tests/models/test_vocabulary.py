@@ -488,6 +488,16 @@ def test_the_row_of_a_token_in_a_head_that_dora_changed_is_that_of_pefts_model(g
     torch.testing.assert_close(out[HEAD], whole.get_output_embeddings().weight.detach())
 
 
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_dora_outside_the_layers_is_refused_beside_new_tokens_as_without_them(grown, module):
+    save_dora(grown, module)
+    for path in (grown / "adapter").glob("*token*"):
+        path.unlink()
+    for tasks in (["adapter"], ["code", "adapter"]):
+        with pytest.raises(ValueError, match=f"{module}.weight' by DoRA outside the merged layers"):
+            plan(grown, tasks, target_modules=["q_proj"], **MEAN)
+
+
 def test_the_rows_of_tokens_in_an_embedding_that_dora_changed_are_left_out_on_demand(grown):
     save_dora(grown, "embed_tokens")
     with pytest.raises(ValueError, match=r"by DoRA, so that the rows.*--tokenizer base"):
