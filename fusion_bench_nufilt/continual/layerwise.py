@@ -2,7 +2,8 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from fusion_bench import auto_register_config
 from omegaconf import ListConfig
 from safetensors.torch import load
@@ -22,9 +24,9 @@ from fusion_bench_nufilt.merge.checks import (
     check_task,
     other_options,
 )
-from fusion_bench_nufilt.merge.engine import MergedLayer, Pieces, do_jobs
+from fusion_bench_nufilt.merge.engine import Pieces, do_jobs
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.other_params import new_heads, tensors_in_memory
+from fusion_bench_nufilt.merge.other_params import new_heads, other_tensors
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import (
     Plan,
@@ -36,7 +38,6 @@ from fusion_bench_nufilt.merge.plan import (
 )
 from fusion_bench_nufilt.merge.planned import (
     affords_state,
-    as_stored,
     layer_jobs,
     machine_of,
     task_strengths,
@@ -46,7 +47,7 @@ from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Se
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.heads import Heads
-from fusion_bench_nufilt.models.layers import Layer, MatrixView
+from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
@@ -65,6 +66,7 @@ from fusion_bench_nufilt.utils.options import (
     split_options,
     takes_options,
 )
+from fusion_bench_nufilt.utils.tensors import describe
 
 from .algorithm import ContinualMergingAlgorithm
 from .models import MERGED, PRETRAINED, refuse_missing_keys
@@ -394,26 +396,41 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         names = {layer.param: layer.name for layer in plan.layers}
         reports: dict[str, dict[str, Any]] = {}
 
-        def pieces(layer: Layer, result: MergedLayer, weigh: Callable[[], Tensor]) -> Pieces:
+        keys = {layer.param: layer.keys[0] for layer in plan.layers}
+        joined = [param for param in plan.other_keys if plan.joining(param)]
+        keys |= {param: plan.other_keys[param][0] for param in joined}
+        places = {}
+        for param, key in keys.items():
             # The weight of a step that nobody reads is not computed, unless it is the state.
-            if not self.method.keeps_sums or self.is_used(step):
-                weight = as_stored(plan, layer, result, weigh())
-                yield (merged_source.write, merged_weights.entries[layer.param].key), weight
-            # The state stays with the model, whichever GPU computed the layer.
-            device = layer.view.read(pretrained).device
-            for key, value in kept.by_key(layer, result).items():
-                yield (self._states.__setitem__, key), value.to(device)
+            if param in joined or not self.method.keeps_sums or self.is_used(step):
+                written_key = merged_weights.entries[param].key
+                # What a tensor in memory has for a file is its key.
+                info = merged_source.tensors[written_key]
+                places[key] = dataclasses.replace(info, file=written_key)
+        likes = kept.needed()
+        for key, like in likes.items():
+            places[key] = dataclasses.replace(describe(like), file=key)
 
-        def add(record: Record, pieces_of_layer: Pieces) -> None:
-            for (write, key), value in pieces_of_layer:
-                write(key, value)
+        def add(record: Record, pieces: Pieces) -> None:
+            blocks = defaultdict(list)
+            for place, piece in pieces:
+                blocks[place].append(piece)
+            device = self._pretrained.source.elements(keys[record["param"]], 0, 1).device
+            for place, parts in blocks.items():
+                value = parts[0] if len(parts) == 1 else torch.cat(parts)
+                value = value.reshape(place.shape)
+                if place.file in likes:
+                    # The state stays with the model, whichever GPU computed the layer.
+                    self._states[place.file] = value.to(device)
+                else:
+                    merged_source.write(place.file, value)
             if record["reports"]:
                 name = names[record["param"]]
                 self._rounding[name] = record["rounding"]
                 (reports[name],) = record["reports"]
 
-        jobs = layer_jobs(kept, plan.layers, task_strengths(kept), pieces)
-        tensors = tensors_in_memory(kept, merged_source.write, self._states.__setitem__)
+        jobs = layer_jobs(kept, plan.layers, task_strengths(kept), places)
+        tensors = other_tensors(plan, joined, places)
         with (
             closing(do_jobs(jobs, machine_of(plan), add, tensors)) as merged_layers,
             tqdm(
@@ -427,10 +444,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             for count in merged_layers:
                 bar.update(count)
         # What an earlier merge kept in float32 is in the model now.
-        kept_keys = {state_key(param) for param in kept.means()}
-        if plan.keeps_state:
-            kept_keys |= kept.needed().keys()
-        self._states = {key: value for key, value in self._states.items() if key in kept_keys}
+        self._states = {key: value for key, value in self._states.items() if key in likes}
         self._mean_counts |= plan.mean_counts
         # Whichever device is free takes the next layers, so that they end in any order.
         self._report(name, {layer.name: reports[layer.name] for layer in plan.layers})

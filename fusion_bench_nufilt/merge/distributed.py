@@ -7,7 +7,6 @@ each other's.
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from functools import partial
 
 import numpy
 from torch import Tensor
@@ -23,7 +22,7 @@ from .engine import Worker, batches, memory_limit
 from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
-from .planned import layer_jobs, machine_of, pieces_in_files
+from .planned import layer_jobs, machine_of
 
 # The record of each layer, and its pieces in arrays of bytes, which Ray moves without a copy.
 _Merged = list[tuple[Record, list[tuple[TensorInfo, numpy.ndarray]]]]
@@ -79,8 +78,7 @@ def _make_merger(plan: Plan, strengths: Sequence[float]) -> Callable[[Sequence[s
     give_back_freed_memory()
     settings = dataclasses.replace(plan.settings, engine="local", address=None)
     local_plan = dataclasses.replace(plan, settings=settings)
-    kept = KeptState(local_plan)
-    all_jobs = layer_jobs(kept, plan.layers, strengths, partial(pieces_in_files, kept))
+    all_jobs = layer_jobs(KeptState(local_plan), plan.layers, strengths, local_plan.places)
     jobs = {job.name: job for job in all_jobs}
     machine = machine_of(local_plan)
     worker = Worker(machine, memory_limit(all_jobs, machine))

@@ -4,7 +4,6 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,10 @@ from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import CPU, do_jobs
 from .kept_state import KeptState
-from .other_params import NOT_FINITE, head_files, tensors_in_files
+from .other_params import NOT_FINITE, head_files, other_tensors
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
-from .planned import disk_bytes, layer_jobs, machine_of, pieces_in_files, task_strengths
+from .planned import disk_bytes, layer_jobs, machine_of, task_strengths
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ def _merge(kept: KeptState, output: Output, progress: Callable[[int, int], objec
         log.info("going on: %d of %d tensors are done", len(done), total)
     layers = [layer for layer in plan.layers if layer.param not in done]
     other_params = [param for param in plan.other_keys if param not in done]
-    tensors = tensors_in_files(plan, other_params)
+    tensors = other_tensors(plan, other_params, plan.places)
     machine = machine_of(plan)
     # A run that goes on may have no layer left, for which nothing is measured.
     strengths = task_strengths(kept) if layers else ()
@@ -210,7 +209,7 @@ def _merge(kept: KeptState, output: Output, progress: Callable[[int, int], objec
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        jobs = layer_jobs(kept, layers, strengths, partial(pieces_in_files, kept))
+        jobs = layer_jobs(kept, layers, strengths, plan.places)
         stages = [do_jobs(jobs, machine, output.add, tensors)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

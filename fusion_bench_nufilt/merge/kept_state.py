@@ -90,10 +90,12 @@ class KeptState:
         return means
 
     def needed(self) -> State:
-        """Return all that the model does not tell by itself, by key, in the order of the file."""
+        """Return all that is kept beside a model in memory, by key, in the order of the file:
+        running means are kept in any case.
+        """
         tensors: State = {}
         for layer in self.plan.layers:
-            if self.is_needed(layer):
+            if self.plan.keeps_state and self.is_needed(layer):
                 for name, like in self.of_layer(layer).items():
                     tensors[state_key(layer.name, name)] = like
         for param, like in self.means().items():

@@ -4,7 +4,7 @@ time; and those of heads, which are kept beside the merged model.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,8 +23,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .basis import Basis, LayerInBasis
-from .engine import Blocks, Job, MergedLayer, Pieces, TaskInput
-from .kept_state import KeptState
+from .engine import CPU, Blocks, Job, MergedLayer, Pieces, TaskInput
 from .output import Record
 from .plan import Plan
 from .planned import pieces_of_factors
@@ -40,11 +39,11 @@ class _Tensor:
     no task joins in, the first alone, or all.
     """
 
-    def __init__(self, plan: Plan, param: str, key: str, places: Sequence[TensorInfo] = ()) -> None:
+    def __init__(self, plan: Plan, param: str, key: str, places: Sequence[TensorInfo]) -> None:
         self.plan = plan
         self.param = param
         self.key = key  # in the base
-        self.places = places  # in the files of the result
+        self.places = places  # in the result and its state
         self.info = plan.base.tensors[key]
         self.is_averaged = param in plan.averaged
         self.grows = param in plan.vocabulary.params
@@ -83,19 +82,17 @@ class _Tensor:
         longest = CHUNK_BYTES // 8
         return max(largest, longest - longest % largest)
 
-    def jobs(
-        self, ranges: Sequence[tuple[int, int]], pieces: Callable[[Tensor], Pieces]
-    ) -> Iterator[Job]:
-        """Yield the jobs that merge ranges of the flattened tensor in blocks, given what is written
-        of a block.
+    def jobs(self, ranges: Sequence[tuple[int, int]], record: Record) -> Iterator[Job]:
+        """Yield the jobs that merge ranges of the flattened tensor in blocks, which may add to the
+        tensor's record.
         """
         length = self.length
         for start, stop in ranges:
             # A tensor without elements has one block without any.
             for first in range(start, max(stop, start + 1), length):
-                yield self._job(first, min(first + length, stop), pieces)
+                yield self._job(first, min(first + length, stop), record)
 
-    def _job(self, start: int, stop: int, pieces: Callable[[Tensor], Pieces]) -> Job:
+    def _job(self, start: int, stop: int, record: Record) -> Job:
         tasks = []
         for task in self.tasks:
             read = partial(self._read_task, task, start, stop)
@@ -107,7 +104,7 @@ class _Tensor:
             tasks=tasks,
             # A step of a mean is a model in it.
             first_step=self.plan.models_in_mean(self.param) + 1,
-            pieces=lambda merged, merged_weight: pieces(merged_weight()),
+            pieces=lambda merged, merged_weight: self._pieces(merged_weight(), record),
         )
 
     def _read(self, start: int, stop: int, job: Job, device: torch.device) -> MergedLayer:
@@ -149,65 +146,67 @@ class _Tensor:
             )
         return theta_t
 
+    def _pieces(self, block: Tensor, record: Record) -> Pieces:
+        # What is infinite in the base stays so, and no dtype is to blame.
+        stays = block.is_floating_point() and not is_finite(block)
+        if stays and "not_finite" not in record:
+            # In the record, so that a run that goes on has it in its manifest, too.
+            record["not_finite"] = self.key
+            log.warning(NOT_FINITE, self.key)
+        for place in self.places:
+            dtype = FLOATS.get(place.dtype, block.dtype)
+            if stays or dtype == block.dtype:
+                yield place, block.to(dtype)
+            else:
+                yield place, in_dtype(self.key, block, dtype)
 
-def tensors_in_files(plan: Plan, params: Sequence[str]) -> list[Blocks]:
-    """Return the tensors outside the merged layers as they are written to files, under every key
-    that the result has for each, with what the state has of it.
+
+def other_tensors(
+    plan: Plan, params: Iterable[str], places: Mapping[str, TensorInfo]
+) -> list[Blocks]:
+    """Return the tensors outside the merged layers as they are written, each to all of its places,
+    which are given by the base's keys, and that of its mean in the state by its key there.
     """
     tensors = []
     for param in params:
-        numel = sum(math.prod(plan.base.tensors[key].shape) for key in plan.other_keys[param])
+        keys = plan.other_keys[param]
+        numel = sum(math.prod(plan.base.tensors[key].shape) for key in keys)
         record = Record(param=param, written=[], reports=[])
-        jobs = _jobs_in_files(plan, param, record)
+        jobs = _jobs(plan, param, record, places)
         if param in plan.adapter_keys:
-            jobs = iter([_job_of_update(plan, param, record)])
-        tensors.append(Blocks(record, numel, jobs))
+            jobs = iter([_job_of_update(plan, param, record, places)])
+        device = CPU
+        if plan.base.in_memory:
+            device = plan.base.elements(keys[0], 0, 1).device
+        tensors.append(Blocks(record, numel, jobs, device))
     return tensors
 
 
-def _jobs_in_files(plan: Plan, param: str, record: Record) -> Iterator[Job]:
+def _jobs(
+    plan: Plan, param: str, record: Record, places: Mapping[str, TensorInfo]
+) -> Iterator[Job]:
     """Yield the jobs of each of the base's tensors of a param: of all of it, or for an adapter of
     the rows of some tokens.
     """
-    mean_place = plan.places.get(state_key(param))
     saved = plan.saved_tensors.get(param)
     if saved is not None:
-        places = [plan.places[key] for key in saved.keys]
-        tensor = _Tensor(plan, param, plan.other_keys[param][0], places)
+        places_of_all = [places[key] for key in saved.keys]
+        tensor = _Tensor(plan, param, plan.other_keys[param][0], places_of_all)
         ranges = [(0, tensor.numel)]
         if saved.tokens is not None:
             width = tensor.numel // tensor.info.shape[0]
             ranges = [(token * width, (token + 1) * width) for token in saved.tokens]
-        yield from tensor.jobs(ranges, partial(_pieces_in_files, tensor, mean_place, record))
+        yield from tensor.jobs(ranges, record)
         return
+    in_state = [state_key(param)]
     for key in plan.other_keys[param]:
-        tensor = _Tensor(plan, param, key, [plan.places[key]])
-        pieces = partial(_pieces_in_files, tensor, mean_place, record)
-        yield from tensor.jobs([(0, tensor.numel)], pieces)
-        mean_place = None  # one of the keys of a tied tensor is enough
+        places_of_key = [places[name] for name in (*in_state, key) if name in places]
+        tensor = _Tensor(plan, param, key, places_of_key)
+        yield from tensor.jobs([(0, tensor.numel)], record)
+        in_state = []  # one of the keys of a tied tensor is enough
 
 
-def _pieces_in_files(
-    tensor: _Tensor, mean_place: TensorInfo | None, record: Record, value: Tensor
-) -> Pieces:
-    """Yield a block of a tensor, and of its mean for the state."""
-    if mean_place is not None:
-        yield mean_place, value.to(FLOATS[mean_place.dtype])
-    # What is infinite in the base stays so, and no dtype is to blame.
-    stays = value.is_floating_point() and not is_finite(value)
-    if stays and "not_finite" not in record:
-        # In the record, so that a run that goes on has it in its manifest, too.
-        record["not_finite"] = tensor.key
-        log.warning(NOT_FINITE, tensor.key)
-    for place in tensor.places:
-        dtype = FLOATS.get(place.dtype, value.dtype)
-        if stays or dtype == value.dtype:
-            yield place, value.to(dtype)
-        else:
-            yield place, in_dtype(tensor.key, value, dtype)
-
-
-def _job_of_update(plan: Plan, param: str, record: Record) -> Job:
+def _job_of_update(plan: Plan, param: str, record: Record, places: Mapping[str, TensorInfo]) -> Job:
     """Return the job of what adapters change of a tensor outside the merged layers: the factors of
     the update that the rule ``other_params`` makes of theirs.
     """
@@ -217,7 +216,7 @@ def _job_of_update(plan: Plan, param: str, record: Record) -> Job:
         read=partial(_read_update, plan, record),
         tasks=(),
         first_step=1,
-        pieces=lambda merged, weigh: pieces_of_factors(plan, merged, weigh()),
+        pieces=lambda merged, weigh: pieces_of_factors(plan, merged, weigh(), places),
     )
 
 
@@ -239,50 +238,6 @@ def _read_update(plan: Plan, record: Record, job: Job, device: torch.device) -> 
     left = torch.cat(lefts, dim=1)
     right = torch.cat(rights)
     return LayerInBasis(job, right, {"weight": right}, record, Basis(left, None), {})
-
-
-def tensors_in_memory(
-    kept: KeptState,
-    write: Callable[[str, Tensor], object],
-    write_state: Callable[[str, Tensor], object],
-) -> list[Blocks]:
-    """Return the tensors outside the merged layers that a merge of models in memory changes, a tied
-    one once.
-
-    The place of a piece is the function to call with its key and the piece: ``write`` for a tensor,
-    and ``write_state`` for a mean that the model rounds, by its key in the state.
-    """
-    plan = kept.plan
-    means = kept.means()
-    tensors = []
-    for param, keys in plan.other_keys.items():
-        tensor = _Tensor(plan, param, keys[0])
-        if tensor.is_averaged and tensor.numel and tensor.tasks:
-            device = plan.base.elements(tensor.key, 0, 1).device
-            pieces = partial(_pieces_in_memory, tensor, means.get(param), write, write_state, [])
-            jobs = tensor.jobs([(0, tensor.numel)], pieces)
-            tensors.append(Blocks({"param": param, "reports": []}, tensor.numel, jobs, device))
-    return tensors
-
-
-def _pieces_in_memory(
-    tensor: _Tensor,
-    kept: Tensor | None,
-    write: Callable[[str, Tensor], object],
-    write_state: Callable[[str, Tensor], object],
-    blocks: list[Tensor],
-    value: Tensor,
-) -> Pieces:
-    """Yield a tensor with its last block, and its mean for the state; ``blocks`` has the earlier
-    ones.
-    """
-    blocks.append(value)
-    if len(blocks) * tensor.length < tensor.numel:
-        return
-    whole = torch.cat(blocks).reshape(tensor.info.shape)
-    yield (write, tensor.key), whole
-    if kept is not None:
-        yield (write_state, state_key(tensor.param)), whole.to(kept.dtype)
 
 
 def head_files(plan: Plan) -> dict[str, bytes]:

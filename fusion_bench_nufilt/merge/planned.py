@@ -5,7 +5,7 @@ and how they are written with what the next merge needs (:mod:`.kept_state`).
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -21,6 +21,7 @@ from fusion_bench_nufilt.nufilt.noise import rounding_of
 from fusion_bench_nufilt.utils.devices import free_memory, process_memory, workers_on
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
+    TensorInfo,
     compute_dtype,
     in_dtype,
 )
@@ -58,21 +59,18 @@ def machine_of(plan: Plan, workers: int | None = None) -> Machine:
     return Machine(settings.devices, workers, free, BATCH_BYTES)
 
 
-#: Returns what is written of a layer, given what was merged and the function of its weight.
-PiecesOfLayer = Callable[[Layer, MergedLayer, Callable[[], Tensor]], Pieces]
-
-
 def layer_jobs(
     kept: KeptState,
     layers: Sequence[Layer] | None = None,
     strengths: Sequence[float] | None = None,
-    pieces: PiecesOfLayer = lambda layer, merged, weigh: (),
+    places: Mapping[str, TensorInfo] | None = None,
 ) -> list[Job]:
     """Return the jobs that merge layers of a plan, by default all, in their order; nothing is read
     for this.
 
-    ``strengths`` are those of the tasks, and ``pieces`` tells what is written of a layer. What is
-    kept of one is described once for each ``kept``, of which a merge has one.
+    ``strengths`` are those of the tasks, and ``places`` those of what is written, by key in the
+    result or in the state. What is kept of one is described once for each ``kept``, of which a
+    merge has one.
     """
     plan = kept.plan
     strengths = strengths or [1.0] * len(plan.tasks)
@@ -111,7 +109,7 @@ def layer_jobs(
                 read=partial(_read if in_basis is None else _read_in_basis, kept, layer),
                 tasks=tasks,
                 first_step=plan.first_step,
-                pieces=partial(pieces, layer),
+                pieces=partial(_pieces, kept, layer, places or {}),
                 # On a GPU, a layer only passes through main memory.
                 memory=solving if plan.settings.on_cpu else stored,
                 solving_memory=solving,
@@ -281,7 +279,35 @@ def _factors_of(number: int, merged: MergedLayer) -> LowRank | None:
     return merged.factors.get(number)
 
 
-def as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> Tensor:
+def _pieces(
+    kept: KeptState,
+    layer: Layer,
+    places: Mapping[str, TensorInfo],
+    merged: MergedLayer,
+    merged_weight: Callable[[], Tensor],
+) -> Pieces:
+    """Yield a layer's state and its weight, each if it has a place."""
+    plan = kept.plan
+    weight = None
+    # That of a step that nobody reads is not computed, unless it is the state.
+    if not plan.method.keeps_sums or layer.keys[0] in places or layer.param in plan.adapter_keys:
+        weight = merged_weight()
+        if layer.param not in plan.adapter_keys:
+            weight = _as_stored(plan, layer, merged, weight)
+    for key, value in kept.by_key(layer, merged, weight).items():
+        yield places[key], value
+    if weight is None:
+        return
+    if layer.param in plan.adapter_keys:
+        yield from pieces_of_factors(plan, merged, weight, places)
+        return
+    grown = plan.vocabulary.grown_layer(layer.param, weight)
+    for key in layer.keys:
+        if key in places:
+            yield places[key], in_dtype(key, grown, FLOATS[places[key].dtype])
+
+
+def _as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> Tensor:
     """Return the merged weight of a layer in the form in which the base has it."""
     if isinstance(merged, LayerInBasis):
         # The base is read here.
@@ -292,39 +318,23 @@ def as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> 
     return layer.view.as_stored(weight)
 
 
-def pieces_in_files(
-    kept: KeptState, layer: Layer, merged: MergedLayer, merged_weight: Callable[[], Tensor]
+def pieces_of_factors(
+    plan: Plan, merged: MergedLayer, weight: Tensor, places: Mapping[str, TensorInfo]
 ) -> Pieces:
-    """Yield a layer's state, if it is kept, and its weight, with their places in the result."""
-    plan = kept.plan
-    weight = merged_weight()
-    if layer.param not in plan.adapter_keys:
-        weight = as_stored(plan, layer, merged, weight)
-    for key, value in kept.by_key(layer, merged, weight).items():
-        yield plan.places[key], value
-    if layer.param in plan.adapter_keys:
-        yield from pieces_of_factors(plan, merged, weight)
-        return
-    grown = plan.vocabulary.grown_layer(layer.param, weight)
-    for key in layer.keys:
-        yield plan.places[key], in_dtype(key, grown, FLOATS[plan.places[key].dtype])
-
-
-def pieces_of_factors(plan: Plan, merged: MergedLayer, weight: Tensor) -> Pieces:
     """Yield A and B of an update in an adapter, given it in the basis in which it was merged, in
     the rank that it has there; note the energies of what stays and of the whole.
     """
     assert isinstance(merged, LayerInBasis)
     record = merged.record
     keys_of_names = plan.adapter_keys[record["param"]]
-    rank = plan.places[keys_of_names[0].a].shape[0]
+    rank = places[keys_of_names[0].a].shape[0]
     factors, record["energy"] = best_factors(merged.basis.product(weight), rank)
     for keys in keys_of_names:
         values = {keys.a: factors.right, keys.b: factors.left}
         if keys.of_embedding:
             values = {keys.a: factors.left.mT, keys.b: factors.right.mT}
         for key, value in values.items():
-            yield plan.places[key], in_dtype(key, value, FLOATS[plan.places[key].dtype])
+            yield places[key], in_dtype(key, value, FLOATS[places[key].dtype])
 
 
 def peak_memory(plan: Plan, workers: int | None = None) -> int:
