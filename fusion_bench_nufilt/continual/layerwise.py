@@ -177,10 +177,10 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def _select(self) -> None:
         """Select the layers, without those of the heads that are known by now."""
-        architecture = self._architecture
-        self._selection = Selection.of(self._pretrained, architecture, self.targets, self._heads)
-        layers = self._selection.layers
-        self.method = method_of(self.method_class, self.options, self.seed, architecture, layers)
+        self._selection = Selection.of(
+            self._architecture, self._pretrained, self.targets, self._heads
+        )
+        self.method = method_of(self.method_class, self.options, self.seed, self._selection)
         coverage = self._selection.coverage
         log.info("%s", coverage)
         shapes = []
@@ -320,7 +320,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
                 missing_heads[0],
             )
         plan = self._plan([task], self.first_step + self.names.index(name))
-        for warning in check_task(plan, task, self._architecture, plan.averaged):
+        for warning in check_task(plan, task, plan.averaged):
             log.warning("%s", warning)
         for warning in check_same_base(plan):
             log.warning("%s", warning)

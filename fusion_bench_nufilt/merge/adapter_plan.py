@@ -19,7 +19,6 @@ from fusion_bench_nufilt.models.adapters import (
     adapter_config,
     refuse_adapter_of_others,
 )
-from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -68,7 +67,7 @@ def plan_adapter(
     targets: TargetConfig,
     settings: Settings,
     method_class: type[LayerMethod],
-) -> tuple[Plan, Architecture]:
+) -> Plan:
     """Plan a merge up to the checks that all plans pass; the arguments are those of
     :func:`.planning.plan_merge`.
     """
@@ -98,7 +97,7 @@ def plan_adapter(
     adapters = models.adapters
     sources_outside = _sources_outside(models, targets, first_step)
     heads = heads_of_base(architecture, pretrained, "none", models.merged_manifest)
-    of_model = Selection.of(pretrained, architecture, targets, heads)
+    of_model = Selection.of(architecture, pretrained, targets, heads)
     selection = _adapted(of_model, adapters, sources_outside)
     of_others = targets
     if not selection.other_keys:  # no adapter changes what else the model has
@@ -106,10 +105,10 @@ def plan_adapter(
     covered = architecture.coverage(selection.layers, of_others)
     selection = dataclasses.replace(selection, coverage=covered)
     for task in models.tasks:
-        check_tensors(selection, task, architecture)
+        check_tensors(selection, task)
     for adapter in adapters:
         _refuse_full_layers(adapter, selection)
-    method = method_of(method_class, options, settings.seed, architecture, selection.layers)
+    method = method_of(method_class, options, settings.seed, selection)
     plan = Plan(
         **vars(selection),
         tasks=models.tasks,
@@ -126,7 +125,7 @@ def plan_adapter(
     ranks = _ranks(plan, adapters)
     reader = reader_of(adapters, pretrained.checkpoint, architecture)
     if reader is None:
-        reader = _reader_by_names(plan, adapters, architecture, ranks)
+        reader = _reader_by_names(plan, adapters, ranks)
     config = _config(plan, adapters, absent_base.trained_on, reader, ranks)
     shapes = reader.wrap(config)
     keys, saved = _keys(shapes, reader, ranks, plan.saved_tensors)
@@ -153,7 +152,7 @@ def plan_adapter(
             f"the config.json of '{absent_base.name}' is not here, so that its last block is taken "
             "to be the adapters', and the ramp ends there: --base FOLDER names one with it"
         )
-    return dataclasses.replace(plan, warnings=warnings), architecture
+    return dataclasses.replace(plan, warnings=warnings)
 
 
 def _open_adapter(name: str) -> Checkpoint:
@@ -269,10 +268,7 @@ def _tokens_of_saved(
 
 
 def _reader_by_names(
-    plan: Plan,
-    adapters: Sequence[LoraAdapter],
-    architecture: Architecture,
-    ranks: Mapping[str, int],
+    plan: Plan, adapters: Sequence[LoraAdapter], ranks: Mapping[str, int]
 ) -> AdapterReader:
     """Return what reads an adapter for a base of a class that is not known: the modules that the
     names tell.
@@ -294,7 +290,7 @@ def _reader_by_names(
                     f"the adapters change '{shorter}' and '{param}', which may be one layer in two "
                     "classes of the model: --base FOLDER names a base whose config.json tells"
                 )
-    return AdapterReader(skeleton(shapes, embeddings), architecture)
+    return AdapterReader(skeleton(shapes, embeddings), plan.architecture)
 
 
 def _config(

@@ -247,18 +247,13 @@ def verify_merged(plan: Plan) -> list[str]:
     return warnings
 
 
-def check_tensors(
-    selection: Selection,
-    task: ModelWeights,
-    architecture: Architecture,
-    *,
-    can_exclude: bool = True,
-) -> None:
+def check_tensors(selection: Selection, task: ModelWeights, *, can_exclude: bool = True) -> None:
     """Refuse a task that lacks layers of the base, updates what the base lacks, or has tensors in
     other shapes than the base's.
 
     ``can_exclude`` tells whether the user has options that leave tensors out.
     """
+    architecture = selection.architecture
     base = selection.pretrained
     shapes_of_base = base.shapes
     task.source.check_unwrapped(set(task.entries) - set(base.entries))
@@ -277,14 +272,14 @@ def check_tensors(
             expected = architecture.shape(param)
         if expected is None:
             if not entry.key:  # an update, of which the base must have the rest
-                reason = _why_base_lacks(param, task, base, architecture)
+                reason = _why_base_lacks(param, task, selection)
                 _refuse(task, base, param, None, reason)
         elif entry.shape != expected:
             reason = _why_of_other_shape(entry.shape, expected, can_exclude=can_exclude)
             _refuse(task, base, param, expected, reason)
     lost = [layer for layer in selection.layers if not task.has(layer.param)]
     if lost:
-        reason = _why_layers_are_lost(lost, selection, task, architecture, can_exclude=can_exclude)
+        reason = _why_layers_are_lost(lost, selection, task, can_exclude=can_exclude)
         _refuse(task, base, lost[0].param, shapes_of_base[lost[0].param], reason)
     if selection.layers and not any(layer.param in task.entries for layer in selection.layers):
         raise ValueError(
@@ -293,15 +288,14 @@ def check_tensors(
         )
 
 
-def _why_base_lacks(
-    param: str, task: ModelWeights, base: ModelWeights, architecture: Architecture
-) -> str:
+def _why_base_lacks(param: str, task: ModelWeights, selection: Selection) -> str:
     """Return why an adapter updates what the base lacks."""
+    base = selection.pretrained
     renamed = with_same_ending(param, base.entries)
     if renamed:
         return (
             f"it was trained on another class of the model, where this is '{renamed[0]}'; with "
-            f"that class, {with_peft(task.checkpoint, architecture)}"
+            f"that class, {with_peft(task.checkpoint, selection.architecture)}"
         )
     if not task.entries.keys().isdisjoint(base.entries):
         return "give as the base the model with that layer, on which the adapter was trained"
@@ -324,19 +318,15 @@ def _why_of_other_shape(
 
 
 def _why_layers_are_lost(
-    lost: Sequence[Layer],
-    selection: Selection,
-    task: ModelWeights,
-    architecture: Architecture,
-    *,
-    can_exclude: bool,
+    lost: Sequence[Layer], selection: Selection, task: ModelWeights, *, can_exclude: bool
 ) -> str:
+    naming = selection.architecture.naming
     for key in task.source.whole:
-        if not architecture.naming.is_of_other_layout(key):
+        if not naming.is_of_other_layout(key):
             continue
         # What transformers 5 loads is joined: the other one is to be saved so.
         divided = task.source.name
-        if architecture.naming.is_of_loaded(key):
+        if naming.is_of_loaded(key):
             divided = selection.base.name
         return (
             f"it has '{key}': one of the two stores experts one by one, and the other joined. Load "
@@ -357,19 +347,15 @@ def _why_layers_are_lost(
 
 
 def check_task(
-    selection: Selection,
-    task: ModelWeights,
-    architecture: Architecture,
-    averaged: set[str],
-    *,
-    can_exclude: bool = True,
+    selection: Selection, task: ModelWeights, averaged: set[str], *, can_exclude: bool = True
 ) -> list[str]:
     """Refuse a task that is not of the base, or has no numbers in the layers, and return warnings.
 
     ``averaged`` has the other tensors that the task is to change; ``can_exclude`` is that of
     :func:`check_tensors`.
     """
-    check_tensors(selection, task, architecture, can_exclude=can_exclude)
+    check_tensors(selection, task, can_exclude=can_exclude)
+    architecture = selection.architecture
     name = task.source.name
     pretrained = selection.pretrained
     merged_params = {layer.param for layer in selection.layers}
@@ -606,7 +592,7 @@ def check_module(
     # With a mean, tensors outside the layers are checked, too: any of them may be averaged.
     targets = TargetConfig(other_params="mean")
     no_heads = Heads("none", base.shapes, base.source.config)
-    selection = Selection.of(base, architecture, targets, no_heads, required_layers)
+    selection = Selection.of(architecture, base, targets, no_heads, required_layers)
     task = ModelWeights(module_source(name, model, missing_keys), architecture)
     untied = names_apart(architecture, task)
     if untied:
@@ -616,6 +602,5 @@ def check_module(
         )
     base.tie(architecture)
     task.tie(architecture)
-    averaged = selection.averaged_at(1)
-    for warning in check_task(selection, task, architecture, averaged, can_exclude=False):
+    for warning in check_task(selection, task, selection.averaged_at(1), can_exclude=False):
         log.info("%s", warning)

@@ -246,7 +246,7 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         "rounding": {layer.name: done[layer.param]["rounding"] for layer in plan.layers},
         "task_inputs": [*tasks_of(plan.merged_manifest), *own_tasks],
         "coverage": plan.coverage.as_dict(),
-        "linear_layers_known_from": plan.layers_known_from,
+        "linear_layers_known_from": plan.architecture.known_from,
         "tensors": tensors,
         "warnings": public_warnings,
         "layers": {layer.name: done[layer.param]["reports"] for layer in plan.layers},

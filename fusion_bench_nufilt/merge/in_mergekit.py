@@ -78,9 +78,7 @@ class MergekitMethod(mergekit.GroupMergeMethod):
         model = _base(folder, targets)
         name = group.metadata.name
         layers = _layers_in(model, group)
-        method = method_of(
-            self.kind, options, rest["seed"], model.architecture, model.selection.layers
-        )
+        method = method_of(self.kind, options, rest["seed"], model.selection)
         if not layers:
             # A tensor of the base that no task changes is copied, whatever it holds.
             if targets.other_params == "pretrained" or not base.is_floating_point():
@@ -134,7 +132,6 @@ def _parameter(
 class _Base(NamedTuple):
     """What is merged of a base, and for each of its tensors, by param, the layers in it."""
 
-    architecture: Architecture
     selection: Selection
     layers: dict[str, list[Layer]]
 
@@ -151,20 +148,20 @@ def _base(folder: Path, targets: TargetConfig) -> _Base:
     pretrained = ModelWeights(checkpoint, architecture)
     architecture = tie_weights(architecture, [pretrained], [], targets)
     heads = heads_of_base(architecture, pretrained, targets.heads, Manifest())
-    selection = Selection.of(pretrained, architecture, targets, heads)
+    selection = Selection.of(architecture, pretrained, targets, heads)
     # mergekit gives tensors as they are stored, of which the base has one for each layer.
     layers: dict[str, list[Layer]] = {}
     for key in checkpoint.whole:
         layers[architecture.param(key)] = []
     for layer in selection.layers:
         layers[architecture.param(layer.view.key)].append(layer)
-    return _Base(architecture, selection, layers)
+    return _Base(selection, layers)
 
 
 def _layers_in(base: _Base, group: Any) -> list[Layer]:
     """Return the layers to merge that a tensor holds."""
     tensor = group.metadata.name
-    param = base.architecture.param(tensor)
+    param = base.selection.architecture.param(tensor)
     if param not in base.layers:
         raise ValueError(
             f"the base '{group.base.id}' has no tensor '{tensor}' of the result: name one that has "
@@ -177,10 +174,10 @@ def _layers_in(base: _Base, group: Any) -> list[Layer]:
 @cache
 def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
-    base = _base(base_folder, targets)
-    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), base.architecture)
-    task.tie(base.architecture)
-    return strength_of(base.selection.pretrained, base.selection.layers, task)
+    selection = _base(base_folder, targets).selection
+    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), selection.architecture)
+    task.tie(selection.architecture)
+    return strength_of(selection.pretrained, selection.layers, task)
 
 
 def _matrices(layers: list[Layer], tensor: Tensor, name: str) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ _CONFIG = "config.json"
 class Selection:
     """What is merged of a base, and what happens to its other tensors."""
 
+    architecture: Architecture
     pretrained: ModelWeights
     targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
@@ -54,13 +55,18 @@ class Selection:
     head_params: set[str]  # tensors of heads that tasks have for themselves: the base's stay
     computed: set[str]  # the base's other tensors that are computed, and not trained
     coverage: Coverage  # how much of the model the layers cover
-    layers_known_from: str  # a class, the modules, or the names of the tensors
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the architecture out of what is sent to other processes: they choose nothing, and
+        its modules are the library's, which need not be made to be sent.
+        """
+        return {**vars(self), "architecture": None}
 
     @classmethod
     def of(
         cls,
-        pretrained: ModelWeights,
         architecture: Architecture,
+        pretrained: ModelWeights,
         targets: TargetConfig,
         heads: Heads,
         layers: Sequence[Layer] | None = None,
@@ -72,6 +78,7 @@ class Selection:
             layers = architecture.layers(pretrained.source, targets, heads)
         other_keys = architecture.other_keys(pretrained.source, layers)
         return cls(
+            architecture=architecture,
             pretrained=pretrained,
             targets=targets,
             layers=list(layers),
@@ -79,7 +86,6 @@ class Selection:
             head_params=set(heads.of(pretrained.entries)),
             computed=set(filter(architecture.is_computed, other_keys)),
             coverage=architecture.coverage(layers, targets),
-            layers_known_from=architecture.known_from,
         )
 
     @property
@@ -372,15 +378,11 @@ def describe_heads(
 
 
 def method_of(
-    kind: type[LayerMethod],
-    options: Any,
-    seed: int,
-    architecture: Architecture,
-    layers: Sequence[Layer],
+    kind: type[LayerMethod], options: Any, seed: int, selection: Selection
 ) -> LayerMethod:
-    """Return the method that merges these layers of a model."""
-    shapes = {layer.name: layer.view.shape for layer in layers}
-    return kind(options, list(shapes), seed, architecture.last_blocks, shapes)
+    """Return the method that merges the selected layers of a model."""
+    shapes = {layer.name: layer.view.shape for layer in selection.layers}
+    return kind(options, list(shapes), seed, selection.architecture.last_blocks, shapes)
 
 
 def models_by_role(

@@ -8,7 +8,6 @@ from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.adapters import refuse_adapter_of_others
-from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.door import open_models
@@ -95,11 +94,11 @@ def plan_merge(
         from .adapter_plan import plan_adapter
 
         make_plan = plan_adapter
-    plan, architecture = make_plan(base, tasks, merged, options, targets, settings, method_class)
+    plan = make_plan(base, tasks, merged, options, targets, settings, method_class)
     state_file = KeptState(plan).file()
     if state_file:
         plan = dataclasses.replace(plan, files={**plan.files, STATE_FILE: state_file})
-    return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan, architecture)])
+    return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan)])
 
 
 def _plan_model(
@@ -110,7 +109,7 @@ def _plan_model(
     targets: TargetConfig,
     settings: Settings,
     method_class: type[LayerMethod],
-) -> tuple[Plan, Architecture]:
+) -> Plan:
     """Plan a merge into a model up to the checks that all plans pass; the arguments are those of
     :func:`plan_merge`.
     """
@@ -135,11 +134,11 @@ def _plan_model(
     # A task's own head is no layer, although the base may have one of that name.
     heads = heads_of_base(architecture, pretrained, targets.heads, merged_manifest)
     take_heads(heads, models.tasks)
-    selection = Selection.of(pretrained, architecture, targets, heads)
+    selection = Selection.of(architecture, pretrained, targets, heads)
     for layer in selection.layers:
         checkpoint.check_floats(layer.keys)
 
-    method = method_of(method_class, options, settings.seed, architecture, selection.layers)
+    method = method_of(method_class, options, settings.seed, selection)
 
     small_files = checkpoint.small_files() | checkpoint.module_files()
     # Models are changed up to here and in the next lines alone: they come to present the base's
@@ -164,7 +163,7 @@ def _plan_model(
     untied = architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
     small_files = small_files_of(small_files, checkpoint, files, settings.dtype, untied)
-    plan = Plan(
+    return Plan(
         **vars(selection),
         tasks=models.tasks,
         method=method,
@@ -177,7 +176,6 @@ def _plan_model(
         files=files,
         vocabulary=vocabulary,
     )
-    return plan, architecture
 
 
 def _refuse_adapter(role: str, checkpoint: Checkpoint, advice: str) -> None:
@@ -196,7 +194,7 @@ def _filtered_layers(plan: Plan) -> list[Layer]:
     return filtered
 
 
-def _check(plan: Plan, architecture: Architecture) -> list[str]:
+def _check(plan: Plan) -> list[str]:
     """Refuse what does not fit, and return warnings about what is doubtful, as do all checks
     here.
     """
@@ -224,7 +222,7 @@ def _check(plan: Plan, architecture: Architecture) -> list[str]:
                 remedy="add --no-verify",
             )
     for task in plan.tasks:
-        warnings += check_task(plan, task, architecture, plan.averaged)
+        warnings += check_task(plan, task, plan.averaged)
         warnings += check_module_files(plan, task)
     if plan.merged is not None:
         warnings += KeptState(plan).check(plan.merged.source.name)

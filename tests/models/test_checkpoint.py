@@ -130,7 +130,7 @@ def test_numbers_in_a_configuration_that_no_tensor_bears_out_are_no_reason_to_re
     size = {**SMALL, "vocab_size": 50, "max_position_embeddings": 64}
     torch.manual_seed(0)
     save_stream(tmp_path, hf.DogeForCausalLM(hf.DogeConfig(**size)), tasks=1)
-    assert plan(tmp_path, ["task1"]).layers_known_from == "DogeForCausalLM"
+    assert plan(tmp_path, ["task1"]).architecture.known_from == "DogeForCausalLM"
 
 
 @pytest.mark.parametrize("fields", [{"num_labels": 1e8}, {"num_labels": -1}, {"id2label": ["a"]}])

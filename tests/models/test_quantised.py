@@ -150,7 +150,7 @@ def test_elements_may_begin_and_end_inside_a_block(tmp_path, scheme):
 
 def test_the_result_is_a_plain_model_in_bfloat16(stream):
     planned = plan(stream, ["task1"])
-    assert planned.layers_known_from == "LlamaForCausalLM"
+    assert planned.architecture.known_from == "LlamaForCausalLM"
     out = merge(stream, ["task1"])
     found = tensors(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
