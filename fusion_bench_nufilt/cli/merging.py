@@ -19,7 +19,7 @@ from fusion_bench_nufilt.merge.checks import kept_from_base
 from fusion_bench_nufilt.merge.folders import check_disk, check_output, merge_folders
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.plan import Plan
-from fusion_bench_nufilt.merge.planned import disk_bytes, peak_memory
+from fusion_bench_nufilt.merge.planned import peak_memory
 from fusion_bench_nufilt.merge.planning import plan_merge
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import METHODS, find_method
@@ -136,7 +136,7 @@ def _as_json(plan: Plan, out: Path) -> dict[str, Any]:
         "layers": [layer.name for layer in plan.layers],
         "coverage": plan.coverage.as_dict(),
         "memory_bytes": peak_memory(plan),
-        "disk_bytes": disk_bytes(plan),
+        "disk_bytes": plan.disk_bytes,
         "warnings": plan.warnings,
     }
 
@@ -211,7 +211,7 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
 
         memory = f"{size_text(peak_memory(plan, 1))} at most"
         yield "workers", f"{slots_of(plan).number}, each on a batch of layers at a time in {memory}"
-    yield "disk", f"{size_text(disk_bytes(plan))} in {out}"
+    yield "disk", f"{size_text(plan.disk_bytes)} in {out}"
 
 
 def _as_list(value: Any) -> Any:

@@ -103,7 +103,7 @@ def card(plan: Plan, manifest: Mapping[str, Any]) -> str:
         warnings=list(map(escape_html, manifest["warnings"])),
         loading="\n".join(_loading_adapter(plan) if plan.is_adapter else _loading(plan)),
         task_with_head=task_with_head,
-        recipe=_yaml(_recipe(plan)),
+        recipe=_yaml(_recipe(plan, manifest)),
         options="" if plan.is_adapter else f"--base {plan.base.label} ",
     )
     return f"{filled}\n"
@@ -198,9 +198,9 @@ def _loading_adapter(plan: Plan) -> Iterator[str]:
     yield 'model = PeftModel.from_pretrained(base, "THIS_FOLDER")'
 
 
-def _recipe(plan: Plan) -> dict[str, Any]:
+def _recipe(plan: Plan, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe of the last merge, which names local folders without their directories."""
-    options = plan.options()
+    options = dict(manifest["settings"])
     method = options.pop("method")
     recipe: dict[str, Any] = {}
     if not plan.base.is_absent:

@@ -20,7 +20,6 @@ from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.models.adapters import with_peft
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import Layer, exclude_hint, with_same_ending
 from fusion_bench_nufilt.models.model import COPY_HEAD, ModelWeights, names_apart
@@ -34,9 +33,9 @@ from fusion_bench_nufilt.utils.manifest import (
     differences,
     in_one_line,
     input_differences,
+    is_made_from,
     is_same_model,
     is_same_task,
-    read_manifest,
     tasks_of,
     verify_files,
 )
@@ -169,7 +168,7 @@ def _refuse_other_base(plan: Plan) -> None:
     saved = base_of(plan.merged_manifest)
     if plan.merged is None or saved is None or plan.base.is_absent:
         return
-    identity = plan.pretrained.checkpoint.identity()
+    identity = plan.inputs["base"]
     if is_same_model(saved, identity) is None:
         return
     differing = input_differences("base", saved, identity)
@@ -186,18 +185,18 @@ def _refuse_merged_tasks(plan: Plan) -> None:
     """
     earlier_tasks = tasks_of(plan.merged_manifest)
     first_step = plan.merged_manifest.get("step", len(earlier_tasks)) - len(earlier_tasks) + 1
+    inputs = plan.inputs
     others: list[tuple[str, Input]] = []
-    for task in plan.tasks:
+    for number, task in enumerate(plan.tasks):
         name = task.source.name
-        identity = task.checkpoint.identity()
+        identity = inputs[f"task {number}"]
         if plan.merged is not None:
-            merged = plan.merged.checkpoint
-            if is_same_model(identity, merged.identity()):
+            if is_same_model(identity, inputs["merged"]):
                 raise ValueError(f"task '{name}' is also --merged: leave the task out")
             for step, saved in enumerate(earlier_tasks, first_step):
                 if is_same_task(saved, identity):
                     raise ValueError(
-                        f"task '{name}' is in '{merged.name}' already, as step {step} "
+                        f"task '{name}' is in '{plan.merged.source.name}' already, as step {step} "
                         f"('{saved['name']}'): leave it out, or add --no-verify"
                     )
         for other_name, other in others:
@@ -448,7 +447,7 @@ def check_same_base(plan: Plan) -> list[str]:
         if role in ("base", "state") or not model.is_complete or model.source.remote:
             continue
         # However far from it: a strong adapter may leave nothing of a layer.
-        if not _is_made_from_base(plan, model):
+        if plan.base.in_memory or not is_made_from(model.checkpoint.folder, plan.inputs["base"]):
             models.append(model)
     # A plan downloads no weights; the merge looks at them once they are on this disk.
     if not models or plan.base.remote:
@@ -554,16 +553,6 @@ def _are_unrelated(xx: float, yy: float, xy: float) -> bool:
     untrained.
     """
     return xx * yy > 0 and xy < _LEAST_COSINE_OF_A_LAYER * math.sqrt(xx * yy)
-
-
-def _is_made_from_base(plan: Plan, model: ModelWeights) -> bool:
-    """Tell whether a model is a result whose manifest has the base."""
-    if not isinstance(model.source, Checkpoint):
-        return False
-    saved = base_of(read_manifest(model.source.folder))
-    if saved is None:
-        return False
-    return is_same_model(saved, plan.pretrained.checkpoint.identity()) is True
 
 
 def check_module(

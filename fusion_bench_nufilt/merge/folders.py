@@ -34,7 +34,7 @@ from .kept_state import KeptState
 from .other_params import NOT_FINITE, head_files, other_tensors
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
-from .planned import disk_bytes, layer_jobs, machine_of, task_strengths
+from .planned import layer_jobs, machine_of, task_strengths
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +67,16 @@ def merge_folders(
     files = plan.small_files | head_files(plan)
     kept = KeptState(plan)
     with (
-        disk_full_errors(out, f" ({size_text(disk_bytes(plan))} in all)"),
+        disk_full_errors(out, f" ({size_text(plan.disk_bytes)} in all)"),
         closing(Output(out, plan.description, plan.headers)) as output,
     ):
         _merge(kept, output, progress or (lambda done, total: None))
         _refuse_changed(plan)
         manifest = _manifest(plan, output.done, warnings)
+        files[CARD] = card(plan, manifest).encode()
         if plan.settings.rank is not None:
             log.info("%s", sentence_about_energy(plan, manifest["energy_kept"]))
-        write_files(output.model, {**files, CARD: card(plan, manifest).encode()})
+        write_files(output.model, files)
         # The last of the files, since it has the sums of all others.
         write_manifest(output.model, manifest, fingerprints=output.fingerprints())
         output.finish()
@@ -154,7 +155,7 @@ def check_disk(plan: Plan, out: Path) -> None:
     wrote of it.
     """
     folder = existing_parent(out)
-    needed = disk_bytes(plan)
+    needed = plan.disk_bytes
     free = shutil.disk_usage(folder).free
     for path in work_folder(out).rglob("*.safetensors"):
         if path.is_file():
@@ -178,7 +179,7 @@ def _fetch(plan: Plan) -> list[str]:
         return []
     warnings = []
     check_contents(plan)
-    texts = [*verify_merged(plan), *check_same_base(plan)]
+    texts = [*check_same_base(plan), *verify_merged(plan)]
     for text in texts:
         # The plan has checked the models that were on this disk, and said what it found.
         if text not in plan.warnings:

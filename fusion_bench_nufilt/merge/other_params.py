@@ -244,11 +244,11 @@ def head_files(plan: Plan) -> dict[str, bytes]:
     """Return the files of all heads by path in the result; those of earlier tasks come from the
     merged model.
     """
-    files: dict[str, bytes] = {}
+    files = new_heads(plan)
     if plan.merged is not None and plan.merged_manifest.get("heads"):
         folder = plan.merged.checkpoint.folder_with("heads/*")
         files |= read_heads(folder, plan.merged_manifest)
-    return files | new_heads(plan)
+    return files
 
 
 def new_heads(plan: Plan) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
-from fusion_bench_nufilt.utils.files import Head, Manifest
+from fusion_bench_nufilt.utils.files import Head, Input, Manifest
 from fusion_bench_nufilt.utils.manifest import add_head, combined_digest, package_versions
 from fusion_bench_nufilt.utils.options import recorded_options
 from fusion_bench_nufilt.utils.tensors import (
@@ -238,6 +238,27 @@ class Plan(Selection):
         return [model.checkpoint for model in self.models.values()]
 
     @property
+    def inputs(self) -> dict[str, Input]:
+        """What the models are known by, by their role.
+
+        Models that are still on the hub are known by what the hub says of them, and by their
+        fingerprints after their download.
+        """
+        return {role: model.checkpoint.identity() for role, model in self.models.items()}
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of all weight files while the result is made."""
+        total = 0
+        for task in self.tasks:
+            for entry in task.head.values():
+                total += task.source.tensors[entry.key].nbytes
+        for tensors in self.files.values():
+            for info in tensors.values():
+                total += info.nbytes
+        return total
+
+    @property
     def names(self) -> list[str]:
         """The names of all tasks in the result, in merging order."""
         labels = [task.source.label for task in self.tasks]
@@ -281,19 +302,14 @@ class Plan(Selection):
 
     @property
     def description(self) -> dict[str, Any]:
-        """All that the result depends on, as its manifest and the journal have it.
-
-        Models that are still on the hub are known by what the hub says of them, and by their
-        fingerprints after their download.
-        """
-        inputs = {role: model.checkpoint.identity() for role, model in self.models.items()}
+        """All that the result depends on, as its manifest and the journal have it."""
         digests = {}
         for name, content in self.small_files.items():
             digests[name] = hashlib.sha256(content).hexdigest()
         description = {
             "step": self.last_step,
             "tasks": self.names,
-            "inputs": inputs,
+            "inputs": self.inputs,
             "settings": self.options(),
             # The kind alone: two GPUs give the same bits, and a CPU gives others.
             "device": self.settings.devices[0].type,

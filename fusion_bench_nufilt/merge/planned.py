@@ -365,15 +365,3 @@ def affords_state(plan: Plan, device: torch.device) -> bool:
         state_bytes / 1e9,
     )
     return False
-
-
-def disk_bytes(plan: Plan) -> int:
-    """Return the bytes of all weight files while the result is made."""
-    total = 0
-    for task in plan.tasks:
-        for entry in task.head.values():
-            total += task.source.tensors[entry.key].nbytes
-    for tensors in plan.files.values():
-        for info in tensors.values():
-            total += info.nbytes
-    return total

@@ -418,6 +418,12 @@ def base_of(manifest: Manifest) -> Input | None:
     return inputs.get("base") or inputs.get("_pretrained_")  # as a model pool calls it
 
 
+def is_made_from(folder: Path, base: Input) -> bool:
+    """Tell whether a folder has a result of a merge into this base."""
+    saved = base_of(read_manifest(folder))
+    return saved is not None and is_same_model(saved, base) is True
+
+
 def tasks_of(manifest: Manifest) -> list[Input]:
     """Return what the tasks in a merged model are known by, in merging order; of those that are not
     known by their content, the names.

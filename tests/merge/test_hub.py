@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import FusionConfig, load_task
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
-from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.utils.tensors import TensorFile
@@ -140,7 +139,7 @@ def test_a_base_in_fp8_is_planned_by_headers_alone(tmp_path, hub):
     quantise(tmp_path / "remote" / "base")
     planned = plan("task1")
     assert planned.base.remote
-    predicted = disk_bytes(planned)
+    predicted = planned.disk_bytes
     result = tensors(merge_folders(planned, tmp_path / "out"))
     assert same(result, tensors(merge(tmp_path / "remote", ["task1"])))
     assert predicted == sum(value.nbytes for value in result.values())

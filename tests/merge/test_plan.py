@@ -9,7 +9,7 @@ import torch
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import batches, memory_limit
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.planned import disk_bytes, layer_jobs, machine_of, peak_memory
+from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, peak_memory
 from fusion_bench_nufilt.methods.options import Settings
 from tests.merge.helpers import plan, save_stream
 from tests.tiny_models import llama
@@ -26,7 +26,7 @@ def test_the_state_counts_in_memory_and_on_the_disk(stream):
     weights_memory = layer_jobs(KeptState(weights))[0].memory
     more_memory = layer_jobs(KeptState(sums))[0].memory - weights_memory
     assert more_memory == sums_working - weights_working + numbers
-    more_disk = disk_bytes(sums) - disk_bytes(weights)
+    more_disk = sums.disk_bytes - weights.disk_bytes
     assert more_disk == sum(4 * math.prod(each.view.shape) + numbers for each in sums.layers)
     assert weights_memory == 3 * 4 * math.prod(shape) + weights_working
 

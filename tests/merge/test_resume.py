@@ -20,7 +20,6 @@ import torch
 
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.output import Output, work_folder
-from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.utils.manifest import read_manifest, verify_files
 from tests.conftest import REPO
@@ -278,7 +277,7 @@ def test_what_an_interrupted_run_wrote_needs_no_room_again(stream, monkeypatch):
     interrupt(stream)
     files = work_folder(stream / "out").rglob("*.safetensors")
     written = sum(512 * path.stat().st_blocks for path in files)
-    needed = disk_bytes(plan(stream))
+    needed = plan(stream).disk_bytes
     assert written > 0
     set_room_on_disk(monkeypatch, max(0, needed - written))
     merge(stream)

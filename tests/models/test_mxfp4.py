@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fusion_bench_nufilt.merge.planned import disk_bytes
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.quantised import Mxfp4Tensor, decode_mxfp4
 from tests.families import FAMILIES
@@ -143,7 +142,7 @@ def test_one_expert_is_read_without_the_others(stream):
 def test_the_size_of_the_result_is_predicted(stream):
     planned = plan(stream, ["task1"])
     out = merge(stream, ["task1"])
-    assert disk_bytes(planned) == sum(value.nbytes for value in tensors(out).values())
+    assert planned.disk_bytes == sum(value.nbytes for value in tensors(out).values())
     assert manifest(out)["tasks"] == ["task1"]
 
 

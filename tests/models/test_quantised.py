@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.planned import disk_bytes, task_strengths
+from fusion_bench_nufilt.merge.planned import task_strengths
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from tests.families import FAMILIES
 from tests.merge.helpers import (
@@ -164,7 +164,7 @@ def test_the_result_is_a_plain_model_in_bfloat16(stream):
         file_names |= dict.fromkeys(load_file(file), file.name)
     assert index["weight_map"] == file_names
     size = sum(value.nbytes for value in found.values())
-    assert index["metadata"]["total_size"] == disk_bytes(planned) == size
+    assert index["metadata"]["total_size"] == planned.disk_bytes == size
 
 
 def test_an_adapter_on_an_fp8_base_is_merged_as_on_the_base_dequantised_by_hand(tmp_path):
