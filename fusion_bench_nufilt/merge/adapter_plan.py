@@ -7,7 +7,7 @@ mean, for which the base must be given. What no adapter holds is refused.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fusion_bench_nufilt.methods.base import LayerMethod
@@ -46,29 +46,26 @@ from .kept_state import KeptState
 from .plan import (
     DTYPES,
     FactorKeys,
-    Files,
     Plan,
     SavedTensor,
     Selection,
     add_head_of,
     heads_of_base,
-    method_of,
 )
 
 # The ranks that vLLM has for its option max_lora_rank end here.
 _HIGHEST_RANK_OF_VLLM = 512
 
 
-def plan_adapter(
+def open_adapters(
     base: str | None,
     tasks: Sequence[str],
     merged: str | None,
-    options: Any,
     targets: TargetConfig,
     settings: Settings,
     method_class: type[LayerMethod],
-) -> Plan:
-    """Plan a merge up to the checks that all plans pass; the arguments are those of
+) -> Models:
+    """Open the adapters, and of their base no more than is needed; the arguments are those of
     :func:`.planning.plan_merge`.
     """
     if "o" not in method_class.sides_in_basis:
@@ -86,56 +83,62 @@ def plan_adapter(
     absent_base = AbsentBase(all_checkpoints, base)
     models = open_models(absent_base, checkpoints, merged_checkpoint, targets, settings)
     _refuse_what_no_adapter_holds(models, targets)
-    first_step = settings.first_step(models.merged_manifest)
-    for adapter in _sources_outside(models, targets, first_step):
+    for adapter in _sources_outside(models, targets, settings):
         if any(entry.key for entry in adapter.entries.values()):
             with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
-            models = open_models(with_weights, checkpoints, merged_checkpoint, targets, settings)
-            break
-    architecture = models.architecture
-    pretrained = models.pretrained
-    adapters = models.adapters
-    sources_outside = _sources_outside(models, targets, first_step)
-    heads = heads_of_base(architecture, pretrained, "none", models.merged_manifest)
-    of_model = Selection.of(architecture, pretrained, targets, heads)
-    selection = _adapted(of_model, adapters, sources_outside)
-    of_others = targets
-    if not selection.other_keys:  # no adapter changes what else the model has
-        of_others = dataclasses.replace(targets, other_params="pretrained")
-    covered = architecture.coverage(selection.layers, of_others)
-    selection = dataclasses.replace(selection, coverage=covered)
+            return open_models(with_weights, checkpoints, merged_checkpoint, targets, settings)
+    return models
+
+
+def adapted(selection: Selection, models: Models, settings: Settings) -> Selection:
+    """Return what adapters change of a selection, some of them outside the layers as well; refuse
+    what an adapter does not hold as factors.
+    """
+    changed: set[str] = set()
+    for adapter in models.adapters:
+        changed.update(adapter.entries)
+    layers = [layer for layer in selection.layers if layer.param in changed]
+    if not layers:
+        layers = selection.layers  # a check names them
+    changed_outside: set[str] = set()
+    for adapter in _sources_outside(models, selection.targets, settings):
+        changed_outside.update(adapter.entries)
+    other_keys = {}
+    for param, keys in selection.other_keys.items():
+        if param in changed_outside:
+            other_keys[param] = keys
+    targets = selection.targets
+    if not other_keys:  # no adapter changes what else the model has
+        targets = dataclasses.replace(targets, other_params="pretrained")
+    coverage = selection.architecture.coverage(layers, targets)
+    selection = dataclasses.replace(
+        selection, layers=layers, other_keys=other_keys, coverage=coverage
+    )
     for task in models.tasks:
         check_tensors(selection, task)
-    for adapter in adapters:
+    for adapter in models.adapters:
         _refuse_full_layers(adapter, selection)
-    method = method_of(method_class, options, settings.seed, selection)
-    plan = Plan(
-        **vars(selection),
-        tasks=models.tasks,
-        method=method,
-        settings=settings,
-        merged_manifest=models.merged_manifest,
-        merged=models.merged,
-        state=models.state,
-        layers_of_model=of_model.layers,
-    )
-    tokens = _tokens_of_saved(plan, sources_outside)
-    saved = {param: SavedTensor((), tokens[param]) for param in tokens}
-    plan = dataclasses.replace(plan, saved_tensors=saved)
-    ranks = _ranks(plan, adapters)
-    reader = reader_of(adapters, pretrained.checkpoint, architecture)
+    return selection
+
+
+def with_adapter(plan: Plan) -> Plan:
+    """Return a plan with the files of an adapter, as peft reads them."""
+    adapters = [model for model in (plan.merged, *plan.tasks) if isinstance(model, LoraAdapter)]
+    base = plan.pretrained.checkpoint
+    saved = _saved_tensors(plan, adapters)
+    ranks = _ranks(plan, saved, adapters)
+    reader = reader_of(adapters, base, plan.architecture)
     if reader is None:
-        reader = _reader_by_names(plan, adapters, ranks)
-    config = _config(plan, adapters, absent_base.trained_on, reader, ranks)
+        reader = _reader_by_names(plan, adapters, [*ranks, *saved])
+    config = _config(base, saved, adapters, reader, ranks)
     shapes = reader.wrap(config)
-    keys, saved = _keys(shapes, reader, ranks, plan.saved_tensors)
-    plan = dataclasses.replace(plan, adapter_keys=keys, saved_tensors=saved)
+    keys, saved = _keys(shapes, reader, ranks, saved)
     small_files = {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
     tokenizers = _tokenizers(adapters)
     if tokenizers:
         small_files |= tokenizers[0]
-    plan = dataclasses.replace(plan, files=_files(plan, ranks, shapes), small_files=small_files)
-    reader.check(plan.files[ADAPTER_WEIGHTS], [*keys, *saved])
+    tensors = _tensors(keys, saved, ranks, shapes, DTYPES.get(plan.settings.dtype, "F32"))
+    reader.check(tensors, [*keys, *saved])
     warnings = []
     if len(tokenizers) > 1:
         warnings.append(
@@ -147,12 +150,20 @@ def plan_adapter(
             f"the adapter has rank {max(ranks.values())}, and vLLM takes no more than "
             f"{_HIGHEST_RANK_OF_VLLM}: --rank {_HIGHEST_RANK_OF_VLLM} cuts it"
         )
-    if not absent_base.has_config and getattr(options, "ramp", 0.0) != 0:
+    has_ramp = getattr(plan.method.options, "ramp", 0.0) != 0
+    if has_ramp and isinstance(base, AbsentBase) and not base.has_config:
         warnings.append(
-            f"the config.json of '{absent_base.name}' is not here, so that its last block is taken "
+            f"the config.json of '{base.name}' is not here, so that its last block is taken "
             "to be the adapters', and the ramp ends there: --base FOLDER names one with it"
         )
-    return dataclasses.replace(plan, warnings=warnings)
+    return dataclasses.replace(
+        plan,
+        adapter_keys=keys,
+        saved_tensors=saved,
+        files={ADAPTER_WEIGHTS: tensors},
+        small_files=small_files,
+        warnings=warnings,
+    )
 
 
 def _open_adapter(name: str) -> Checkpoint:
@@ -166,14 +177,16 @@ def _open_adapter(name: str) -> Checkpoint:
     return checkpoint
 
 
-def _sources_outside(models: Models, targets: TargetConfig, first_step: int) -> list[LoraAdapter]:
+def _sources_outside(
+    models: Models | Plan, targets: TargetConfig, settings: Settings
+) -> list[LoraAdapter]:
     """Return the adapters from which the result has tensors outside the merged layers."""
-    if targets.other_params == "mean":
-        return models.adapters
     sources = [models.merged]
-    if targets.changes_other_params(first_step):
+    if targets.other_params == "mean":
+        sources += models.tasks
+    elif targets.changes_other_params(settings.first_step(models.merged_manifest)):
         sources.append(models.tasks[0])
-    return [adapter for adapter in models.adapters if adapter in sources]
+    return [adapter for adapter in sources if isinstance(adapter, LoraAdapter)]
 
 
 def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Checkpoint:
@@ -224,58 +237,36 @@ def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
         )
 
 
-def _adapted(
-    selection: Selection, adapters: Sequence[LoraAdapter], sources_outside: Sequence[LoraAdapter]
-) -> Selection:
-    """Return what adapters change of a selection, some of them outside the layers as well."""
-    changed: set[str] = set()
-    for adapter in adapters:
-        changed.update(adapter.entries)
-    layers = [layer for layer in selection.layers if layer.param in changed]
-    if not layers:
-        layers = selection.layers  # a check names them
-    changed_outside: set[str] = set()
-    for adapter in sources_outside:
-        changed_outside.update(adapter.entries)
-    other_keys = {}
-    for param, keys in selection.other_keys.items():
-        if param in changed_outside:
-            other_keys[param] = keys
-    return dataclasses.replace(selection, layers=layers, other_keys=other_keys)
-
-
-def _tokens_of_saved(
-    plan: Plan, sources: Sequence[LoraAdapter]
-) -> dict[str, tuple[int, ...] | None]:
-    """Return by param what the result holds in full, with the tokens whose rows these are, if it is
-    not all of it.
+def _saved_tensors(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, SavedTensor]:
+    """Return by param what the result holds in full, without its keys.
 
     Rows that were trained stay the rows of these tokens, unless an adapter changes others, too.
     """
-    tokens_by_param: dict[str, tuple[int, ...] | None] = {}
+    sources = _sources_outside(plan, plan.targets, plan.settings)
+    saved = {}
     for param in plan.other_keys:
         changing = [each.entries[param] for each in sources if param in each.entries]
         if not any(entry.key for entry in changing):
             continue
-        tokens_by_param[param] = None
+        saved[param] = SavedTensor(())
         of_rows = [entry for entry in changing if isinstance(entry, Rows)]
         if len(of_rows) == len(changing):
             tokens: set[int] = set()
             for entry in of_rows:
                 tokens.update(entry.numbers_there)
-            tokens_by_param[param] = tuple(sorted(tokens))
-    return tokens_by_param
+            saved[param] = SavedTensor((), tuple(sorted(tokens)))
+    return saved
 
 
 def _reader_by_names(
-    plan: Plan, adapters: Sequence[LoraAdapter], ranks: Mapping[str, int]
+    plan: Plan, adapters: Sequence[LoraAdapter], params: Iterable[str]
 ) -> AdapterReader:
     """Return what reads an adapter for a base of a class that is not known: the modules that the
     names tell.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     embeddings = set()
-    names = dict.fromkeys([*ranks, *plan.saved_tensors])
+    names = dict.fromkeys(params)
     for param in names:
         shapes[param] = plan.pretrained.entries[param].shape
         for adapter in adapters:
@@ -294,20 +285,21 @@ def _reader_by_names(
 
 
 def _config(
-    plan: Plan,
+    base: Checkpoint,
+    saved_tensors: Mapping[str, SavedTensor],
     adapters: Sequence[LoraAdapter],
-    base_name: str | None,
     reader: AdapterReader,
     ranks: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the configuration of the result."""
     modules = {module_of(reader.name(param)): rank for param, rank in ranks.items()}
     configs = [adapter.checkpoint.adapter_config for adapter in adapters]
+    base_name = base.trained_on if isinstance(base, AbsentBase) else base.name
     content = adapter_config(configs, base_name, modules, reader.class_of_model)
     saved_modules: dict[str, None] = {}
     tokens_by_module = {}
     in_full = [*ranks]
-    for param, saved in plan.saved_tensors.items():
+    for param, saved in saved_tensors.items():
         name = reader.name(param)
         if saved.tokens is not None:
             tokens_by_module[module_of(name)] = list(saved.tokens)
@@ -365,7 +357,7 @@ def _keys(
     return factor_keys, saved_keys
 
 
-def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
+def _ranks(plan: Plan, saved: Collection[str], adapters: Sequence[LoraAdapter]) -> dict[str, int]:
     """Return the rank of each tensor in the result that has factors, by param."""
     ranks = {}
     kept = KeptState(plan)
@@ -373,7 +365,7 @@ def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
         if any(adapter.rank_of(layer.param) for adapter in adapters):
             ranks[layer.param] = min(kept.shape_in_basis(layer) or layer.view.shape)
     for param in plan.other_keys:
-        if param not in plan.saved_tensors:
+        if param not in saved:
             total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0
             for task in plan.joining(param):
                 total += task.rank_of(param) or 0
@@ -383,19 +375,24 @@ def _ranks(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, int]:
     return ranks
 
 
-def _files(plan: Plan, params: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Files:
+def _tensors(
+    factor_keys: Mapping[str, Sequence[FactorKeys]],
+    saved: Mapping[str, SavedTensor],
+    params: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+) -> dict[str, TensorInfo]:
     """Return the tensors in the result's file, those of the ``params`` that have factors first."""
     keys: list[str] = []
     for param in params:
-        for pair in plan.adapter_keys[param]:
+        for pair in factor_keys[param]:
             keys += [pair.a, pair.b]
-    for saved in plan.saved_tensors.values():
-        keys += saved.keys
-    dtype = DTYPES.get(plan.settings.dtype, "F32")
+    for saved_tensor in saved.values():
+        keys += saved_tensor.keys
     tensors = {}
     for key in keys:
         tensors[key] = TensorInfo(ADAPTER_WEIGHTS, "F32", shapes[key], 0, 0).with_dtype(dtype)
-    return {ADAPTER_WEIGHTS: tensors}
+    return tensors
 
 
 def _tokenizers(adapters: Sequence[LoraAdapter]) -> list[dict[str, bytes]]:

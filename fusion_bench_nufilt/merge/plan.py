@@ -228,9 +228,15 @@ class Plan(Selection):
     @property
     def models(self) -> dict[str, ModelWeights]:
         """All models by their role in the merge (base, merged, state, task 0, ...)."""
-        models = models_by_role(self.pretrained, self.merged, self.state, self.tasks)
-        if self.base.is_absent:
-            del models["base"]
+        models = {}
+        if not self.base.is_absent:
+            models["base"] = self.pretrained
+        if self.merged is not None:
+            models["merged"] = self.merged
+        if self.state is not None:
+            models["state"] = self.state
+        for number, task in enumerate(self.tasks):
+            models[f"task {number}"] = task
         return models
 
     @property
@@ -399,23 +405,6 @@ def method_of(
     """Return the method that merges the selected layers of a model."""
     shapes = {layer.name: layer.view.shape for layer in selection.layers}
     return kind(options, list(shapes), seed, selection.architecture.last_blocks, shapes)
-
-
-def models_by_role(
-    base: ModelWeights,
-    merged: ModelWeights | None,
-    state: ModelWeights | None,
-    tasks: Sequence[ModelWeights],
-) -> dict[str, ModelWeights]:
-    """Return the models of a merge by their role in it (base, merged, state, task 0, ...)."""
-    models = {"base": base}
-    if merged is not None:
-        models["merged"] = merged
-    if state is not None:
-        models["state"] = state
-    for number, task in enumerate(tasks):
-        models[f"task {number}"] = task
-    return models
 
 
 def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settings) -> Files:

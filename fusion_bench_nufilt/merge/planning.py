@@ -4,13 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.adapters import refuse_adapter_of_others
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.configurations import check_configuration
-from fusion_bench_nufilt.models.door import open_models
+from fusion_bench_nufilt.models.door import Models, open_models
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.vocabulary import join_vocabularies
 from fusion_bench_nufilt.utils.devices import process_memory, workers_on
@@ -35,7 +34,6 @@ from .plan import (
     describe_heads,
     heads_of_base,
     method_of,
-    models_by_role,
     small_files_of,
     take_heads,
 )
@@ -89,30 +87,51 @@ def plan_merge(
             f"step {settings.step} needs the merged model that holds the tasks before it: name it"
         )
 
-    make_plan = _plan_model
     if settings.adapter:
-        from .adapter_plan import plan_adapter
+        from .adapter_plan import adapted, open_adapters, with_adapter
 
-        make_plan = plan_adapter
-    plan = make_plan(base, tasks, merged, options, targets, settings, method_class)
+        models = open_adapters(base, tasks, merged, targets, settings, method_class)
+    else:
+        models = _open_models(base, tasks, merged, targets, settings)
+    # A task's own head is no layer, although the base may have one of that name; adapters that are
+    # merged into one have none.
+    heads = heads_of_base(
+        models.architecture,
+        models.pretrained,
+        "none" if settings.adapter else targets.heads,
+        models.merged_manifest,
+    )
+    take_heads(heads, models.tasks)
+    of_model = Selection.of(models.architecture, models.pretrained, targets, heads)
+    selection = adapted(of_model, models, settings) if settings.adapter else of_model
+    for layer in selection.layers:
+        selection.base.check_floats(layer.keys)
+    plan = Plan(
+        **vars(selection),
+        tasks=models.tasks,
+        method=method_of(method_class, options, settings.seed, selection),
+        settings=settings,
+        merged_manifest=models.merged_manifest,
+        heads=describe_heads(heads, models.pretrained, models.tasks, models.merged_manifest),
+        merged=models.merged,
+        state=models.state,
+        layers_of_model=of_model.layers,
+    )
+    plan = with_adapter(plan) if settings.adapter else _with_model(plan)
     state_file = KeptState(plan).file()
     if state_file:
         plan = dataclasses.replace(plan, files={**plan.files, STATE_FILE: state_file})
     return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan)])
 
 
-def _plan_model(
+def _open_models(
     base: str | None,
     tasks: Sequence[str],
     merged: str | None,
-    options: Any,
     targets: TargetConfig,
     settings: Settings,
-    method_class: type[LayerMethod],
-) -> Plan:
-    """Plan a merge into a model up to the checks that all plans pass; the arguments are those of
-    :func:`plan_merge`.
-    """
+) -> Models:
+    """Open the models of a merge into a model; the arguments are those of :func:`plan_merge`."""
     if base is None:
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
     checkpoint = Checkpoint.open(base)
@@ -126,55 +145,38 @@ def _plan_model(
     for task in checkpoints:
         if not is_adapter(task.folder):
             refuse_adapter_of_others(task)
-    models = open_models(checkpoint, checkpoints, merged_checkpoint, targets, settings)
-    architecture = models.architecture
-    pretrained = models.pretrained
-    merged_manifest = models.merged_manifest
+    return open_models(checkpoint, checkpoints, merged_checkpoint, targets, settings)
 
-    # A task's own head is no layer, although the base may have one of that name.
-    heads = heads_of_base(architecture, pretrained, targets.heads, merged_manifest)
-    take_heads(heads, models.tasks)
-    selection = Selection.of(architecture, pretrained, targets, heads)
-    for layer in selection.layers:
-        checkpoint.check_floats(layer.keys)
 
-    method = method_of(method_class, options, settings.seed, selection)
+def _with_model(plan: Plan) -> Plan:
+    """Return a plan with the files of a whole model and its vocabulary.
 
+    Models are changed up to here alone: they come to present the base's names, rows and shapes, and
+    checks and merge go by that.
+    """
+    settings = plan.settings
+    checkpoint = plan.pretrained.checkpoint
     small_files = checkpoint.small_files() | checkpoint.module_files()
-    # Models are changed up to here and in the next lines alone: they come to present the base's
-    # names, rows and shapes, and checks and merge go by that.
-    by_role = models_by_role(pretrained, models.merged, None, models.tasks)
-    embeddings = architecture.embeddings(pretrained.shapes)
-    earlier_vocabulary = merged_manifest.get("vocabulary", {})
+    earlier_vocabulary = plan.merged_manifest.get("vocabulary", {})
     vocabulary = join_vocabularies(
-        by_role,
-        embeddings,
+        {role: model for role, model in plan.models.items() if role != "state"},
+        plan.architecture.embeddings(plan.pretrained.shapes),
         settings.tokenizer or "union",
         small_files,
         earlier_vocabulary.get("token_weights", {}),
-        layers=[layer.param for layer in selection.layers],
-        first_alone=targets.other_params == "first",
-        kept=models.state,
+        layers=[layer.param for layer in plan.layers],
+        first_alone=plan.targets.other_params == "first",
+        kept=plan.state,
     )
     if settings.tokenizer is not None:
         # It may be a path, which manifests do not record.
         settings = dataclasses.replace(settings, tokenizer=vocabulary.tokenizer)
-    files = arrange_files(selection, vocabulary, settings)
-    untied = architecture.may_untie(checkpoint.config)
+    files = arrange_files(plan, vocabulary, settings)
+    untied = plan.architecture.may_untie(checkpoint.config)
     small_files = vocabulary.files or small_files
     small_files = small_files_of(small_files, checkpoint, files, settings.dtype, untied)
-    return Plan(
-        **vars(selection),
-        tasks=models.tasks,
-        method=method,
-        settings=settings,
-        merged_manifest=merged_manifest,
-        heads=describe_heads(heads, pretrained, models.tasks, merged_manifest),
-        merged=models.merged,
-        state=models.state,
-        small_files=small_files,
-        files=files,
-        vocabulary=vocabulary,
+    return dataclasses.replace(
+        plan, settings=settings, small_files=small_files, files=files, vocabulary=vocabulary
     )
 
 
