@@ -26,7 +26,7 @@ from fusion_bench_nufilt.merge.checks import (
 )
 from fusion_bench_nufilt.merge.engine import Pieces, do_jobs
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.other_params import new_heads, other_tensors
+from fusion_bench_nufilt.merge.other_params import other_tensors
 from fusion_bench_nufilt.merge.output import Record
 from fusion_bench_nufilt.merge.plan import (
     Plan,
@@ -452,7 +452,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def _keep_heads(self, plan: Plan) -> None:
         """Keep the head of the plan's task, if it has one."""
-        files = new_heads(plan)
+        files = plan.new_heads()
         self.files = {**self.files, **files}
         for name, head in plan.heads.items():
             if name not in self.task_heads:

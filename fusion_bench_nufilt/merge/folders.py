@@ -21,7 +21,6 @@ from fusion_bench_nufilt.utils.manifest import (
     inputs_at_other_times,
     merge_differences,
     read_manifest,
-    tasks_of,
     verify_files,
     write_files,
     write_manifest,
@@ -31,7 +30,7 @@ from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import CPU, do_jobs
 from .kept_state import KeptState
-from .other_params import NOT_FINITE, head_files, other_tensors
+from .other_params import NOT_FINITE, other_tensors
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
 from .planned import layer_jobs, machine_of, task_strengths
@@ -64,7 +63,7 @@ def merge_folders(
     warnings = [*plan.warnings, *_fetch(plan)]
     check_disk(plan, out)
     # Read ahead of the merge, since this may fail.
-    files = plan.small_files | head_files(plan)
+    files = plan.small_files | plan.head_files()
     kept = KeptState(plan)
     with (
         disk_full_errors(out, f" ({size_text(plan.disk_bytes)} in all)"),
@@ -236,7 +235,6 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         "copied": len(plan.other_keys) - averaged,
     }
     description = plan.description
-    own_tasks = [description["inputs"][f"task {number}"] for number in range(len(plan.tasks))]
     about_adapter = {}
     if plan.is_adapter:
         about_adapter = {"base_model": plan.base.label, "energy_kept": _energy_kept(plan, done)}
@@ -245,7 +243,7 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         **description,
         **about_adapter,
         "rounding": {layer.name: done[layer.param]["rounding"] for layer in plan.layers},
-        "task_inputs": [*tasks_of(plan.merged_manifest), *own_tasks],
+        "task_inputs": plan.task_inputs,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.architecture.known_from,
         "tensors": tensors,

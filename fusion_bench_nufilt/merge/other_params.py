@@ -1,5 +1,5 @@
 """The tensors outside the merged layers: kept, the first task's or a mean, a bounded part at a
-time; and those of heads, which are kept beside the merged model.
+time.
 """
 
 import logging
@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import check_belongs
-from fusion_bench_nufilt.utils.manifest import read_heads, state_key
+from fusion_bench_nufilt.utils.manifest import state_key
 from fusion_bench_nufilt.utils.tensors import (
     CHUNK_BYTES,
     FLOATS,
@@ -238,22 +237,3 @@ def _read_update(plan: Plan, record: Record, job: Job, device: torch.device) -> 
     left = torch.cat(lefts, dim=1)
     right = torch.cat(rights)
     return LayerInBasis(job, right, {"weight": right}, record, Basis(left, None), {})
-
-
-def head_files(plan: Plan) -> dict[str, bytes]:
-    """Return the files of all heads by path in the result; those of earlier tasks come from the
-    merged model.
-    """
-    files = new_heads(plan)
-    if plan.merged is not None and plan.merged_manifest.get("heads"):
-        folder = plan.merged.checkpoint.folder_with("heads/*")
-        files |= read_heads(folder, plan.merged_manifest)
-    return files
-
-
-def new_heads(plan: Plan) -> dict[str, bytes]:
-    """Return the files of the heads of a merge's own tasks by path in the result."""
-    earlier_heads = plan.merged_manifest.get("heads", {})
-    names = [head["file"] for task, head in plan.heads.items() if task not in earlier_heads]
-    tasks = [task for task in plan.tasks if task.head]
-    return {name: save(task.head_tensors()) for name, task in zip(names, tasks, strict=True)}

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save
 
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
@@ -25,7 +26,13 @@ from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.source import Source, split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Head, Input, Manifest
-from fusion_bench_nufilt.utils.manifest import add_head, combined_digest, package_versions
+from fusion_bench_nufilt.utils.manifest import (
+    add_head,
+    combined_digest,
+    package_versions,
+    read_heads,
+    tasks_of,
+)
 from fusion_bench_nufilt.utils.options import recorded_options
 from fusion_bench_nufilt.utils.tensors import (
     FLOATS,
@@ -271,6 +278,13 @@ class Plan(Selection):
         return [*self.merged_manifest.get("tasks", []), *labels]
 
     @property
+    def task_inputs(self) -> list[Input]:
+        """What all tasks in the result are known by, in merging order."""
+        inputs = self.inputs
+        own_inputs = [inputs[f"task {number}"] for number in range(len(self.tasks))]
+        return [*tasks_of(self.merged_manifest), *own_inputs]
+
+    @property
     def first_step(self) -> int:
         """The number of the first task in the stream, from 1."""
         return self.settings.first_step(self.merged_manifest)
@@ -300,6 +314,23 @@ class Plan(Selection):
         written = as_written(info, self.settings.dtype)
         # A float32 result of a bfloat16 base must not be rounded after each of its tasks.
         return torch.promote_types(FLOATS[info.dtype], FLOATS[written.dtype])
+
+    def head_files(self) -> dict[str, bytes]:
+        """Return the files of all heads by path in the result; those of earlier tasks come from the
+        merged model.
+        """
+        files = self.new_heads()
+        if self.merged is not None and self.merged_manifest.get("heads"):
+            folder = self.merged.checkpoint.folder_with("heads/*")
+            files |= read_heads(folder, self.merged_manifest)
+        return files
+
+    def new_heads(self) -> dict[str, bytes]:
+        """Return the files of the heads of this merge's own tasks by path in the result."""
+        earlier_heads = self.merged_manifest.get("heads", {})
+        names = [head["file"] for task, head in self.heads.items() if task not in earlier_heads]
+        tasks = [task for task in self.tasks if task.head]
+        return {name: save(task.head_tensors()) for name, task in zip(names, tasks, strict=True)}
 
     def options(self) -> dict[str, Any]:
         """Return the options that the result records, by name, the method's included."""
