@@ -18,7 +18,7 @@ from fusion_bench_nufilt import (
 )
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.continual import task_order
-from fusion_bench_nufilt.merge import planned
+from fusion_bench_nufilt.merge import other_params, planned
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.utils.files import LOCK
@@ -59,6 +59,16 @@ def test_a_dict_of_models_is_merged_as_fuse_layers_says(make):
         assert torch.equal(value, weight), key
     for name, model in models.items():
         assert same(model.state_dict(), before[name]), f"the user's model {name} was changed"
+
+
+def test_means_in_memory_are_the_same_in_blocks_of_any_size(monkeypatch):
+    def merged():
+        algorithm = NufiltContinualMergingAlgorithm(**SMALL, seed=7, other_params="mean")
+        return algorithm.run(pool(3, clip().bfloat16())).state_dict()
+
+    whole = merged()
+    monkeypatch.setattr(other_params, "CHUNK_BYTES", 2**9)
+    assert same(whole, merged())
 
 
 def test_a_step_that_fails_leaves_the_sums_that_it_went_on_from(monkeypatch):
