@@ -11,14 +11,13 @@ from contextlib import closing
 import numpy
 from torch import Tensor
 
-from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.cluster import Slots, connect, find_slots, run_on_cluster
 from fusion_bench_nufilt.utils.devices import exact_products
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
 
-from .engine import Worker, batches, memory_limit
+from .engine import Job, Worker, batches, memory_limit
 from .kept_state import KeptState
 from .output import Record
 from .plan import Plan
@@ -34,22 +33,20 @@ def slots_of(plan: Plan) -> Slots:
 
 
 def merge_on_cluster(
-    kept: KeptState,
-    layers: Sequence[Layer],
+    plan: Plan,
+    jobs: Sequence[Job],
     strengths: Sequence[float],
     write: Callable[[Record, Sequence[tuple[TensorInfo, memoryview]]], object],
 ) -> Generator[int, None, None]:
-    """Merge layers on the plan's cluster, and yield the number of those that were written
-    meanwhile.
+    """Do jobs of a plan on its cluster, and yield the number of layers that were written meanwhile.
 
     ``write`` takes a layer's record, and its pieces with their places.
     """
     # A run that goes on may have none left, for which no worker is started.
-    if not layers:
+    if not jobs:
         return
-    plan = kept.plan
     work = {}
-    for batch in batches(layer_jobs(kept, layers), machine_of(plan)):
+    for batch in batches(jobs, machine_of(plan)):
         work[f"layer '{batch[0].name}'"] = ([job.name for job in batch],)
     ray = connect(plan.settings.address)
     slots = slots_of(plan)

@@ -199,17 +199,17 @@ def _merge(kept: KeptState, output: Output, progress: Callable[[int, int], objec
     machine = machine_of(plan)
     # A run that goes on may have no layer left, for which nothing is measured.
     strengths = task_strengths(kept) if layers else ()
+    jobs = layer_jobs(kept, layers, strengths, plan.places)
     if plan.settings.engine == "ray":
         from .distributed import merge_on_cluster
 
         stages = [
-            merge_on_cluster(kept, layers, strengths, output.add),
+            merge_on_cluster(plan, jobs, strengths, output.add),
             do_jobs((), machine._replace(devices=[CPU]), output.add, tensors),
         ]
     else:
         # Workers of a cluster do this in processes of their own.
         give_back_freed_memory()
-        jobs = layer_jobs(kept, layers, strengths, plan.places)
         stages = [do_jobs(jobs, machine, output.add, tensors)]
     for stage in stages:
         # An error here, such as Ctrl-C, must leave no thread that writes when the lock is released.

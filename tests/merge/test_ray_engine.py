@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 
 from fusion_bench_nufilt.merge.distributed import merge_on_cluster
-from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.output import Output, work_folder
 from fusion_bench_nufilt.methods.options import Settings
 from tests.clusters import cluster_of
@@ -58,7 +57,7 @@ def test_a_run_that_goes_on_with_no_layer_left_starts_no_worker(tmp_path, monkey
     save_matrices(tmp_path, (8, 8), 1)
     planned = plan(tmp_path, TASKS, settings={"engine": "ray"})
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert list(merge_on_cluster(KeptState(planned), [], [], print)) == []
+    assert list(merge_on_cluster(planned, [], [], print)) == []
 
 
 def test_an_address_is_for_a_cluster():
