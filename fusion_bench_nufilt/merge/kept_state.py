@@ -17,7 +17,7 @@ from fusion_bench_nufilt.methods.base import State
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, state_key
-from fusion_bench_nufilt.utils.tensors import TensorInfo, describe
+from fusion_bench_nufilt.utils.tensors import describe
 
 from .basis import LayerInBasis, along_axes, resize_lists
 from .engine import MergedLayer
@@ -90,23 +90,18 @@ class KeptState:
         return means
 
     def needed(self) -> State:
-        """Return all that is kept beside a model in memory, by key, in the order of the file:
-        running means are kept in any case.
+        """Return all that is kept beside the result, by key, in the order of the file: beside a
+        model in memory, running means in any case.
         """
         tensors: State = {}
-        for layer in self.plan.layers:
-            if self.plan.keeps_state and self.is_needed(layer):
+        if self.plan.keeps_state:
+            for layer in filter(self.is_needed, self.plan.layers):
                 for name, like in self.of_layer(layer).items():
                     tensors[state_key(layer.name, name)] = like
-        for param, like in self.means().items():
-            tensors[state_key(param)] = like
+        if self.plan.keeps_state or self.plan.base.in_memory:
+            for param, like in self.means().items():
+                tensors[state_key(param)] = like
         return tensors
-
-    def file(self) -> dict[str, TensorInfo]:
-        """Return the tensors of the file, which are none if there is no file."""
-        if not self.plan.keeps_state:
-            return {}
-        return {key: describe(like) for key, like in self.needed().items()}
 
     def keys(self) -> set[str]:
         """Return the keys of all that a merge may go on from."""

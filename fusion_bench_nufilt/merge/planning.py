@@ -17,6 +17,7 @@ from fusion_bench_nufilt.utils.files import size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
 from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.options import split_options
+from fusion_bench_nufilt.utils.tensors import describe
 
 from .checks import (
     check_contents,
@@ -118,7 +119,7 @@ def plan_merge(
         layers_of_model=of_model.layers,
     )
     plan = with_adapter(plan) if settings.adapter else _with_model(plan)
-    state_file = KeptState(plan).file()
+    state_file = {key: describe(like) for key, like in KeptState(plan).needed().items()}
     if state_file:
         plan = dataclasses.replace(plan, files={**plan.files, STATE_FILE: state_file})
     return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan)])
