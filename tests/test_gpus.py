@@ -24,7 +24,7 @@ from fusion_bench_nufilt.merge.output import Output
 from fusion_bench_nufilt.merge.planned import layer_jobs, task_strengths
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.order_free import Sum
-from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.entries import Stored
 from fusion_bench_nufilt.models.source import MemorySource, Source
 from fusion_bench_nufilt.nufilt import LowRank, solvers
 from fusion_bench_nufilt.utils.devices import warn_once
@@ -448,7 +448,7 @@ def test_a_batch_is_read_and_another_one_written_while_one_is_solved(gpus, monke
         if number == 1:
             written.set()
 
-    hook(monkeypatch, ModelWeights, "weight", before_reading, after_reading)
+    hook(monkeypatch, Stored, "read", before_reading, after_reading)
     hook(monkeypatch, Output, "add", before_writing, after_writing)
     hook(monkeypatch, Nufilt, "update", before_solving)
     merge(single, ["task1"], settings={"device": "cuda:0"})
@@ -496,7 +496,7 @@ def test_only_as_many_batches_are_on_a_gpu_as_the_forecast_has_room_for(gpus, mo
 @pytest.mark.parametrize(
     ("where", "name", "devices"),
     [
-        (ModelWeights, "weight", DEVICES[1]),
+        (Stored, "read", DEVICES[1]),
         (Nufilt, "update", DEVICES[0]),
         (Output, "add", DEVICES[1]),
         (None, "progress", DEVICES[0]),  # as by Ctrl-C in the caller's thread
