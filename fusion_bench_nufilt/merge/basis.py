@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
 
-from .engine import MergedLayer
+from .engine import LayerInProgress
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def resize_lists(value: Tensor, axes: str, length: int) -> Tensor:
 
 
 @dataclass
-class LayerInBasis(MergedLayer):
+class LayerInBasis(LayerInProgress):
     """A layer that is merged in a basis of its tasks' directions, where its base is zero."""
 
     basis: Basis

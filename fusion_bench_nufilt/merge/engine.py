@@ -61,7 +61,7 @@ class TaskInput:
     """What a job takes of a task."""
 
     name: str  # of the model
-    read: Callable[["MergedLayer"], Tensor | LowRank | None]
+    read: Callable[["LayerInProgress"], Tensor | LowRank | None]
     """Reads its weight of a layer as it is stored, or the factors of its update, to the layer's
     device; None if it has the layer as it is in the base.
     """
@@ -84,11 +84,11 @@ class Job:
 
     name: str  # in the model, which decides random draws
     rule: LayerMethod
-    read: Callable[["Job", torch.device], "MergedLayer"]
+    read: Callable[["Job", torch.device], "LayerInProgress"]
     """Reads the base, and the state before the first task, to a device."""
     tasks: Sequence[TaskInput]
     first_step: int  # the number of the first task in the stream, from 1
-    pieces: Callable[["MergedLayer", Callable[[], Tensor]], Pieces]
+    pieces: Callable[["LayerInProgress", Callable[[], Tensor]], Pieces]
     """Returns what is written, given what was merged, and the function that computes its weight."""
     shape: tuple[int, ...] = ()  # of a layer, which may be merged in the smaller one of a basis
     shape_merged: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class Machine(NamedTuple):
 
 
 @dataclass
-class MergedLayer:
+class LayerInProgress:
     """The matrix of a job, and what the tasks so far made of it."""
 
     job: Job
@@ -144,7 +144,7 @@ class MergedLayer:
 class _Batch:
     """Matrices of one shape that are merged together on a device."""
 
-    merged: list[MergedLayer]
+    merged: list[LayerInProgress]
     base: Tensor  # (n, d_o, d_i)
     state: State  # of all layers
     device: torch.device
@@ -298,8 +298,8 @@ class Worker:
                     waiting.extendleft([together[middle:], together[:middle]])
                     continue
                 for merged_layer in merged:
-                    weigh = partial(self._merged_weight, merged_layer, device)
-                    add(merged_layer.record, merged_layer.job.pieces(merged_layer, weigh))
+                    merged_weight = partial(self._merged_weight, merged_layer, device)
+                    add(merged_layer.record, merged_layer.job.pieces(merged_layer, merged_weight))
                 # Else one half would be held in memory while the other is solved.
                 del merged
             if self._gpus:
@@ -330,7 +330,7 @@ class Worker:
             classify_error(error),
         )
 
-    def _solve(self, jobs: Sequence[Job], device: torch.device) -> list[MergedLayer]:
+    def _solve(self, jobs: Sequence[Job], device: torch.device) -> list[LayerInProgress]:
         """Read matrices of one shape to a device, and add all tasks to their states."""
         batch = self._read(jobs, device)
         for number in range(len(jobs[0].tasks)):
@@ -345,7 +345,7 @@ class Worker:
 
     def _read(self, jobs: Sequence[Job], device: torch.device) -> _Batch:
         """Read matrices of the base, and their states before the first task, as one batch."""
-        merged: list[MergedLayer] = []
+        merged: list[LayerInProgress] = []
         for job in jobs:
             with oom_as_error(str(job), device):
                 merged.append(job.read(job, device))
@@ -450,7 +450,7 @@ class Worker:
         )
         return check_update(rule, batch.state, result)
 
-    def _merged_weight(self, merged: MergedLayer, device: torch.device) -> Tensor:
+    def _merged_weight(self, merged: LayerInProgress, device: torch.device) -> Tensor:
         """Return the merged weight of a layer ``(d_o, d_i)``."""
         rule = merged.job.rule
         if not rule.keeps_sums:  # it has been solved

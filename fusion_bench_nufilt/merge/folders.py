@@ -75,9 +75,9 @@ def merge_folders(
         files[CARD] = card(plan, manifest).encode()
         if plan.settings.rank is not None:
             log.info("%s", sentence_about_energy(plan, manifest["energy_kept"]))
-        write_files(output.model, files)
+        write_files(output.draft, files)
         # The last of the files, since it has the sums of all others.
-        write_manifest(output.model, manifest, fingerprints=output.fingerprints())
+        write_manifest(output.draft, manifest, fingerprints=output.fingerprints())
         output.finish()
     return out
 

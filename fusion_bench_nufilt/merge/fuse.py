@@ -20,8 +20,8 @@ from fusion_bench_nufilt.utils.tensors import compute_dtype, is_finite
 from .basis import Basis
 from .engine import (
     Job,
+    LayerInProgress,
     Machine,
-    MergedLayer,
     Pieces,
     TaskInput,
     do_jobs,
@@ -91,20 +91,20 @@ def matrix_jobs(
     return jobs
 
 
-def _read(theta_0: Tensor, kept: State | None, job: Job, device: torch.device) -> MergedLayer:
+def _read(theta_0: Tensor, kept: State | None, job: Job, device: torch.device) -> LayerInProgress:
     theta_0 = theta_0.detach().to(device)
     if kept is None:
         state = job.rule.state_of(job.name, theta_0)
     else:
         state = {key: value.detach().to(device) for key, value in kept.items()}
-    merged = MergedLayer(job, theta_0, state, {"param": job.name, "reports": []})
+    merged = LayerInProgress(job, theta_0, state, {"param": job.name, "reports": []})
     if job.first_step > 1:
         so_far = state.get("weight", theta_0)
         merged.rounding = rounding_before(theta_0, so_far, job.first_step - 1)
     return merged
 
 
-def _read_task(weight: Tensor | LowRank, merged: MergedLayer) -> Tensor | LowRank:
+def _read_task(weight: Tensor | LowRank, merged: LayerInProgress) -> Tensor | LowRank:
     if not isinstance(weight, LowRank):
         weight = weight.detach()
     return weight.to(merged.theta_0.device)

@@ -20,7 +20,7 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE, state_key
 from fusion_bench_nufilt.utils.tensors import describe
 
 from .basis import LayerInBasis, along_axes, resize_lists
-from .engine import MergedLayer
+from .engine import LayerInProgress
 from .plan import Plan, is_rounded
 
 # The parts of a layer's state that are the bases in which the others are, beside an adapter.
@@ -301,7 +301,7 @@ class KeptState:
     # What this merge keeps
 
     def by_key(
-        self, layer: Layer, merged: MergedLayer, weight: Tensor | None = None
+        self, layer: Layer, merged: LayerInProgress, weight: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Return the state of a layer by its keys in the file, which has a place for these shapes
         and dtypes alone; nothing where none is kept.

@@ -22,7 +22,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .basis import Basis, LayerInBasis
-from .engine import CPU, Blocks, Job, MergedLayer, Pieces, TaskInput
+from .engine import CPU, Blocks, Job, LayerInProgress, Pieces, TaskInput
 from .output import Record
 from .plan import Plan
 from .planned import pieces_of_factors
@@ -106,10 +106,10 @@ class _Tensor:
             pieces=lambda merged, merged_weight: self._pieces(merged_weight(), record),
         )
 
-    def _read(self, start: int, stop: int, job: Job, device: torch.device) -> MergedLayer:
+    def _read(self, start: int, stop: int, job: Job, device: torch.device) -> LayerInProgress:
         theta_0 = self._base(start, stop)
         state = job.rule.state_of(job.name, self._so_far(start, stop, theta_0))
-        return MergedLayer(job, theta_0, state, {"reports": []})
+        return LayerInProgress(job, theta_0, state, {"reports": []})
 
     def _base(self, start: int, stop: int) -> Tensor:
         """Return the base's elements, which has the rows of new tokens as all other models do."""
@@ -137,7 +137,9 @@ class _Tensor:
         check_belongs(mean, rounded.to(merged.entries[self.param].dtype), self.param, state.source)
         return mean
 
-    def _read_task(self, task: ModelWeights, start: int, stop: int, merged: MergedLayer) -> Tensor:
+    def _read_task(
+        self, task: ModelWeights, start: int, stop: int, merged: LayerInProgress
+    ) -> Tensor:
         theta_t = task.elements(self.param, start, stop, merged.theta_0)
         if not is_finite(theta_t):
             raise ValueError(
@@ -215,7 +217,9 @@ def _job_of_update(plan: Plan, param: str, record: Record, places: Mapping[str, 
         read=partial(_read_update, plan, record),
         tasks=(),
         first_step=1,
-        pieces=lambda merged, weigh: pieces_of_factors(plan, merged, weigh(), places),
+        pieces=lambda merged, merged_weight: pieces_of_factors(
+            plan, merged, merged_weight(), places
+        ),
     )
 
 

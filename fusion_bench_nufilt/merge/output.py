@@ -62,14 +62,14 @@ class Record(TypedDict, total=False):
     energy: tuple[float, float]
 
 
-class _Head(TypedDict):
+class _JournalStart(TypedDict):
     """The first line of a journal."""
 
     run: dict[str, Any]  # inputs and settings, as the result's manifest has them
 
 
 #: Made once, since this takes a thousand times as long as reading a line.
-_HEAD = TypeAdapter(_Head)
+_JOURNAL_START = TypeAdapter(_JournalStart)
 _RECORD = TypeAdapter(Record)
 
 
@@ -97,7 +97,7 @@ class Output:
     ) -> None:
         self.out = out
         self.work = work_folder(out)
-        self.model = self.work / "model"
+        self.draft = self.work / "model"
         self._journal = self.work / _JOURNAL
         self._headers = headers
         self._sizes = {file: end_of_file(header) for file, header in headers.items()}
@@ -145,14 +145,14 @@ class Output:
         records = self._records_of(run)
         if not records:
             # No byte of another run may end in this one's result.
-            shutil.rmtree(self.model, ignore_errors=True)
-        entries: list[_Head | Record] = [_Head(run=run), *records]
+            shutil.rmtree(self.draft, ignore_errors=True)
+        entries: list[_JournalStart | Record] = [_JournalStart(run=run), *records]
         lines = [f"{_line(json.dumps(entry))}\n" for entry in entries]
         # Anew, since a line that a kill cut short would swallow the next one.
         write_text(self._journal, "".join(lines))
         self._remove_all_but(headers)
         for file, header in headers.items():
-            path = self.model / file
+            path = self.draft / file
             path.parent.mkdir(parents=True, exist_ok=True)
             # To append makes a file, or keeps what it has; truncating then gives it its size.
             with path.open("ab") as stream:
@@ -197,10 +197,10 @@ class Output:
         """Remove all but the weights, since the rest is written at the end: what a process that was
         killed then had written, and links.
         """
-        if self.model.is_symlink():
-            self.model.unlink()
-        for path in list(self.model.rglob("*")):
-            is_weights = path.relative_to(self.model).as_posix() in weights
+        if self.draft.is_symlink():
+            self.draft.unlink()
+        for path in list(self.draft.rglob("*")):
+            is_weights = path.relative_to(self.draft).as_posix() in weights
             if path.is_symlink() or (path.is_file() and not is_weights):
                 path.unlink()
 
@@ -209,7 +209,7 @@ class Output:
         for file, start, stop, checksum in record["written"]:
             if file not in self._sizes or stop > self._sizes[file]:
                 return False
-            if file_checksum(self.model / file, start, stop) != checksum:
+            if file_checksum(self.draft / file, start, stop) != checksum:
                 return False
         return True
 
@@ -235,7 +235,7 @@ class Output:
         # Opened for this write only, since there may be more files than a process may have open.
         if self._is_closed:
             raise ValueError(f"'{self.work}' is no longer locked by this run: '{file}' not written")
-        with (self.model / file).open("r+b", buffering=0) as stream:
+        with (self.draft / file).open("r+b", buffering=0) as stream:
             write_at(stream.fileno(), data, offset)
             if file == STATE_FILE:  # which the next merge reads, and nobody before
                 write_back(stream.fileno())
@@ -263,7 +263,7 @@ class Output:
 
     def finish(self) -> None:
         """Give the folder its name, once everything is on the disk."""
-        put_in_place(self.model, self.out)
+        put_in_place(self.draft, self.out)
         self.close()
         clear_work_folder(self.out)
 
@@ -296,12 +296,12 @@ def _line(text: str) -> str:
     return f"{hashlib.sha256(text.encode()).hexdigest()[:16]} {text}"
 
 
-def _read_journal(journal: Path) -> tuple[_Head | None, list[Record]]:
+def _read_journal(journal: Path) -> tuple[_JournalStart | None, list[Record]]:
     """Return the first line of a journal, or None if it is damaged, and its records, without lines
     that are incomplete or damaged.
     """
     with journal.open(encoding="utf-8", errors="replace") as lines:
-        head = _parse(next(lines, ""), _HEAD)
+        head = _parse(next(lines, ""), _JOURNAL_START)
         records = [_parse(line, _RECORD) for line in lines]
     return head, [record for record in records if record is not None]
 

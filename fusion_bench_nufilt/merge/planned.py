@@ -30,8 +30,8 @@ from .basis import Basis, LayerInBasis, best_factors
 from .engine import (
     Budget,
     Job,
+    LayerInProgress,
     Machine,
-    MergedLayer,
     Pieces,
     TaskInput,
     memory_limit,
@@ -171,7 +171,7 @@ def _stored_memory(kept: KeptState, layer: Layer, in_basis: tuple[int, int] | No
     return (base_itemsize + task_itemsize) * numel + state_bytes
 
 
-def _read(kept: KeptState, layer: Layer, job: Job, device: torch.device) -> MergedLayer:
+def _read(kept: KeptState, layer: Layer, job: Job, device: torch.device) -> LayerInProgress:
     plan = kept.plan
     key = layer.keys[0]
     weight = plan.base.read(key, device)
@@ -185,7 +185,7 @@ def _read(kept: KeptState, layer: Layer, job: Job, device: torch.device) -> Merg
     # The base is computed in the dtype of the result.
     if theta_0.dtype.itemsize < FLOATS[plan.base.tensors[key].dtype].itemsize:
         rounding_of_base = rounding_of(theta_0)
-    return MergedLayer(
+    return LayerInProgress(
         job,
         theta_0,
         state,
@@ -265,7 +265,9 @@ def _weight_so_far(plan: Plan, layer: Layer, theta_0: Tensor, kept: State) -> Te
     return so_far.to(compute_dtype(theta_0))
 
 
-def _read_task(task: ModelWeights, layer: Layer, merged: MergedLayer) -> Tensor | LowRank | None:
+def _read_task(
+    task: ModelWeights, layer: Layer, merged: LayerInProgress
+) -> Tensor | LowRank | None:
     if layer.param not in task.entries:
         return None
     weight = task.entries[layer.param].read(layer.view.as_stored(merged.theta_0))
@@ -274,7 +276,7 @@ def _read_task(task: ModelWeights, layer: Layer, merged: MergedLayer) -> Tensor 
     return layer.view.matrix(weight)
 
 
-def _factors_of(number: int, merged: MergedLayer) -> LowRank | None:
+def _factors_of(number: int, merged: LayerInProgress) -> LowRank | None:
     assert isinstance(merged, LayerInBasis)
     return merged.factors.get(number)
 
@@ -283,7 +285,7 @@ def _pieces(
     kept: KeptState,
     layer: Layer,
     places: Mapping[str, TensorInfo],
-    merged: MergedLayer,
+    merged: LayerInProgress,
     merged_weight: Callable[[], Tensor],
 ) -> Pieces:
     """Yield a layer's state and its weight, each if it has a place."""
@@ -293,7 +295,7 @@ def _pieces(
     if not plan.method.keeps_sums or layer.keys[0] in places or layer.param in plan.adapter_keys:
         weight = merged_weight()
         if layer.param not in plan.adapter_keys:
-            weight = _as_stored(plan, layer, merged, weight)
+            weight = _full_weight(plan, layer, merged, weight)
     for key, value in kept.by_key(layer, merged, weight).items():
         yield places[key], value
     if weight is None:
@@ -307,7 +309,7 @@ def _pieces(
             yield places[key], in_dtype(key, grown, FLOATS[places[key].dtype])
 
 
-def _as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) -> Tensor:
+def _full_weight(plan: Plan, layer: Layer, merged: LayerInProgress, weight: Tensor) -> Tensor:
     """Return the merged weight of a layer in the form in which the base has it."""
     if isinstance(merged, LayerInBasis):
         # The base is read here.
@@ -319,7 +321,7 @@ def _as_stored(plan: Plan, layer: Layer, merged: MergedLayer, weight: Tensor) ->
 
 
 def pieces_of_factors(
-    plan: Plan, merged: MergedLayer, weight: Tensor, places: Mapping[str, TensorInfo]
+    plan: Plan, merged: LayerInProgress, weight: Tensor, places: Mapping[str, TensorInfo]
 ) -> Pieces:
     """Yield A and B of an update in an adapter, given it in the basis in which it was merged, in
     the rank that it has there; note the energies of what stays and of the whole.

@@ -70,7 +70,7 @@ def test_a_link_in_the_work_folder_is_removed_and_not_followed(tmp_path, name):
     (victim / "model.safetensors").write_text("precious")
     with closing(begin(tmp_path)) as output:
         write_tensor(output)
-        path = output.model / name
+        path = output.draft / name
     if name == "":
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
@@ -90,8 +90,8 @@ def test_what_a_process_had_written_beside_the_weights_when_it_was_killed_is_in_
     with closing(begin(tmp_path)) as output:
         write_tensor(output)
         for name in ("config.json", ".nufilt.json-123", "heads/task.safetensors"):
-            (output.model / name).parent.mkdir(exist_ok=True)
-            (output.model / name).touch()
+            (output.draft / name).parent.mkdir(exist_ok=True)
+            (output.draft / name).touch()
     with closing(begin(tmp_path)) as output:
         assert list(output.done) == ["w"]
         output.finish()
@@ -116,9 +116,9 @@ def test_nobody_else_can_write_into_the_work_folder(tmp_path):
 def test_files_of_a_run_with_another_base_are_in_no_result(tmp_path):
     other = {"other.safetensors": HEADER}
     with closing(Output(tmp_path / "out", {}, other)) as output:
-        (output.model / "vocab.txt").touch()  # killed before it took its name
+        (output.draft / "vocab.txt").touch()  # killed before it took its name
     with closing(begin(tmp_path)) as output:
-        assert sorted(path.name for path in output.model.iterdir()) == ["model.safetensors"]
+        assert sorted(path.name for path in output.draft.iterdir()) == ["model.safetensors"]
 
 
 def test_a_second_process_is_refused(tmp_path):
@@ -272,4 +272,4 @@ def test_the_state_alone_does_not_stay_in_memory_if_the_system_takes_advice(tmp_
         monkeypatch.setattr(os, "posix_fadvise", advise)
         for file in ("model.safetensors", STATE_FILE):
             output.write(file, memoryview(TENSOR), START)
-        assert given_back == [str(output.model / STATE_FILE)]
+        assert given_back == [str(output.draft / STATE_FILE)]
