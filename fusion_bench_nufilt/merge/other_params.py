@@ -128,7 +128,7 @@ class _Tensor:
         """Return the elements before the first task: the merged model's, or the base's."""
         merged = self.plan.merged
         state = self.plan.state
-        if merged is None:
+        if merged is None or self.is_copied:
             return theta_0
         rounded = merged.elements(self.param, start, stop, theta_0)
         if not self.is_averaged or state is None or state_key(self.param) not in state.entries:

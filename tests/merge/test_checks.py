@@ -227,6 +227,17 @@ def test_a_result_without_the_buffers_of_its_base_is_gone_on_from(tmp_path):
     assert same(out, {**expected, **buffers})
 
 
+def test_a_result_with_whole_numbers_is_gone_on_from(tmp_path):
+    save_stream(tmp_path, llama(), tasks=2, shards="1GB")
+    for name in ("base", "task1", "task2"):
+        buffers = add_buffers(tmp_path / name)
+    at_once = tensors(merge(tmp_path, ["task1", "task2"], "at_once"))
+    merge(tmp_path, ["task1"], "one")
+    out = tensors(merge(tmp_path, ["task2"], merged="one"))
+    assert buffers.keys() < out.keys()
+    assert same(out, at_once)
+
+
 # --- the base that an adapter names ---
 
 
