@@ -228,12 +228,6 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
     for param in plan.other_keys:
         if "not_finite" in done[param]:
             public_warnings.append(NOT_FINITE % done[param]["not_finite"])
-    averaged = len(plan.averaged)
-    tensors = {
-        "merged": len(plan.layers),
-        "averaged": averaged,
-        "copied": len(plan.other_keys) - averaged,
-    }
     description = plan.description
     about_adapter = {}
     if plan.is_adapter:
@@ -246,7 +240,6 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         "task_inputs": plan.task_inputs,
         "coverage": plan.coverage.as_dict(),
         "linear_layers_known_from": plan.architecture.known_from,
-        "tensors": tensors,
         "warnings": public_warnings,
         "layers": {layer.name: done[layer.param]["reports"] for layer in plan.layers},
     }

@@ -222,7 +222,8 @@ def test_a_task_stored_in_more_digits_is_computed_in_the_bases(stream):
 def test_the_manifest_says_what_was_merged_and_the_card_names_no_folder(stream):
     out = merge(stream)
     made = manifest(out)
-    assert made["tensors"] == {"merged": 14, "averaged": 0, "copied": 6}
+    assert made["coverage"]["merged"]["parameters"] == made["coverage"]["layers"] == 14
+    assert made["coverage"]["kept"]["parameters"] == 6
     assert [report["step"] for report in made["layers"]["model.layers.0.mlp.up_proj"]] == [1, 2, 3]
     assert set(made["inputs"]) == {"base", "task 0", "task 1", "task 2"}
     task = made["inputs"]["task 0"]
