@@ -519,11 +519,12 @@ def _refuse_norm(number: int, job: Job, norm: float) -> None:
 
 def _refuse_infinite(number: int, batch: _Batch, state: State) -> None:
     for row, job in enumerate(batch.jobs):
-        if not all(is_finite(value[row]) for value in state.values()):
-            raise ValueError(
-                f"model '{job.tasks[number].name}', layer '{job.name}': the result is too large "
-                f"for {batch.base.dtype}, or its squares are"
-            )
+        for value in state.values():
+            if not is_finite(value[row]):
+                raise ValueError(
+                    f"model '{job.tasks[number].name}', layer '{job.name}': the result is too "
+                    f"large for {value.dtype}, or its squares are"
+                )
 
 
 class Budget:

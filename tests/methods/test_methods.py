@@ -85,6 +85,23 @@ def test_what_a_method_of_ones_own_returns_wrong_is_named(mistake, monkeypatch):
         LayerwiseMergingAlgorithm("running_sum").run(models)
 
 
+def test_what_is_too_large_is_said_with_the_dtype_in_which_it_is_kept(monkeypatch):
+    def update(self, state, base, task, step):
+        return {**state, "sum": state["sum"] * torch.inf + torch.inf}, {}
+
+    monkeypatch.setitem(METHODS, "running_sum", RunningSum)
+    monkeypatch.setattr(RunningSum, "update", update)
+    monkeypatch.setattr(
+        RunningSum,
+        "init_state",
+        lambda self, base: {"sum": torch.zeros_like(base, dtype=torch.float32)},
+    )
+    base = Linear(16, 24).bfloat16()
+    models = {"_pretrained_": base, "one": deepcopy(base)}
+    with pytest.raises(ValueError, match=r"too large for torch\.float32"):
+        LayerwiseMergingAlgorithm("running_sum").run(models)
+
+
 def test_a_model_that_nobody_sees_is_not_rendered(monkeypatch):
     rendered = []
 
