@@ -25,7 +25,9 @@ from .engine import LayerInProgress
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal bases of the outputs and inputs that the tasks of a layer reach."""
+    """Bases of the outputs and inputs that the tasks of a layer reach, orthonormal if it is merged
+    in them.
+    """
 
     outputs: Tensor  # Q, (d_o, m)
     inputs: Tensor | None  # P, (d_i, n); None stands for the layer's own inputs

@@ -1,7 +1,7 @@
 """The scheduler of all merges: jobs several at a time, within a memory limit, in this process.
 
 A :class:`Job` says what is read, by which :class:`fusion_bench_nufilt.methods.LayerMethod` that is
-merged, and what is written. None of these knows of threads, devices or failures.
+merged, and what is written. It is told on which device, and knows of no threads and no failures.
 """
 
 import logging
@@ -62,8 +62,8 @@ class TaskInput:
 
     name: str  # of the model
     read: Callable[["LayerInProgress"], Tensor | LowRank | None]
-    """Reads its weight of a layer as it is stored, or the factors of its update, to the layer's
-    device; None if it has the layer as it is in the base.
+    """Reads its matrix of a layer in the dtype in which it is stored, or the factors of its update,
+    to the layer's device; None if it has the layer as it is in the base.
     """
     strength: float = 1.0
     coefficient: float = 1.0
@@ -78,8 +78,6 @@ Pieces = Iterable[tuple[Any, Tensor]]
 class Job:
     """How a matrix of the result, or a block of another tensor, comes about: what is read of each
     model, the rule by which it is merged, and what is written of it.
-
-    The rule knows nothing of threads, devices and failures, nor do the functions here.
     """
 
     name: str  # in the model, which decides random draws
