@@ -1,12 +1,13 @@
 """A folder of somebody else is read, and never acted upon: nothing in it is instantiated, imported
-or run, no path in it leads elsewhere, and HTML in it stays text.
+or run, no path in it leads elsewhere, and HTML in it stays text. Whatever is in a field, it is
+refused, or does nothing.
 """
 
 import json
 import shutil
 from contextlib import closing, suppress
 from html.parser import HTMLParser
-from itertools import islice
+from itertools import chain, cycle, islice
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from fusion_bench_nufilt.continual.models import merged_before
 from fusion_bench_nufilt.continual.run_folder import RunFolder
 from fusion_bench_nufilt.pages.write import write_results
 from fusion_bench_nufilt.utils.files import write_json
-from tests.adversary.entry_points import changed, in_place_of, places
+from tests.adversary.entry_points import VALUES, changed, in_place_of, places
 from tests.cli.helpers import nufilt
 from tests.compare.helpers import TASKS as COMPARED
 from tests.compare.test_run import CHEAP, THREE, run
@@ -90,10 +91,19 @@ def attacked(content, home):
                 yield changed(content, place, new)
 
 
+def mistaken(content):
+    """Yield a content with one of the wrong values, in turn, at one place after the other."""
+    for place, value in zip(places(content), cycle(VALUES.values()), strict=False):
+        yield changed(content, place, value)
+
+
 def for_each_attack(file, home, use, most=None):
-    """Call ``use`` with each attack in a JSON file, or with the first ones; it may be refused."""
+    """Call ``use`` with each attack and mistake in a JSON file, or with the first ones; it may be
+    refused.
+    """
     content = json.loads(file.read_text())
-    for attempt in islice(attacked(content, home), most):
+    attempts = chain(attacked(content, home), mistaken(content))
+    for attempt in islice(attempts, most):
         with in_place_of(file, json.dumps(attempt)), suppress(ValueError):
             use()
 
@@ -115,6 +125,9 @@ def test_a_page_of_a_received_folder_shows_text(kind, home, monkeypatch):
 
     for file in sorted(folder.glob("*.json")):
         for_each_attack(file, home, report, most=4)
+        for attempt in islice(mistaken(json.loads(file.read_text())), 0, None, 12):
+            with in_place_of(file, json.dumps(attempt)), suppress(ValueError):
+                report()
     for table in sorted(folder.glob("*.csv")):
         titles, *rows = table.read_text().splitlines()
         rows[-1] = ",".join([HTML] * (titles.count(",") + 1))

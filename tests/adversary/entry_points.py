@@ -1,12 +1,11 @@
 """How bad input is made of good files and options.
 
-A case spoils one field of one good file, or one option, and runs the command in this process. All
-outcomes but those in ``FINE`` are faults.
+A case spoils one option and runs the command in this process. All outcomes but those in ``FINE``
+are faults.
 """
 
 import contextlib
 import io
-import json
 import math
 import os
 import random
@@ -47,11 +46,6 @@ VALUES: dict[str, Any] = {
     "a long word": "x" * 10**5,
     "nothing": ...,
 }
-#: What the entry points themselves write: results, locks, and the files that are made wrong.
-OWN = re.compile(
-    r"(run|comparison|analysis|merge)/(index\.html|.*\.(png|pdf|md|tex)|(accuracy_matrix|results)\.csv)|"
-    r"store/.*|new/.*|recipe\.yaml|(.*/)?\.nufilt\.lock"
-)
 
 
 class Hang(BaseException):
@@ -76,29 +70,6 @@ class Case(NamedTuple):
     entry_point: str
     name: str
     run: Callable[[Path], str]  # on the folder with good inputs; returns an outcome
-    quick: bool = True
-
-
-def spoilt(case: Case, folder: Path) -> str:
-    """Run a case and return its outcome, or which files it changed that no entry point may."""
-    others = _stamps(folder)
-    with in_time():
-        outcome = case.run(folder)
-    after = _stamps(folder)
-    changed_files = [path for path, stamp in others.items() if after.get(path) != stamp]
-    if changed_files:
-        return f"foreign files: {', '.join(changed_files)} changed or deleted"
-    return outcome
-
-
-def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return sizes and times of change of all files that no entry point may write to."""
-    stamps = {}
-    for path in folder.rglob("*"):
-        name = str(path.relative_to(folder))
-        if path.is_file() and not OWN.fullmatch(name):
-            stamps[name] = (path.stat().st_size, path.stat().st_mtime_ns)
-    return stamps
 
 
 def nufilt(*arguments: str, names: str = "", wrong: bool = False) -> str:
@@ -120,7 +91,7 @@ def nufilt(*arguments: str, names: str = "", wrong: bool = False) -> str:
     return f"unclear: {line[-400:]}"
 
 
-# --- JSON, YAML and CSV ---
+# --- fields of files ---
 
 
 def places(content: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -146,12 +117,6 @@ def changed(content: Any, place: tuple[Any, ...], value: Any) -> Any:
     return content
 
 
-def kind(value: Any) -> str:
-    if type(value) in (int, float) and math.isfinite(value):
-        return "number"
-    return type(value).__name__
-
-
 @contextlib.contextmanager
 def in_place_of(file: Path, text: str) -> Iterator[None]:
     good, stat = file.read_bytes(), file.stat()
@@ -161,66 +126,6 @@ def in_place_of(file: Path, text: str) -> Iterator[None]:
     finally:
         file.write_bytes(good)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def json_cases(
-    entry_point: str,
-    file: str,
-    content: Any,
-    read: tuple[str, ...],
-    use: Callable[[Path, bool], str],
-) -> Iterator[Case]:
-    """Every field of a JSON file times every value; those below ``read`` must keep their kind,
-    unless null is a score.
-    """
-    for place in places(content):
-        old = content
-        for key in place:
-            old = old[key]
-        for name, value in VALUES.items():
-            if value is old or (value == old and type(value) is type(old)):
-                continue
-            typed = re.fullmatch("|".join(read), ".".join(map(str, place))) is not None
-            wrong = typed and (
-                kind(value) != kind(old) or (value == 1e308 and isinstance(old, float))
-            )
-            wrong &= not (value is None and isinstance(old, float)) and not (
-                value is ... and isinstance(place[-1], int)
-            )
-
-            def run(
-                folder: Path, place: Any = place, value: Any = value, wrong: bool = wrong
-            ) -> str:
-                with in_place_of(folder / file, json.dumps(changed(content, place, value))):
-                    return use(folder, wrong)
-
-            title = f"{file}, {'.'.join(map(str, place))}: {name}"
-            yield Case(
-                entry_point, title, run, wrong or "report" not in entry_point
-            )  # a page takes a second
-
-
-def table_cases(entry_point: str, file: str, rows: list[str], folder_name: str) -> Iterator[Case]:
-    """Every column of a CSV file times every value, and without the column."""
-    header = rows[0].split(",")
-    for column, title in enumerate(header):
-        for name, value in {**VALUES, "no column": None}.items():
-            cells = [row.split(",") for row in rows]
-            if name == "no column":
-                cells = [row[:column] + row[column + 1 :] for row in cells]
-            else:
-                text = (
-                    ""
-                    if value in (None, ...)
-                    else json.dumps(value)[:50].replace('"', "").replace(",", ";")
-                )
-                cells[-1][column] = text
-
-            def run(folder: Path, text: str = "\n".join(map(",".join, cells)) + "\n") -> str:
-                with in_place_of(folder / file, text):
-                    return nufilt("report", str(folder / folder_name), names=".")
-
-            yield Case(entry_point, f"{file}, {title}: {name}", run, False)
 
 
 def sample(every: list[Case], count: int, seed: int) -> list[Case]:

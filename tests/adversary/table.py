@@ -258,19 +258,6 @@ def weights() -> Iterator[Row]:
         name = f"a control character in a name of {model}"
         yield Row(name, control, "lack|was not made", arguments)
 
-    for model in ("base", "task1", "task2"):
-        huge = change(
-            model, UP, lambda w: torch.full_like(w, 1e36).index_fill(0, torch.tensor([0]), 0.0)
-        )
-
-        def huge_in_three(folder: Path, huge: Callable[[Path], object] = huge) -> None:
-            huge(folder)
-            shutil.copytree(folder / "task1", folder / "task3")
-            change("task3", "model.norm.weight", lambda weight: 2 * weight)(folder)
-
-        name = f"squares that are not finite in {model}"
-        says = "up_proj.* update has the norm "
-        yield Row(name, huge_in_three, says, (*STREAM, "--task", "task3"))
     lost = do.half(change("task2", UP, lambda w: w.float() + 1e6))
     too_large = r"up_proj\.weight' has values that torch\.float16 can't hold"
     yield Row("a result that float16 can't hold", lost, too_large)
@@ -325,10 +312,8 @@ def adapters() -> Iterator[Row]:
     yield said("layer_replication", other_kind, layer_replication=[[0, 1]])
     no_names = {"target_parameters": [[0, 1]]}
     yield said("target_parameters that are no names", "target_parameters", **no_names)
-    for kind in ("pissa", "olora", "corda", "loftq", "lora_ga"):
+    for kind in ("corda", "loftq", "lora_ga"):
         yield said(f"initialised by {kind}", "changes the base as well", init_lora_weights=kind)
-    for kind in ("IA3", "LOHA", "PREFIX_TUNING"):
-        yield said(f"of type {kind}", other_kind, peft_type=kind)
     for key in (LORA_A, LORA_B):
         part = key.split(".")[-2]
         for name, edit, says in (
@@ -349,16 +334,7 @@ def adapters() -> Iterator[Row]:
 
 def options() -> Iterator[Row]:
     for words, says in {
-        "--null-rank -1": "null_rank must be a whole number >= 0",
-        "--null-rank 1.5": "null_rank must be a whole number >= 0, or a share of the layer's width",
-        "--lora-rank half": "lora_rank must be a whole number",
         "--lora-rank 1000000000": "lora_rank must be a whole number >= 0 and <= 65536",
-        "--max-steps -5": "max_steps must be",
-        "--lr 0": "lr must be a number > 0",
-        "--lr nan": "lr must be a number > 0",
-        "--lr inf": "lr must be a number > 0",
-        "--init-std -1": "init_std must be a number >= 0",
-        "--ridge nan": "ridge must be a number > 0",
         "--step 0": "step must be a whole number >= 1",
         "--step 5": "step 5 needs the merged model",
         f"--step 1{'0' * 30}": "step must be a whole number >= 1 and <= 1000000",
@@ -367,9 +343,6 @@ def options() -> Iterator[Row]:
         "--max-memory 0": "max_memory must be a whole number >= 1",
         "--max-memory 1KB": "is below the",
         "--device toaster": "device 'toaster'",
-        "--device meta": "device 'meta'",
-        "--device cuda:99": "device 'cuda:99'",
-        "--device xla": "device 'xla'",
         "--target-modules q_proj)(": r"target_modules: 'q_proj\)\(' is no regular expression",
         "--target-modules (": "is no regular expression",
         "--target-modules *": "is no regular expression",
@@ -380,7 +353,6 @@ def options() -> Iterator[Row]:
         "--other-params maybe": "'pretrained'.*'mean'",
         "state=maybe": "state must be true or false, got 'maybe'",
         "no_such_key=3": "there is no option 'no_such_key'",
-        "null_rank=abc": "null_rank must be a whole number",
         "no_such_recipe.yaml": "there is no recipe file",
     }.items():
         yield Row(f"options {words[:40]}", nothing, says, (*STREAM, *words.split()))
@@ -405,18 +377,11 @@ def places() -> Iterator[Row]:
     yield Row("OUT is a file in a dry run", lambda d: (d / "out").touch(), "exists: rem", dry)
     yield Row("OUT is a folder", lambda d: (d / "out").mkdir(), exists)
     yield Row("OUT is a dead link", lambda d: (d / "out").symlink_to("nowhere"), exists)
-    to_task = lambda d: (d / work).symlink_to(d / "task1")  # noqa: E731
-    yield Row("the work folder is a link", to_task, "is inside|is a file or a link")
     to_nowhere = lambda d: (d / work).symlink_to("nowhere")  # noqa: E731
     yield Row("the work folder is a dead link", to_nowhere, "is a file or a link")
     yield Row("the work folder is a file", lambda d: write(d / work), "is a file or a link")
-    foreign = "was not made by nufilt: move it away"
-    for name in ("notes.txt", "model/notes", "journal.jsonl"):
-        write_file = lambda d, n=name: write(d / work / n)  # noqa: E731
-        yield Row(f"a foreign work folder with {name}", write_file, foreign)
     to_task = lambda d: link(d / work / "model", d / "task1")  # noqa: E731
-    yield Row("a link in a foreign work folder", to_task, foreign)
-    yield Row("an empty work folder", lambda d: (d / work).mkdir(), None)
+    yield Row("a link in a foreign work folder", to_task, "was not made by nufilt: move it away")
     move = lambda d: shutil.copytree(d / "task1", d / work)  # noqa: E731
     yield Row("a task in the work folder", move, "is inside", ("--task", work))
     inside = lambda d: shutil.copytree(d / "one", d / work / "model")  # noqa: E731

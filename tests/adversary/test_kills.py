@@ -2,24 +2,14 @@
 not mix.
 """
 
-import multiprocessing
 import os
-import random
-import shutil
 import subprocess
 import sys
-import time
 
 import pytest
-from fusion_bench.utils import instantiate
 
-from fusion_bench_nufilt.compare.configs import compose_run
-from fusion_bench_nufilt.continual.run_folder import finished_step
 from fusion_bench_nufilt.merge.output import work_folder
 from tests.conftest import REPO
-from tests.continual.baselines.helpers import demo_images
-from tests.continual.helpers import logging_to
-from tests.continual.test_resume import outcome
 from tests.merge.helpers import hashes, merge
 
 # One process imports everything, forks a merge that many times and kills it at a random moment;
@@ -82,88 +72,3 @@ def test_nufilt_merge(inputs, kills):
     for number in range(kills // 5):
         assert hashes(inputs / f"out{number}") == whole
         assert not work_folder(inputs / f"out{number}").exists()
-
-
-def run_demo(folder):
-    """A run of `fusion_bench` on the demo, in a process that may be killed."""
-    config = compose_run(["method=nufilt", "method.max_steps=2", "modelpool=nufilt_demo"])
-    algorithm = logging_to(folder, instantiate(config.method))
-    algorithm.run(instantiate(config.modelpool), demo_images())
-
-
-def whole_steps(folder):
-    """How many checkpoints are there; none of them may be damaged."""
-    return sum(
-        bool(finished_step(path).whole())
-        for path in (folder / "checkpoints").glob("merged_model_*")
-    )
-
-
-@pytest.mark.nightly
-def test_fusion_bench(tmp_path, demo):
-    kills = 60
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # so that a new process is at work at once
-
-    def start(folder):
-        folder.mkdir(exist_ok=True)
-        process = context.Process(target=run_demo, args=(folder,))
-        process.start()
-        return process
-
-    def finished(folder):
-        process = start(folder)
-        process.join()
-        return process.exitcode == 0
-
-    assert finished(tmp_path / "first")  # has the fork server import everything
-    begin = time.perf_counter()
-    assert finished(tmp_path / "whole")
-    seconds = time.perf_counter() - begin
-    whole = outcome(tmp_path / "whole")
-
-    moments, done, folder = random.Random(0), 0, tmp_path / "killed"
-    while done < kills:
-        before = whole_steps(folder)
-        process = start(folder)
-        process.join(moments.uniform(0.2, 1) * seconds)
-        process.kill()
-        process.join()
-        assert whole_steps(folder) >= before
-        if process.exitcode == 0:  # it was done before: from the start again
-            assert outcome(folder) == whole
-            shutil.rmtree(folder)
-        else:
-            done += 1
-    assert finished(folder)
-    assert outcome(folder) == whole
-
-
-def merge_and_tell(inputs, start, errors):
-    """Merge when the other is ready, too; what was wrong goes to ``errors``."""
-    start.wait()
-    try:
-        merge(inputs, ["task1", "task2"])
-        errors.put("")
-    except Exception as error:
-        errors.put(str(error) or repr(error))
-
-
-@pytest.mark.nightly
-def test_two_merges_into_one_folder_make_one_result_and_the_other_is_refused(inputs):
-    whole = hashes(merge(inputs, ["task1", "task2"], "whole"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    start, errors = context.Barrier(2), context.SimpleQueue()
-    both = [context.Process(target=merge_and_tell, args=(inputs, start, errors)) for _ in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join()
-    assert [process.exitcode for process in both] == [0, 0]
-    said = [errors.get() for _ in both]
-    assert "" in said, said
-    for error in said:
-        assert error == "" or "is writing" in error or "meanwhile" in error, error
-    assert hashes(inputs / "out") == whole
-    assert not work_folder(inputs / "out").exists()
