@@ -11,9 +11,9 @@ from filelock import FileLock
 
 
 @contextmanager
-def alone_with_ray() -> Iterator[None]:
+def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
     """Have the only cluster of all processes of the tests, since two starve each other's workers,
-    and leave none behind.
+    with nodes of these options, and leave none behind.
 
     A lock and no `xdist_group`, which pytest-xdist does not see under pytest 9.2
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
@@ -25,15 +25,6 @@ def alone_with_ray() -> Iterator[None]:
         patch.setenv("RAY_worker_niceness", "0")
         # Else Ray spills nothing to a disk that is 95 % full, however much is free there.
         patch.setenv("RAY_local_fs_capacity_threshold", "1")
-        yield
-        ray.shutdown()
-
-
-@contextmanager
-def cluster_of(*nodes: dict[str, Any]) -> Iterator[Any]:
-    """Have the only cluster of all processes of the tests, with nodes of these options."""
-    with alone_with_ray():
-        import ray
         from ray.cluster_utils import Cluster
 
         cluster = Cluster(initialize_head=True, head_node_args=nodes[0])

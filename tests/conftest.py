@@ -18,7 +18,6 @@ from peft import PeftModel
 
 from fusion_bench_nufilt.compare import configs
 from fusion_bench_nufilt.demo import demo_folder
-from tests.clusters import alone_with_ray
 from tests.process_state import unchanged_state
 
 # No deadline: a busy machine may pause any example.
@@ -78,13 +77,6 @@ def state_of_the_process():
         yield
 
 
-@pytest.fixture
-def lone_ray():
-    """The only use of Ray on this machine, which is ended with the test."""
-    with alone_with_ray():
-        yield
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_the_disk():
     """Tests cut no power, and waiting until files are on the disk takes a tenth of their time."""
@@ -139,6 +131,26 @@ def demo(demo_cache, monkeypatch):
     """The finished folder of the tiny demo, with the environment pointing at it."""
     use_tiny_demo(monkeypatch, demo_cache)
     return demo_folder()
+
+
+@pytest.fixture
+def note_calls(monkeypatch):
+    """Have the calls of a function noted, which is called as before; the list has what is noted of
+    each: its arguments, or what a function makes of them.
+    """
+
+    def watch(owner, name, note=lambda *args, **options: args):
+        function = getattr(owner, name)
+        notes = []
+
+        def noted(*args, **options):
+            notes.append(note(*args, **options))
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+        return notes
+
+    return watch
 
 
 @pytest.fixture

@@ -65,14 +65,6 @@ def test_the_bare_command_merges_and_evaluates_beside_a_config_folder_of_the_use
     assert not (fusion_bench.logs / "report.json").exists()
 
 
-@pytest.mark.slow
-def test_fusionbenchs_own_method_merges_scores_and_saves_likewise(fusion_bench):
-    fusion_bench("method=continual/opcm", "modelpool=nufilt_demo")
-    result = matrix_of(fusion_bench.logs)
-    assert (result["method"], result["missing"]) == ("OPCMForCLIP", [])
-    CLIPVisionModel.from_pretrained(fusion_bench.logs / "checkpoints" / "merged_model_7")
-
-
 def test_a_clip_setting_brings_its_models_and_its_task_pool():
     for model, tasks, count in (  # every size, and every set of tasks
         ("clip-vit-base-patch32", "TA8", 8),

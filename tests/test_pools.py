@@ -16,9 +16,6 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.methods.options import TargetConfig
-from fusion_bench_nufilt.models import select_layers
-from fusion_bench_nufilt.models.layers import coverage
 from tests.families import FAMILIES
 from tests.merge.helpers import RANKS
 from tests.tiny_models import finetuned
@@ -53,20 +50,6 @@ def test_a_pool_gives_what_a_dict_of_models_gives(tmp_path, family):
     merged = algorithm(pool)
     expected = algorithm(models)
     assert all(torch.equal(value, expected[key]) for key, value in merged.items())
-
-
-def test_open_clips_own_vision_tower():
-    transformer = pytest.importorskip(
-        "open_clip.transformer", reason="needs open_clip_torch", exc_type=ImportError
-    )
-    with torch.device("meta"):
-        visual = transformer.VisionTransformer(224, 32, 768, 12, 12, 4.0, output_dim=512)
-    tower = torch.nn.ModuleDict({"visual": visual})
-    layers = select_layers(tower)
-    assert len(layers) == 12 * 5
-    assert coverage(tower, layers, TargetConfig()).left_out == {
-        "visual.transformer.resblocks.*.mlp.c_proj.weight": 12
-    }
 
 
 # --- GPT-2 on GLUE ---

@@ -4,9 +4,7 @@ compared as they were given, whether or not they have an effect.
 
 import pytest
 
-from fusion_bench_nufilt import LayerwiseMergingAlgorithm
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
-from tests.merge.helpers import RANKS, hashes, interrupt, manifest, merge, save_stream
+from tests.merge.helpers import hashes, interrupt, manifest, merge, save_stream
 from tests.tiny_models import llama
 
 TASKS = ["task1", "task2"]
@@ -65,21 +63,3 @@ def test_a_merge_that_goes_on_is_told_which_option_of_its_stream_is_another(stre
         )
     out = merge(stream, ["task2"], "same", "merged", settings={"weights": [0.5]})
     assert manifest(out)["warnings"] == []
-
-
-def test_a_run_is_refused_by_the_name_of_an_option_that_was_given_otherwise(tmp_path):
-    models = pool(2)
-
-    def run(on_step=None, **changed):
-        options = {"shuffle_order": False, "evaluate": "last", **RANKS, **changed}
-        algorithm = LayerwiseMergingAlgorithm("nufilt", **options)
-        return logging_to(tmp_path / "run", algorithm).run(models, on_step=on_step)
-
-    with pytest.raises(InterruptedRunError):
-        run(interrupt_after(1))
-    idle = [{"ridge": 5.0}, {"heads": "none"}, {"seed": 7}]
-    for changed in idle:
-        (name,) = changed
-        with pytest.raises(ValueError, match=f"holds another run: {name} is "):
-            run(**changed)
-    run(verify=False, devices=None)

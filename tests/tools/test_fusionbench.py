@@ -12,13 +12,11 @@ import sys
 import tarfile
 import venv
 
-import datasets
 import pytest
 import transformers
 import yaml
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
-from fusion_bench_nufilt.demo import load_test_dataset
 from tests.conftest import REPO
 from tests.tiny_models import finetuned, llama, t5
 from tests.tools.test_upstream import upstream
@@ -141,62 +139,6 @@ def test_the_command_line_gives_the_plugins_bits(make, target, checkout, elsewhe
     algorithm = NufiltContinualMergingAlgorithm(**OPTIONS, target_modules=target)
     algorithm.run(models).save_pretrained(tmp_path / "ours")
     assert digests(logs / "checkpoints" / "merged_model_2") == digests(tmp_path / "ours") != {}
-
-
-@with_transformers_4
-@pytest.mark.oldest
-def test_steps_are_scored_by_fusionbench_as_the_plugin_scores_them(
-    checkout, elsewhere, demo, fusion_bench, tmp_path
-):
-    pictures = load_test_dataset("digits")
-    rows = [pictures[i] for i in range(len(pictures))]
-    columns = {"image": [row["image"] for row in rows], "label": [row["label"] for row in rows]}
-    test_sets = {}
-    for task in ("mnist", "svhn"):  # whose classes are ten digits, too
-        folder = tmp_path / task
-        datasets.Dataset.from_dict(columns).save_to_disk(folder)
-        test_sets[task] = {"_target_": "datasets.load_from_disk", "dataset_path": str(folder)}
-
-    def from_pretrained(kind, part):
-        load = f"transformers.{kind}.from_pretrained"
-        return {"_target_": load, "pretrained_model_name_or_path": str(demo / part)}
-
-    taskpool = {
-        "_target_": "fusion_bench.taskpool.CLIPVisionModelTaskPool",
-        "_recursive_": False,
-        "clip_model": from_pretrained("CLIPModel", "clip"),
-        "processor": from_pretrained("CLIPProcessor", "clip"),
-        "test_datasets": test_sets,
-        "dataloader_kwargs": {"batch_size": 20, "num_workers": 0},
-    }
-    pool = {
-        "_target_": "fusion_bench.modelpool.CLIPVisionModelPool",
-        "_recursive_": False,
-        "models": {
-            "_pretrained_": from_pretrained("CLIPVisionModel", "_pretrained_"),
-            "mnist": from_pretrained("CLIPVisionModel", "digits"),
-            "svhn": from_pretrained("CLIPVisionModel", "letters"),
-        },
-    }
-    write_pool(tmp_path / "tiny", "tiny", pool, taskpool)
-    search_path = f"hydra.searchpath=[file://{tmp_path / 'tiny'}]"
-    pools = [search_path, "modelpool=tiny", "taskpool=tiny", *SETTINGS]
-    theirs = tmp_path / "theirs"
-    ours = fusion_bench.logs
-    words = ["method=nufilt/nufilt", f"path.log_dir={theirs}"]
-    elsewhere("-m", "fusion_bench", *pools, *words, checkout=checkout)
-    fusion_bench(*pools, "method=nufilt", "method.evaluate=every_step_all")
-    order = json.loads((theirs / "model_names.json").read_text())
-    assert sorted(order) == ["mnist", "svhn"]
-    assert len(json.loads((theirs / "layers_0.json").read_text())) > 0
-    for index in range(2):
-        our_checkpoint = ours / "checkpoints" / f"merged_model_{index}"
-        their_checkpoint = theirs / "checkpoints" / f"merged_model_{index}"
-        assert digests(their_checkpoint) == digests(our_checkpoint) != {}
-        their_report = json.loads((theirs / f"report_{index}.json").read_text())
-        our_report = json.loads((ours / f"report_{index}.json").read_text())
-        for task in order:
-            assert their_report[task]["accuracy"] == our_report[task]["accuracy"]
 
 
 #: Composes methods as `fusion_bench` does, and prints them.

@@ -15,7 +15,7 @@ import torch
 from fusion_bench_nufilt.utils import cluster
 from tests.clusters import cluster_of
 from tests.conftest import REPO
-from tests.utils.work import die_once, double, name_itself, refuse, tidy_up_at_the_end, visible_gpus
+from tests.utils.work import double, name_itself, refuse, tidy_up_at_the_end, visible_gpus
 
 
 @pytest.mark.slow
@@ -156,12 +156,6 @@ def ray():
 
 def run(ray, work, make=lambda: double):
     return cluster.run_on_cluster(ray, cluster.find_slots(ray, gpus=False), work, make)
-
-
-@pytest.mark.slow
-def test_the_work_of_the_dead_is_given_to_others(ray, tmp_path):
-    work = {"a": (tmp_path / "a",), "b": (tmp_path / "b",)}
-    assert dict(run(ray, work, make=lambda: die_once)) == {"a": "done", "b": "done"}
 
 
 @pytest.mark.slow

@@ -127,17 +127,10 @@ def test_merges_that_overlap_are_both_exact_and_leave_the_user_s_setting(
 
 @needs_settings_per_backend
 def test_products_are_not_rounded_on_a_node_of_a_cluster_either(
-    stream, monkeypatch, rounded_products
+    stream, note_calls, rounded_products
 ):
     planned = plan(stream, ["task1"])
-    update = Nufilt.update
-    seen = []
-
-    def noting_precisions(*args, **options):
-        seen.append(precisions())
-        return update(*args, **options)
-
-    monkeypatch.setattr(Nufilt, "update", noting_precisions)
+    seen = note_calls(Nufilt, "update", lambda *_: precisions())
     _make_merger(planned, [1.0])([layer.name for layer in planned.layers[:1]])
     assert seen == [EXACT]
 

@@ -61,22 +61,6 @@ def test_a_folder_is_whole_only_with_all_bytes_that_were_written(tmp_path):
         model_in(tmp_path).take({"seed": 1})
 
 
-def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path):
-    train(tmp_path, seed=1)
-
-    def fail_half_way():
-        with model_in(tmp_path).keep({"settings": {"seed": 2}}) as draft:
-            (draft / "weights").write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail_half_way()
-    assert model_in(tmp_path).take({"seed": 1})
-    train(tmp_path, seed=2)
-    assert model_in(tmp_path).take({"seed": 2})
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
 def test_a_folder_that_a_killed_process_had_moved_aside_is_there_again(tmp_path):
     train(tmp_path, seed=1)
     (tmp_path / "model").rename(tmp_path / ".model.old")

@@ -38,17 +38,12 @@ def test_no_garbage_is_searched_for_during_imports_and_then_as_before(collector,
 
 
 def test_no_garbage_is_searched_for_while_a_configuration_imports_its_class(
-    collector, tmp_path, monkeypatch
+    collector, tmp_path, note_calls
 ):
     llama().save_pretrained(tmp_path)
     gc.enable()
-    from_pretrained = transformers.AutoConfig.from_pretrained
-    searching = []
-
-    def noted(*args, **options):
-        searching.append(gc.isenabled())
-        return from_pretrained(*args, **options)
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", noted)
+    searching = note_calls(
+        transformers.AutoConfig, "from_pretrained", lambda *_, **__: gc.isenabled()
+    )
     Architecture.of_checkpoint(Checkpoint.open(str(tmp_path)))
     assert searching == [False]

@@ -39,12 +39,5 @@ def visible_gpus():
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def die_once(file):
-    if not file.exists():
-        file.touch()
-        os._exit(1)
-    return "done"
-
-
 def refuse(error):
     raise error
