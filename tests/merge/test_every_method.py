@@ -223,8 +223,13 @@ def test_a_cut_is_the_best_approximation_of_its_rank(folder, tmp_path, method):
     cut = merge_adapters(folder, method, TASKS, tmp_path / "cut", settings={"rank": 2})
     uncut = updates_by_peft(folder, whole, tmp_path)
     approximations = updates_by_peft(folder, cut, tmp_path)
-    shares = manifest(cut)["energy_kept"]["tensors"]
+    kept = manifest(cut)["energy_kept"]
+    shares = kept["tensors"]
     assert len(shares) == len(uncut)
+    all_kept = sum(update.square().sum() for update in approximations.values())
+    all_energy = sum(update.square().sum() for update in uncut.values())
+    assert kept["all"] == pytest.approx((all_kept / all_energy).item(), rel=1e-4)
+    assert f"{kept['all']:.2%} of the energy" in (cut / "README.md").read_text()
     for key, update in uncut.items():
         strengths = torch.linalg.svdvals(update)
         energies = strengths.square()

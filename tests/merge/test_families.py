@@ -6,7 +6,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
@@ -124,22 +123,6 @@ def test_one_by_one_in_bfloat16_with_float32_layers_kept_is_the_stream_at_once(t
     at_once = merge(tmp_path, ["task1", "task2"], settings=settings)
     assert same(tensors(one_by_one), tensors(at_once))
     assert same(tensors(one_by_one / "nufilt_state"), tensors(at_once / "nufilt_state"))
-
-
-def test_an_adapter_of_a_transposed_layer_is_the_model_with_the_adapter_merged_in(tmp_path):
-    models = save_stream(tmp_path, FAMILIES["gpt2"](), tasks=1)
-    config = LoraConfig(
-        r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False
-    )
-    adapted = get_peft_model(deepcopy(models["_pretrained_"]), config)
-    adapted.save_pretrained(tmp_path / "adapter")
-    adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
-    outside = {"target_modules": ["c_attn"], "other_params": "mean"}  # c_fc is no merged layer
-    for number, options in enumerate([{}, outside]):
-        result = tensors(merge(tmp_path, ["task1", "adapter"], f"a{number}", **options))
-        expected = tensors(merge(tmp_path, ["task1", "whole"], f"w{number}", **options))
-        for key, value in expected.items():
-            torch.testing.assert_close(result[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
 def refuse(folder, message, tasks=("task1",), **options):

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
-from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.utils.manifest import state_key
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import (
@@ -25,11 +24,10 @@ from tests.merge.helpers import (
     plan,
     same,
     save_merged_adapters,
-    save_stream,
     tensors,
 )
 from tests.models.test_adapters import random_adapter
-from tests.tiny_models import finetuned, llama
+from tests.tiny_models import finetuned
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -118,40 +116,6 @@ def test_a_state_whose_directions_are_in_float32_is_refused(stream):
     save_file(state | {key: state[key].float() for key in directions}, one / STATE)
     with pytest.raises(ValueError, match=r"F32 .* is not F16"):
         merge(stream, ["task2"], "on", merged="one", method="best", settings={"verify": False})
-
-
-def test_nufilt_goes_on_from_layers_in_float32_and_keeps_none_in_the_last_merge(tmp_path):
-    save_stream(tmp_path, llama(), dtype=torch.bfloat16)
-    with_state = {"state": True}
-    merge(tmp_path, ["task1", "task2"], "two", settings=with_state)
-    last = merge(tmp_path, ["task3"], "last", merged="two", settings={"state": False})
-    whole = merge(tmp_path, settings=with_state)
-    assert same(tensors(last), tensors(whole))
-    assert not (last / STATE).exists()
-
-
-def test_a_merge_at_once_rounds_to_bfloat16_once_with_and_without_a_state(tmp_path):
-    """One merge has the bits of several with a state, and is the same to rounding without one."""
-    models = save_stream(tmp_path, llama(), dtype=torch.bfloat16)
-    options = {"other_params": "mean"}
-    whole = tensors(merge(tmp_path, **options))
-    with_state = {"state": True}
-    merge(tmp_path, ["task1"], "one", settings=with_state, **options)
-    merge(tmp_path, ["task2"], "two", merged="one", settings=with_state, **options)
-    by_one = merge(tmp_path, ["task3"], "three", merged="two", settings=with_state, **options)
-    assert same(tensors(by_one), whole)
-    algorithm(models, **options).save_pretrained(tmp_path / "in_memory")
-    assert same(tensors(tmp_path / "in_memory"), whole)
-    merge(tmp_path, ["task1", "task2"], "rounded", **options)
-    rounded = tensors(merge(tmp_path, ["task3"], "last", merged="rounded", **options))
-    for key, value in rounded.items():
-        error = (value.double() - whole[key].double()).norm()
-        assert error < 0.05 * whole[key].double().norm(), key
-
-
-def test_a_state_that_is_neither_on_nor_off_is_refused():
-    with pytest.raises(ValueError, match="state must be true or false, got 'float32'"):
-        Settings(state="float32")
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])

@@ -158,14 +158,6 @@ def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hu
     assert same(tensors(merge_folders(again, tmp_path / "out2")), expected)
 
 
-def test_a_finished_result_is_known_again_without_a_download(tmp_path, hub):
-    merge_folders(plan("task1", "task2"), tmp_path / "out")
-    shutil.rmtree(tmp_path / "cache")
-    hub.clear()
-    merge_folders(plan("task1", "task2"), tmp_path / "out")
-    assert not weights(hub)
-
-
 def test_what_the_hub_says_of_its_files_tells_other_content_before_any_download(tmp_path, hub):
     remote = tmp_path / "remote"
     out = tmp_path / "out"
@@ -248,14 +240,6 @@ def test_an_adapter_and_the_index_of_a_whole_model_are_refused(tmp_path, hub):
     (remote / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
     with pytest.raises(ValueError, match=r"holds an adapter .* and a whole model"):
         plan("task1")
-
-
-def test_an_output_that_exists_is_refused_before_any_download(tmp_path, hub):
-    planned = plan("task1")
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="out' exists: remove it or name another folder"):
-        merge_folders(planned, tmp_path / "out")
-    assert not weights(hub)
 
 
 def test_a_plan_refuses_what_does_not_fit_before_any_download(tmp_path, hub):

@@ -142,17 +142,6 @@ def test_in_float32_the_rounding_of_the_models_is_known_as_in_nufilt_merge(
     assert same(theirs, ours)
 
 
-def test_the_files_order_is_the_order_of_the_stream(folder):
-    write(folder, "nufilt", tasks=("task1", "task2"))
-    first, _ = both(folder)
-    for name in ("theirs", "ours"):
-        (folder / name).rename(folder / f"{name} before")
-    write(folder, "nufilt", tasks=("task2", "task1"))
-    second, ours = both(folder)
-    assert same(second, ours)
-    assert not same(first, second)
-
-
 def test_fused_experts_are_merged_one_by_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_stream(tmp_path, FAMILIES["gpt_oss"](), tasks=2)
@@ -170,7 +159,6 @@ def test_fused_experts_are_merged_one_by_one(tmp_path, monkeypatch):
             {"null_rnak": 3},
             "there is no parameter of merge_method nufilt 'null_rnak'; did you mean 'null_r",
         ),
-        ("nufilt", {"null_rank": -3}, "null_rank must be a whole number >= 0"),
         ("spectral", {"kappa": 0}, "kappa must be a number > 0"),
         (
             "best",

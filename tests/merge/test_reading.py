@@ -45,16 +45,12 @@ def test_a_merge_reads_every_tensor_of_every_model_once(stream, bytes_read, meth
 
 
 def test_best_reads_the_layers_again_from_which_it_finds_the_strength_of_a_task(
-    stream, bytes_read, monkeypatch
+    stream, bytes_read, note_calls
 ):
-    spectrum_of = strength._spectrum_of
-    measured = []
+    def name_and_layer(base, task, layer, device):
+        return Path(task.source.name).name, layer
 
-    def noted(base, task, layer, device):
-        measured.append((Path(task.source.name).name, layer))
-        return spectrum_of(base, task, layer, device)
-
-    monkeypatch.setattr(strength, "_spectrum_of", noted)
+    measured = note_calls(strength, "_spectrum_of", name_and_layer)
     planned = plan(stream, method="best", other_params="mean")
     bytes_read.clear()
     merge_folders(planned, stream / "out")

@@ -1,6 +1,5 @@
 """`best` gives a task the same strength in all layers, in whatever form the task comes."""
 
-import pickle
 import threading
 
 import pytest
@@ -68,11 +67,6 @@ def test_the_state_has_the_strengths_of_the_tasks_that_moved_a_layer(folder):
     state = load_file(merge(folder, ["task1", "adapter"], method="best") / STATE)
     assert state["model.layers.0.self_attn.q_proj.state.strength"] == 1.5
     assert state["model.layers.0.self_attn.k_proj.state.strength"] == 1.0
-
-
-def test_a_plan_that_was_sent_elsewhere_has_the_strengths_of_its_tasks(folder):
-    planned = plan(folder, TASKS, method="best")
-    assert task_strengths(KeptState(pickle.loads(pickle.dumps(planned)))) == [1.0, 0.5]
 
 
 def test_a_strength_has_the_same_bits_on_any_number_of_threads(tmp_path):
