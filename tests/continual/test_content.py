@@ -19,7 +19,6 @@ from fusion_bench_nufilt import LoRAWEMoE, NufiltContinualMergingAlgorithm, Sequ
 from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.content import MOST_ITEMS, describe_items, load_data
 from fusion_bench_nufilt.continual.taskpools.local_tasks import load_images, register_task
-from tests.continual.baselines.helpers import GLUE
 
 
 def save_pictures(folder, seed=0, count=3, classes=("cat", "dog")):
@@ -191,9 +190,3 @@ def test_a_task_that_the_task_pool_lacks_is_named_with_one_that_is_spelled_alike
         "the task pool has no task 'birds': its scores are missing; did you mean 'kbirds'?"
         in caplog.text
     )
-
-
-def test_names_that_the_task_pool_has_in_either_form_are_the_same(caplog):
-    for name in ("glue-cola", "cola"):
-        Evaluator(GLUE(["cola"])).compare_names([name])
-    assert caplog.text == ""

@@ -5,7 +5,6 @@ theirs.
 from copy import deepcopy
 
 import pytest
-from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.utils import instantiate
 from lightning import Fabric
 
@@ -31,21 +30,3 @@ def test_our_report_is_the_one_of_fusionbench(pools):
     for name in modelpool.model_names:
         assert report[name] == expected[name]
     assert report["average"] == pytest.approx(expected["average"])
-
-
-def test_prompts_are_encoded_once_for_all_steps(pools, monkeypatch):
-    modelpool, taskpool = pools
-    encoded = []
-    encode = HFCLIPClassifier.set_classification_task
-
-    def recorded(classifier, classnames, *args):
-        encoded.append(classnames)
-        return encode(classifier, classnames, *args)
-
-    monkeypatch.setattr(HFCLIPClassifier, "set_classification_task", recorded)
-    evaluator = Evaluator(taskpool)
-    model = modelpool.load_pretrained_model()
-    first = evaluator.report(model, ["digits", "shapes"])
-    evaluator.report(modelpool.load_model("shapes"), ["shapes", "letters"])
-    assert len(encoded) == 3
-    assert evaluator.report(model, ["digits", "shapes"]) == first

@@ -60,26 +60,6 @@ def test_a_step_scores_as_the_merged_backbone_with_the_head_put_on_by_hand(tmp_p
         load_task(step(tmp_path / "log", 2), task)
 
 
-@pytest.mark.parametrize(("algorithm", "options"), [("nufilt", RANKS), ("sum", {})])
-def test_models_in_memory_give_the_bases_class_and_heads(algorithm, options):
-    base, models = train("bert")
-    method = LayerwiseMergingAlgorithm(algorithm, **options, shuffle_order=False)
-    bare = LayerwiseMergingAlgorithm(algorithm, **options, shuffle_order=False)
-    merged = method.run({"_pretrained_": base, **models})
-    backbones = {task: model.bert for task, model in models.items()}
-    expected = bare.run({"_pretrained_": base, **backbones})
-    assert type(merged) is type(base)
-    assert all(
-        torch.equal(value, expected.state_dict()[key]) for key, value in merged.state_dict().items()
-    )
-    assert not bare.task_heads
-    for task, model in models.items():
-        kept = method.head_tensors[task]
-        assert kept.keys() == {"classifier.weight", "classifier.bias"}
-        assert torch.equal(kept["classifier.weight"], model.classifier.weight)
-        assert method.task_heads[task]["config"]["id2label"]["0"] == f"{task} 0"
-
-
 def test_a_head_that_comes_after_the_first_step_unchecked_is_refused():
     base = hf.BertForSequenceClassification(KINDS["bert"][1])
     one = finetuned(base, 1)

@@ -10,7 +10,7 @@ import torch
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.continual.layerwise import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders
-from tests.continual.helpers import logging_to, pool, saved_pool
+from tests.continual.helpers import pool, saved_pool
 from tests.continual.test_resume import SMALL, algorithm_in
 from tests.merge.helpers import plan
 from tests.tiny_models import clip, finetuned
@@ -105,20 +105,13 @@ def test_a_task_that_is_merged_already_is_refused_with_its_step(folders, merged)
     go_on(folders, merged, ("_pretrained_", "renamed"), verify=False)
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["with a log directory", "without"])
-def test_a_model_with_two_names_in_a_pool_is_refused(tmp_path, kept):
+def test_a_model_with_two_names_in_a_pool_is_refused():
     models = pool(2)
     models["again"] = finetuned(models["_pretrained_"], seed=1)
 
-    def run(**options):
-        algorithm = NufiltContinualMergingAlgorithm(**SMALL, **options)
-        if kept:
-            logging_to(tmp_path, algorithm)
-        algorithm.run(models)
-
     with pytest.raises(ValueError, match="model 'again' is also model 'task1' of the pool"):
-        run()
-    run(verify=False)
+        NufiltContinualMergingAlgorithm(**SMALL).run(models)
+    NufiltContinualMergingAlgorithm(**SMALL, verify=False).run(models)
 
 
 def test_a_merge_in_memory_that_looks_like_one_of_another_base_is_refused():

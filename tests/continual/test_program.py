@@ -4,9 +4,6 @@ import io
 import json
 import logging
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from fusion_bench import RuntimeConstants
@@ -123,33 +120,11 @@ def test_fusionbenchs_own_seed_and_keys_pass_beside_those_of_the_method():
     assert compose_run(words).seed == 7
 
 
-@pytest.mark.slow
-def test_ctrl_c_is_one_line_and_the_same_command_goes_on(fusion_bench):
-    words = ("method=nufilt", "modelpool=nufilt_demo", "method.max_steps=2")
-    command = [sys.executable, "-m", "fusion_bench", f"path.log_dir={fusion_bench.logs}", *words]
-    first_step = fusion_bench.logs / "checkpoints" / "merged_model_0"
-    with subprocess.Popen(
-        command,
-        cwd=fusion_bench.folder,
-        env=fusion_bench.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        while not first_step.is_dir() and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        text, _ = process.communicate()
-    assert process.returncode == 128 + signal.SIGINT, text
-    assert "Traceback" not in text
-    line = f"interrupted; the same command with path.log_dir={fusion_bench.logs} goes on"
-    assert " ".join(text.split()).count(line) == 1
-    text = fusion_bench(*words).stdout
-    assert "going on after step" in text
-    assert "ACC" in text
-
-
-def test_a_full_disk_says_how_to_go_on():
-    line = r"no room: the same command with path\.log_dir=logs goes on"
-    with pytest.raises(OSError, match=line), says_how_to_go_on("logs"):
+def test_ctrl_c_and_a_full_disk_say_how_to_go_on(caplog):
+    line = "the same command with path.log_dir=logs goes on"
+    with pytest.raises(SystemExit) as caught, says_how_to_go_on("logs"):
+        raise KeyboardInterrupt
+    assert caught.value.code == 128 + signal.SIGINT
+    assert caplog.messages == [f"interrupted; {line} after the last whole step"]
+    with pytest.raises(OSError, match=f"no room: {line}"), says_how_to_go_on("logs"):
         raise FullDiskError("no room")

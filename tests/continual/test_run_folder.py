@@ -1,17 +1,13 @@
 """A log directory belongs to one run at a time, and what is damaged in it is made again."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from torch import nn
 
 from fusion_bench_nufilt.continual.run_folder import RunFolder, open_run_folder
-from fusion_bench_nufilt.utils.files import MANIFEST
-from tests.conftest import REPO
+from fusion_bench_nufilt.utils.files import MANIFEST, lock_folder
 from tests.continual.helpers import InterruptedRunError, contents, interrupt_after, pool
 from tests.continual.test_resume import algorithm_in
 
@@ -41,19 +37,11 @@ def test_a_file_in_place_of_the_log_directory_is_refused_by_its_name(tmp_path):
 
 
 def test_a_second_run_in_a_log_directory_is_refused(tmp_path):
-    code = (
-        "import sys, pathlib; from fusion_bench_nufilt.utils.files import lock_folder\n"
-        "lock = lock_folder(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=r"another process is writing '.*'"):
-            algorithm_in(tmp_path).run(pool(2))
-        other.kill()
-    algorithm_in(tmp_path).run(pool(2))  # the lock of a killed process is none
+    lock = lock_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"another process is writing '.*'"):
+        algorithm_in(tmp_path).run(pool(2))
+    lock.release()
+    algorithm_in(tmp_path).run(pool(2))
 
 
 def test_files_of_the_user_in_the_log_directory_stay(tmp_path):

@@ -13,7 +13,7 @@ from fusion_bench_nufilt.continual.evaluation import Evaluator
 from fusion_bench_nufilt.continual.run_folder import RunFolder, finished_step
 from fusion_bench_nufilt.continual.stopwatch import DATA, LOADING, MERGING, Stopwatch
 from fusion_bench_nufilt.demo import load_vision_model
-from tests.continual.baselines.helpers import configured, demo_images, on_cpu
+from tests.continual.baselines.helpers import STEPS, configured, demo_images, on_cpu
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, pool
 from tests.continual.test_resume import algorithm_in
 from tests.tiny_models import finetuned
@@ -62,13 +62,6 @@ def test_a_part_within_another_counts_for_itself_alone(clock):
     assert stopwatch.seconds == pytest.approx({"outer": 7, "inner": 10}, abs=1e-3)
 
 
-STEPS = {
-    "dop": "base_method.num_steps",
-    "wudi": "base_method.iter_num",
-    "adamerging": "base_method.max_steps",
-    "lora_wemoe": "max_steps",
-    "sequential_finetuning": "num_steps",
-}
 #: FusionBench's own loops, batch methods, our own, and those that need data.
 METHODS = ["opcm", "nufilt", "adamerging"]
 for name in ("weight_average", "dop", "task_arithmetic", "knots_ties", *STEPS):
@@ -96,14 +89,8 @@ def test_the_seconds_of_a_method_are_those_of_merging_alone(
     monkeypatch.setattr(
         BaseModelPool, "load_train_dataset", clock.slow(BaseModelPool.load_train_dataset, 7.0)
     )
-    method = name
-    if name != "nufilt":
-        method = f"continual/{name}"
-    options = ["method.max_steps=1"]
-    if name in STEPS:
-        options = [f"method.{STEPS[name]}=1"]
-    elif name != "nufilt":
-        options = []
+    method = name if name == "nufilt" else f"continual/{name}"
+    options = [f"method.{STEPS[name]}=1"] if name in STEPS else []
     algorithm = logging_to(tmp_path, instantiate(configured(method, *options)))
     algorithm.run(modelpool, on_cpu(taskpool))
     assert len(algorithm.merge_seconds) == 2

@@ -16,6 +16,16 @@ from omegaconf import OmegaConf
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.utils.overrides import key_value
 
+#: The option for the number of steps, of the methods that have an optimiser.
+STEPS = {
+    "nufilt": "max_steps",
+    "dop": "base_method.num_steps",
+    "wudi": "base_method.iter_num",
+    "adamerging": "base_method.max_steps",
+    "lora_wemoe": "max_steps",
+    "sequential_finetuning": "num_steps",
+}
+
 
 class GLUE(FlanT5GLUETextGenerationTaskPool):
     """A pool like that of Flan-T5: tasks of a few random texts with answers of one token."""

@@ -21,6 +21,7 @@ from fusion_bench_nufilt.methods import METHODS
 from fusion_bench_nufilt.models import select_layers
 from tests.continual.baselines.helpers import (
     GLUE,
+    STEPS,
     configured,
     demo_images,
     on_cpu,
@@ -66,13 +67,6 @@ CASES = [
 ]
 # They merge linear layers, spectral voting the rest in another way.
 LINEAR = ("knots_ties", "spectral")
-STEPS = {
-    "dop": "base_method.num_steps",
-    "wudi": "base_method.iter_num",
-    "adamerging": "base_method.max_steps",
-    "lora_wemoe": "max_steps",
-    "sequential_finetuning": "num_steps",
-}
 
 
 def stream(family, name, request):

@@ -17,7 +17,7 @@ from fusion_bench_nufilt.demo import (
     to_pixels,
 )
 from fusion_bench_nufilt.demo.train import Recipe, text_features
-from tests.continual.baselines.helpers import demo_images, on_cpu, same
+from tests.continual.baselines.helpers import demo_images, on_cpu
 
 TWO = ("shapes", "digits")
 
@@ -62,20 +62,6 @@ def test_it_is_adam_with_a_cosine_on_one_task_after_another(pools):
             continue
         moved = (weight - pretrained.get_parameter(name)).norm()
         assert (tuned.get_parameter(name) - weight).norm() < 0.02 * moved, name
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_the_same_bits(pools, tmp_path):
-    class InFolder(SequentialFineTuning):
-        log_dir = str(tmp_path)
-
-    steps = []
-    whole = algorithm(batch_size=16).run(*pools)
-    with pytest.raises(pytest.fail.Exception):
-        algorithm(InFolder, batch_size=16).run(*pools, lambda *_: pytest.fail("interrupted"))
-    resumed = algorithm(InFolder, batch_size=16).run(*pools, lambda step, _: steps.append(step))
-    assert steps == [2]
-    assert same(whole, resumed)
 
 
 def test_it_is_refused_before_any_work_without_data(pools):

@@ -23,20 +23,12 @@ from fusion_bench_nufilt.continual.baselines.fusionbench import RuleConfig, shif
 from fusion_bench_nufilt.continual.run_folder import finished_step
 from tests.continual.baselines.helpers import baseline, configured, on_cpu, same
 from tests.continual.baselines.test_knots import oracle_knots, oracle_ties
-from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting
+from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to, noting, pool
 from tests.tiny_models import clip, finetuned, llama, tower
 
 pytestmark = pytest.mark.oldest
 
 IN_ORDER = "method.shuffle_order=false"
-
-
-def pool(tasks=3):
-    base = clip()
-    models = {"_pretrained_": base}
-    for number in range(1, tasks + 1):
-        models[f"task{number}"] = finetuned(base, seed=number)
-    return models
 
 
 def by_itself(name, models, *overrides):
@@ -93,7 +85,7 @@ def test_dop_takes_a_layer_from_the_only_task_that_changes_it():
 
 @pytest.mark.parametrize("name", ["opcm", "weight_average", "dop"])
 def test_a_continual_method_of_fusionbench_is_run_as_it_is(name):
-    models = pool()
+    models = pool(3)
     of_baseline = ["method.seed=43"]
     of_fusion_bench = ["method.seed=43"]
     if name == "dop":
@@ -125,7 +117,7 @@ def test_any_batch_method_of_fusionbench_can_be_run():
 
 
 def test_a_rule_that_is_set_as_an_attribute_is_followed():
-    models = pool()
+    models = pool(3)
     algorithm = baseline("iso_c", IN_ORDER)
     algorithm.rule = "restart"
     expected = baseline("iso_c", IN_ORDER, "method.rule=restart")
@@ -154,14 +146,14 @@ def test_a_result_that_is_no_model_of_the_pool_is_refused(name, says):
 
 
 def test_a_bad_model_is_refused_before_any_work():
-    models = pool()
+    models = pool(3)
     tower(models["task2"]).post_layernorm.bias.data[0] = float("inf")
     with pytest.raises(ValueError, match=r"task2.*post_layernorm"):
         baseline("wudi").run(models, on_step=lambda *_: pytest.fail("a step was merged"))
 
 
 def test_a_method_with_a_memory_of_its_own_does_not_go_on_from_a_model():
-    models = pool()
+    models = pool(3)
     opcm = compose_run(["method=continual/opcm"]).method.base_method
     models["_merged_"] = models["_pretrained_"]
     with pytest.raises(ValueError, match=r"OPCM.*_merged_"):

@@ -105,16 +105,6 @@ def test_a_single_model_is_kept_whole():
     torch.testing.assert_close(merged.weight, (base.weight + model.weight) / 2)
 
 
-def test_half_precision_is_merged_in_single():
-    half = {name: model.bfloat16() for name, model in pool_of(clip()).items()}
-    expected = KnotsTiesMergingAlgorithm().run(
-        {name: deepcopy(model).float() for name, model in half.items()}
-    )
-    merged = KnotsTiesMergingAlgorithm().run(half)
-    for key, value in expected.named_parameters():
-        assert torch.equal(merged.get_parameter(key), value.bfloat16())
-
-
 def test_a_model_of_another_shape_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'odd'.*'weight'.*\(3, 2\).*\(2, 2\)"):
         KnotsTiesMergingAlgorithm().run({"_pretrained_": nn.Linear(2, 2), "odd": nn.Linear(2, 3)})

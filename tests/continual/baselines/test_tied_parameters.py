@@ -8,7 +8,8 @@ from torch import nn
 
 from fusion_bench_nufilt.continual.baselines import ContinualMethodBaseline
 from tests.continual.baselines.helpers import on_cpu
-from tests.tiny_models import T5, build, finetuned
+from tests.continual.helpers import pool
+from tests.tiny_models import T5, build
 
 pytestmark = pytest.mark.oldest
 
@@ -41,10 +42,6 @@ def t5(modules, tied):
     return model
 
 
-def pool_of(base, tasks=3):
-    return {"_pretrained_": base} | {f"task{i}": finetuned(base, i) for i in range(tasks)}
-
-
 def algorithm(name, **options):
     return ContinualMethodBaseline(DictConfig(METHODS[name]), shuffle_order=False, **options)
 
@@ -56,7 +53,7 @@ def merge(name, models):
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_parameter_that_several_modules_hold_is_merged_once(name, tied):
-    models = pool_of(t5(modules=3, tied=tied))
+    models = pool(3, t5(modules=3, tied=tied))
     merged = merge(name, models)
     base, *tasks = [model.shared.weight for model in models.values()]
     update = merged.shared.weight - base
@@ -75,6 +72,6 @@ def test_a_parameter_that_several_modules_hold_is_merged_once(name, tied):
 
 @pytest.mark.parametrize("name", ["opcm", "dop"])
 def test_a_model_whose_embedding_is_three_modules_is_merged_like_one_with_one(name):
-    one = merge(name, pool_of(t5(modules=1, tied=False)))
-    three = merge(name, pool_of(t5(modules=3, tied=False)))
+    one = merge(name, pool(3, t5(modules=1, tied=False)))
+    three = merge(name, pool(3, t5(modules=3, tied=False)))
     torch.testing.assert_close(three.state_dict(), one.state_dict(), rtol=0, atol=0)

@@ -15,7 +15,7 @@ from fusion_bench_nufilt.continual import Evaluator
 from fusion_bench_nufilt.continual.evaluation import unaveraged
 from fusion_bench_nufilt.continual.taskpools import LMEvalTaskPool
 from tests.analysis.helpers import second_moment
-from tests.tiny_models import finetuned, llama
+from tests.tiny_models import llama
 
 pytestmark = pytest.mark.slow  # lm-eval takes seconds to find its thousands of tasks
 
@@ -116,17 +116,10 @@ def test_a_model_scores_what_its_answers_are_worth(folder):
         assert (report["one"]["accuracy"], report["two"]["accuracy"]) == scores
 
 
-def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monkeypatch):
+def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, note_calls):
     from lm_eval.api.task import ConfigurableTask
 
-    reads = []
-    read = ConfigurableTask.download
-
-    def recorded(task, *args):
-        reads.append(task.config.task)
-        return read(task, *args)
-
-    monkeypatch.setattr(ConfigurableTask, "download", recorded)
+    reads = note_calls(ConfigurableTask, "download", lambda task, *_: task.config.task)
     names = ["nufilt_cats", "nufilt_dogs", "nufilt_pets"]  # the last one is a group
     taskpool = pool(folder, names, metric="acc_norm")
     evaluator = Evaluator(taskpool)
@@ -137,17 +130,6 @@ def test_only_the_tasks_asked_for_are_scored_and_data_are_read_once(folder, monk
         assert not set(report) & (set(names) - set(asked))
     assert report["nufilt_dogs"]["accuracy"] == 1
     assert sorted(reads) == ["nufilt_birds", "nufilt_cats", "nufilt_dogs"]
-
-
-def test_a_stream_of_language_models_has_its_matrix(folder):
-    base = llama()
-    models = {"_pretrained_": base, "one": finetuned(base, 1), "two": finetuned(base, 2)}
-    algorithm = NufiltContinualMergingAlgorithm(
-        null_rank=4, lora_rank=4, max_steps=2, evaluate="every_step"
-    )
-    algorithm.run(models, pool(folder, {"one": "nufilt_cats", "two": "nufilt_dogs"}))
-    assert 0 <= algorithm.matrix.metrics()["ACC"] <= 1
-    assert -1 <= algorithm.matrix.metrics()["BWT"] <= 1
 
 
 def test_what_lm_eval_lacks_is_named_before_any_model_is_loaded(folder, tmp_path, monkeypatch):
