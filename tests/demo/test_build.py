@@ -22,17 +22,9 @@ def copy(demo, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def made(note_calls):
     """The names of the parts that are made from now on."""
-    names = []
-    make = demo_package._make
-
-    def noted_make(recipe, part, draft, pretrained):
-        names.append(part)
-        make(recipe, part, draft, pretrained)
-
-    monkeypatch.setattr(demo_package, "_make", noted_make)
-    return names
+    return note_calls(demo_package, "_make", lambda recipe, part, *_: part)
 
 
 def test_a_finished_cache_is_used_as_it_is_whatever_else_lies_there(copy, made):
@@ -60,14 +52,6 @@ def test_what_has_changed_or_is_missing_is_made_again_to_the_same_bits(copy, mad
     demo_package.load_vision_model("shapes")
     assert made == ["shapes"]
     assert {file.name: file.read_bytes() for file in (copy / "shapes").iterdir()} == before
-
-
-def test_a_tokenizer_that_is_cut_short_is_made_again(copy, made):
-    """It ended in a JSONDecodeError."""
-    for file in copy.glob("clip/*.json"):
-        cut_short(file)
-    assert demo_package.load_processor().tokenizer("a handwritten digit zero")
-    assert made == ["clip"]
 
 
 def test_pretraining_gives_the_same_bits_for_any_seed_threads_and_gradient_mode(copy):

@@ -17,9 +17,7 @@ from fusion_bench_nufilt.methods import METHODS, LayerMethod, find_method
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, TargetConfig
 from fusion_bench_nufilt.utils.options import option, split_options
 from tests.continual.helpers import (
-    logging_to,
     pool,
-    saved_pool,
 )
 
 
@@ -113,25 +111,6 @@ def test_a_model_that_nobody_sees_is_not_rendered(monkeypatch):
     monkeypatch.setattr(RunningSum, "merged_weight", merged_weight)
     LayerwiseMergingAlgorithm("running_sum").run(pool(tasks=3))
     assert len(rendered) == len(set(rendered)) > 0
-
-
-def test_a_run_that_goes_on_with_another_strength_has_that_strength_for_all_tasks(tmp_path):
-    """Of every method in tests/merge."""
-    other = {"scale": 1.3, "ramp": 0.5}
-    models = pool(tasks=3)
-
-    def merged(names, folder, **options):
-        stream = {name: models[name] for name in ("_pretrained_", *names)}
-        if "task1" not in names:
-            step = tmp_path / "two" / "checkpoints" / "merged_model_1"
-            stream = saved_pool(tmp_path, stream, _merged_=step)
-        algorithm = LayerwiseMergingAlgorithm("best", shuffle_order=False, **options)
-        return logging_to(tmp_path / folder, algorithm).run(stream)
-
-    merged(["task1", "task2"], "two")
-    on = merged(["task3"], "on", **other).state_dict()
-    whole = merged(["task1", "task2", "task3"], "whole", **other).state_dict()
-    assert all(torch.equal(value, whole[key]) for key, value in on.items())
 
 
 def test_the_log_names_the_method_behind_best(caplog):

@@ -115,12 +115,6 @@ def test_a_small_change_of_the_tasks_makes_a_small_change_of_the_update(rank):
         assert distance(after, before) < 20 * size
 
 
-def test_a_task_of_zero_changes_nothing_whatever_its_strength():
-    taus = task_vectors((48, 40), count=2)
-    with_zero = update(Best, [taus[0], torch.zeros(48, 40), taus[1]], [1.0, 0.5, 1.0])
-    assert torch.equal(with_zero, update(Best, taus))
-
-
 # --- more tasks than directions ---
 
 

@@ -12,7 +12,7 @@ from fusion_bench_nufilt.merge.fuse import matrix_jobs
 from fusion_bench_nufilt.methods import METHODS, ORDER_FREE
 from fusion_bench_nufilt.methods.options import VARIANTS
 from fusion_bench_nufilt.nufilt import LowRank
-from tests.merge.helpers import algorithm, hashes, merge, same, save_stream
+from tests.merge.helpers import hashes, merge, same, save_stream
 from tests.methods.helpers import all_of_layers
 from tests.nufilt.matrices import matrix_with_spectrum
 from tests.tiny_models import llama
@@ -97,14 +97,6 @@ def test_no_merge_of_folders_depends_on_them_or_draws_from_the_generator_of_torc
         out = merge(tmp_path, ["task1", "task2"], **options)
     assert hashes(out) == expected
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_no_run_depends_on_the_default_dtype(tmp_path):
-    models = save_stream(tmp_path, llama(), tasks=2)
-    expected = algorithm(models, other_params="mean").state_dict()
-    with torch_defaults(torch.float64, "cpu"):
-        found = algorithm(models, other_params="mean").state_dict()
-    assert same(found, expected)
 
 
 def test_every_tensor_that_is_made_names_its_dtype_and_its_device():

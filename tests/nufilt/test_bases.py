@@ -3,18 +3,11 @@
 import torch
 
 from fusion_bench_nufilt.nufilt import bases
-from fusion_bench_nufilt.nufilt.eigenvectors import random_start
 
 
-def test_a_basis_of_a_size_is_drawn_once_for_all_layers(monkeypatch):
+def test_a_basis_of_a_size_is_drawn_once_for_all_layers(note_calls):
     """On a GPU, the draws of `best` took as long as all else."""
-    sizes = []
-
-    def draw(d, rank):
-        sizes.append((d, rank))
-        return random_start(d, rank)
-
-    monkeypatch.setattr(bases, "random_start", draw)
+    sizes = note_calls(bases, "random_start")
     bases._start_of_basis.cache_clear()
     layers = torch.randn(3, 20, 12)
     for layer in layers:

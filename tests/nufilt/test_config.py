@@ -34,6 +34,13 @@ def test_a_value_out_of_range_is_refused_by_name():
         for value in values:
             with pytest.raises(ValueError, match=key):
                 FusionConfig(**{key: value})
+    for key, value in {
+        "evaluate": "sometimes",
+        "shuffle_order": 1,
+        "save_on_every_step": 1,
+    }.items():
+        with pytest.raises(ValueError, match=key):
+            ProtocolConfig(**{key: value})
     for kind in (ProtocolConfig, Settings):
         for seed in ("7", 7.0, True, None):
             with pytest.raises(ValueError, match="seed must be a whole number, got"):

@@ -9,7 +9,6 @@ from fusion_bench_nufilt.nufilt.bases import top_eigenvectors
 from fusion_bench_nufilt.nufilt.eigenvectors import _block_iteration, gram_matrix
 from fusion_bench_nufilt.nufilt.noise import Noise, above_noise
 from fusion_bench_nufilt.nufilt.subspace import (
-    first_coordinates,
     null_space_filter,
     subspace_affinity,
     top_right_singular_vectors,
@@ -197,13 +196,6 @@ def test_filtering_is_tau_times_p_and_filtering_twice_changes_nothing(layer, ran
     close(filtered, tau @ (torch.eye(tau.shape[1], dtype=tau.dtype) - V_p @ V_p.mT))
     close(null_space_filter(filtered, V_p), filtered)
     assert filtered.norm() <= tau.norm() * (1 + 1e-12)
-
-
-def test_the_released_first_task_drops_the_first_input_coordinates():
-    tau = torch.ones(6, 5)
-    filtered = null_space_filter(tau, first_coordinates(tau, 2))
-    assert torch.equal(filtered, torch.tensor([0.0, 0, 1, 1, 1]).expand(6, 5))
-    assert first_coordinates(torch.ones(3, 5), 9).shape == (5, 3)
 
 
 @pytest.mark.parametrize(
