@@ -66,23 +66,6 @@ def folders(tmp_path):
     return {name: str(tmp_path / name) for name in models}
 
 
-@pytest.mark.slow
-def test_folders_tell_where_task_vectors_collide_without_data(folders, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    done = analyze(
-        "~/out", "--base", folders["base"], "--task", folders["law"], "--task", folders["code"]
-    )
-    assert done.exit_code == 0, done.output
-    assert "law and code" in done.stdout
-    assert not (tmp_path / "~").exists()
-    content = json.loads((tmp_path / "out" / "analysis.json").read_text())
-    assert content["names"] == ["law", "code"]
-    assert content["overlap"]["all"][0][0] == pytest.approx(1)
-    assert 0 < content["overlap"]["all"][0][1] < 1
-    assert "affinity" not in content
-
-
 def test_a_merged_folder_is_one_more_vector_and_a_second_analysis_is_refused(folders, tmp_path):
     words = (
         "--base",

@@ -53,45 +53,6 @@ def test_task_vectors_are_those_of_the_layers_matrices(tmp_path, family):
         assert overlaps["one", "two", name] == pytest.approx(overlap, abs=1e-3)
 
 
-def test_transposed_layers_that_read_the_same_directions_overlap_whatever_they_write(tmp_path):
-    base = FAMILIES["gpt2"]()
-    direction = torch.nn.functional.normalize(
-        torch.randn(32, generator=torch.Generator().manual_seed(0)), dim=0
-    )
-    for name, output in (("base", None), ("one", 0), ("two", 1)):
-        model = finetuned(base, 1, scale=0.0)
-        with torch.no_grad():
-            for view in select_layers(model, ["attn.c_attn"]).values():
-                W = view.read(model)
-                if output is not None:
-                    W[output] += direction
-        model.save_pretrained(tmp_path / name)
-    found = analyse(tmp_path, target_modules=["attn.c_attn"])
-    assert [row["overlap"] for row in found.overlaps] == pytest.approx([1.0] * 8, abs=1e-5)
-
-
-def test_an_adapter_of_transposed_layers_is_analysed_like_the_weights_that_it_makes(tmp_path):
-    base = FAMILIES["gpt2"]()
-    base.save_pretrained(tmp_path / "base")
-    generator = torch.Generator().manual_seed(0)
-    A = 0.05 * torch.randn(2, 32, generator=generator)
-    B = 0.05 * torch.randn(96, 2, generator=generator)
-    adapted = finetuned(base, 1, scale=0.0)
-    with torch.no_grad():
-        adapted.transformer.h[0].attn.c_attn.weight += (B @ A).T
-    adapted.save_pretrained(tmp_path / "two")
-    (tmp_path / "one").mkdir()
-    config = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "fan_in_fan_out": true}'
-    (tmp_path / "one" / "adapter_config.json").write_text(config)
-    prefix = "base_model.model.transformer.h.0.attn.c_attn"
-    factors = {f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}
-    save_file(factors, tmp_path / "one" / "adapter_model.safetensors")
-    found = analyse(tmp_path, target_modules=["h.0.attn.c_attn"])
-    one, two = found.vectors
-    assert one["norm"] == pytest.approx(two["norm"], rel=1e-5)
-    assert [row["overlap"] for row in found.overlaps] == pytest.approx([1.0] * 4, abs=1e-4)
-
-
 def adapter(folder, layers, rank=4, sign=1):
     """An adapter of rank 4 with equal singular values, on layers of the tiny Llama."""
     folder.mkdir()
@@ -132,16 +93,3 @@ def test_layers_that_an_adapter_does_not_touch_do_not_count(tmp_path):
     content = summarise(analyse(tmp_path))
     assert content["overlap"]["all"][0][1] is None
     assert "No two task vectors change the same layer, so that none collide." in reading(content)
-
-
-def test_a_frozen_layer_of_a_whole_model_does_not_count(tmp_path):
-    base = llama()
-    models = {"base": base, "one": finetuned(base, 1), "two": finetuned(base, 1)}
-    frozen = next(iter(select_layers(base).values()))
-    with torch.no_grad():
-        frozen.read(models["two"]).copy_(frozen.read(base))
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-    content = summarise(analyse(tmp_path))
-    assert content["vectors"]["one"]["layers"] == content["vectors"]["two"]["layers"] + 1
-    assert content["overlap"]["all"][0][1] == pytest.approx(1)

@@ -181,29 +181,6 @@ def test_one_vector_has_nothing_to_collide_with():
     ]
 
 
-def is_code_in_mlp(row):
-    return row["layer"] == MLP and "code" in (row["vector"], row.get("other_vector"))
-
-
-def test_a_task_vector_counts_in_the_layers_that_it_changes_alone():
-    whole = analysis(affinity=AFFINITY)
-    whole.vectors = [row for row in whole.vectors if (row["task"], row["layer"]) != ("code", MLP)]
-    whole.overlaps = [row for row in whole.overlaps if not is_code_in_mlp(row)]
-    whole.affinity = [row for row in whole.affinity if not is_code_in_mlp(row)]
-    content = summarise(whole)
-    assert content["vectors"]["code"]["layers"] == 1
-    assert content["vectors"]["code"]["effective_rank"] == 1.0
-    assert content["common_layers"] == [[2, 1], [1, 1]]
-    assert content["overlap"]["all"][0][1] == 0.5
-    assert content["overlap"]["MLP"][0][1] is None
-    assert content["chance"]["all"] == 0.5
-    assert content["affinity"]["all"]["mean"][0][1] == 0.2
-    assert content["affinity"]["all"]["dominance"]["layers"] == 1
-    assert "dominance" not in content["affinity"]["MLP"]
-    assert "law and code (0.50)." in reading(content)[0]
-    assert "on average over 1 layer;" in reading(content)[0]
-
-
 def test_a_task_that_changes_nothing_is_named_and_one_alone_is_refused():
     whole = analysis()
     whole.vectors = [row for row in whole.vectors if row["task"] == "law"]

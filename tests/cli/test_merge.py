@@ -158,18 +158,6 @@ def test_a_dry_run_prints_the_plan_of_the_layers_that_words_choose_and_writes_no
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_ranks_are_numbers_or_shares_of_the_width(tmp_path):
-    """The name of a folder is no markup."""
-    save_stream(tmp_path, llama(), tasks=2)
-    ranks = {"numbers": (16, 8, 4), "shares": (0.25, 0.125, 0.0625)}  # of layers with 64 inputs
-    for name, (r_p, r_l, r_v) in ranks.items():
-        command = ("merge", *models(tmp_path, 2), "--out", tmp_path / "[" / f"{name}]")
-        flags = ("--null-rank", r_p, "--lora-rank", r_l, "--task-rank", r_v, "--max-steps", 3)
-        code, text = nufilt(*command, "--target-modules", "down_proj", *flags)
-        assert code == 0, text
-    assert same(*(tensors(tmp_path / "[" / f"{name}]") for name in ranks))
-
-
 def test_weights_are_the_strengths_of_the_tasks_updates(tmp_path, monkeypatch):
     save_stream(tmp_path, llama(tie_word_embeddings=False), tasks=2)
     monkeypatch.chdir(tmp_path)

@@ -63,20 +63,6 @@ def test_another_method_takes_over_no_options_of_the_one_before(tmp_path):
     assert "taken over method sum, scale 0.7, seed 7" in text
 
 
-def test_a_step_of_a_run_is_gone_on_from_with_the_settings_of_the_run(tmp_path):
-    models = save_stream(tmp_path, llama(), tasks=2)
-    run = logging_to(tmp_path / "log", NufiltContinualMergingAlgorithm(**RANKS))
-    run.run({name: models[name] for name in ("_pretrained_", "task1")})
-    (tmp_path / "log" / "checkpoints" / "merged_model_0").rename(tmp_path / "one")
-    code, text = go_on(tmp_path)
-    assert code == 1
-    assert "--base must be given: " in text
-    assert "'LlamaForCausalLM', which" in text  # all that a run knows of a model in memory
-    code, text = go_on(tmp_path, "--base", tmp_path / "base")
-    assert code == 0, text
-    assert "null_rank 6, lora_rank 4" in text
-
-
 def test_the_base_of_a_run_is_that_of_its_pool_wherever_the_step_lies(tmp_path):
     modelpool = saved_pool(tmp_path, pool(tasks=2))
     logging_to(tmp_path / "log", NufiltContinualMergingAlgorithm(**RANKS)).run(modelpool)

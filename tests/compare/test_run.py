@@ -14,7 +14,6 @@ from fusion_bench import RuntimeConstants
 from fusion_bench.models.hf_clip import HFCLIPClassifier
 from fusion_bench.taskpool import DummyTaskPool
 
-import fusion_bench_nufilt.demo
 from fusion_bench_nufilt import NufiltContinualMergingAlgorithm
 from fusion_bench_nufilt.compare.configs import compose_run
 from fusion_bench_nufilt.compare.experiment import Experiment, WatchingEvaluator, part_of_test_data
@@ -48,28 +47,17 @@ def run(
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started(note_calls):
     """Whether there was a filter, and the seed, of every run that was started."""
-    runs = []
-    run_one = NufiltContinualMergingAlgorithm.run
 
-    def record(self, *args, **kwargs):
-        runs.append((self.null_space, self.seed))
-        return run_one(self, *args, **kwargs)
+    def filter_and_seed(algorithm, *args, **options):
+        return algorithm.null_space, algorithm.seed
 
-    monkeypatch.setattr(NufiltContinualMergingAlgorithm, "run", record)
-    return runs
+    return note_calls(NufiltContinualMergingAlgorithm, "run", filter_and_seed)
 
 
-def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, monkeypatch, started):
-    encoded = []
-    encode = HFCLIPClassifier.set_classification_task
-
-    def recorded(classifier, classnames, *args):
-        encoded.append(classnames)
-        return encode(classifier, classnames, *args)
-
-    monkeypatch.setattr(HFCLIPClassifier, "set_classification_task", recorded)
+def test_every_method_runs_on_every_seed_with_heads_made_once(tmp_path, note_calls, started):
+    encoded = note_calls(HFCLIPClassifier, "set_classification_task")
     result = run(tmp_path, seeds=(42, 43))
     assert started == [(True, 42), (False, 42), (True, 43), (False, 43)]  # whole seeds first
     assert len(encoded) == len(DEMO)
@@ -197,59 +185,10 @@ def other_weights(monkeypatch, task):
 
 
 @pytest.mark.slow
-def test_results_of_other_settings_or_weights_are_refused_until_told_otherwise(
-    tmp_path, monkeypatch, started
-):
-    run(tmp_path, "nufilt", **CHEAP)
-    with pytest.raises(ValueError, match='evaluate is "last" there and "diagonal" here'):
-        run(tmp_path, "nufilt", evaluate="diagonal")
-    other_weights(monkeypatch, "digits")
-    with pytest.raises(
-        ValueError, match="holds results of other models: 'digits' has other weights there"
-    ):
-        run(tmp_path, "nufilt", **CHEAP)
-    assert len(started) == 1
-    run(tmp_path, "nufilt", overwrite=True, **CHEAP)
-    assert len(started) == 2
-
-
-def other_pictures(monkeypatch, name):
-    """Have the task pool draw other pictures of a task."""
-    load = fusion_bench_nufilt.demo.load_test_dataset
-
-    def load_changed(task):
-        data = load(task)
-        if task != name:
-            return data
-        pictures, labels = data.tensors
-        return type(data)(pictures.flip(1), labels)
-
-    # Hydra calls it by the name of its target.
-    monkeypatch.setattr(fusion_bench_nufilt.demo, "load_test_dataset", load_changed)
-
-
-@pytest.mark.slow
-def test_results_on_other_test_data_are_refused(tmp_path, monkeypatch, started):
-    run(tmp_path, "nufilt", **CHEAP)
-    other_pictures(monkeypatch, "digits")
-    with pytest.raises(ValueError, match=r"resolved\.test_data\.digits\.sha256 is not the same"):
-        run(tmp_path, seeds=(42, 43), **CHEAP)
-    assert len(started) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (other_pictures, r"under the same names.*: test_data\.digits\.sha256 is not the same"),
-        (other_weights, r"under the same names.*: weights\.digits is not the same"),
-    ],
-)
-def test_a_process_with_other_data_or_models_under_their_names_runs_nothing(
-    tmp_path, monkeypatch, change, says
-):
+def test_a_process_with_other_models_under_their_names_runs_nothing(tmp_path, monkeypatch):
     """As on a node of a cluster, where a folder may hold something else."""
-    change(monkeypatch, "digits")  # in this process alone
+    other_weights(monkeypatch, "digits")  # in this process alone
+    says = r"under the same names.*: weights\.digits is not the same"
     with pytest.raises(ValueError, match=says):
         run(tmp_path, "nufilt", jobs=2, **CHEAP)
     assert not list(tmp_path.glob("runs/*/*"))
@@ -318,39 +257,20 @@ def test_nothing_is_printed_meanwhile(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_method_that_cannot_be_built_is_told_before_anything_is_scored(
-    tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(Experiment, "score_single_models", lambda *args: pytest.fail("scored"))
-    with pytest.raises(
-        ValueError, match=r"nufilt:null_rank=abc: .*null_rank must be a whole number"
-    ):
-        run(tmp_path, "nufilt:null_rank=abc")
-
-
 @pytest.mark.slow
-def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(tmp_path):
-    sizes = {}
+def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(
+    tmp_path, note_calls
+):
+    def indices(classifier, images, **options):
+        return set(images.dataset.indices)
+
+    parts = []
     for validation in (True, False):
-        subset = partial(part_of_test_data, validation)
         experiment = Experiment(compose_run(["modelpool=nufilt_demo"]), validation)
-        taskpool = experiment.evaluator.taskpool
-
-        def counted(
-            classifier,
-            images,
-            evaluate=taskpool._evaluate,
-            subset=subset,
-            validation=validation,
-            **options,
-        ):
-            assert list(images.dataset.indices) == subset(len(images.dataset.dataset))
-            sizes[validation] = set(images.dataset.indices)
-            return evaluate(classifier, images, **options)
-
-        taskpool._evaluate = counted
+        scored = note_calls(experiment.evaluator.taskpool, "_evaluate", indices)
         experiment.evaluator.report(experiment.modelpool.load_model("digits"), ["digits"])
-    held_out, rest = sizes.values()
+        parts += scored
+    held_out, rest = parts
     assert held_out.isdisjoint(rest)
     assert held_out | rest == set(range(len(held_out) + len(rest)))
     assert len(held_out) == (len(held_out) + len(rest)) // 5
@@ -365,7 +285,7 @@ def test_a_fifth_of_the_test_data_is_scored_or_the_rest_and_the_results_say_so(t
     with pytest.raises(
         ValueError, match="a part of the test data needs a CLIP or Flan-T5 pool, got DummyTaskPool"
     ):
-        WatchingEvaluator(DummyTaskPool(), torch.device("cpu"), subset)
+        WatchingEvaluator(DummyTaskPool(), torch.device("cpu"), partial(part_of_test_data, True))
 
 
 @pytest.mark.slow
@@ -385,20 +305,6 @@ def test_a_preset_runs_whole(tmp_path, preset, file):
     assert preset != "overhead" or len(result.done) == 8
     assert not any(method.failures for method in result.methods.values())
     assert file in save_comparison(result, tmp_path)
-
-
-def test_a_comparison_compares_all_names_before_it_loads_a_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "fusion_bench_nufilt.compare.experiment.load_model", lambda *_: pytest.fail("loaded")
-    )
-    renamed = [
-        "taskpool=nufilt_demo",
-        "~taskpool.test_datasets.letters",
-        "+taskpool.test_datasets.Letters={_target_: my.own.loader}",
-    ]
-    message = "the task pool has no 'letters'.* did you mean its 'Letters'"
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, overrides=[*QUICK, *renamed])
 
 
 @pytest.mark.slow

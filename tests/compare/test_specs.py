@@ -42,13 +42,14 @@ def test_a_variant_of_nufilt_stays_what_its_name_says_under_overrides_for_all():
     ]
     specs = parse_methods(
         "nufilt/filter_only, nufilt/adapter_alone, nufilt/all_linear, "
-        "nufilt/filter_only:lora_rank=3"
+        "nufilt/filter_only:lora_rank=3, nufilt/release"
     )
     configs = [compose_run([*everywhere, *spec.overrides]).method for spec in specs]
-    assert [config.lora_rank for config in configs] == [0, 10, 10, 3]
-    assert [config.null_space for config in configs] == [True, "zero", True, True]
+    assert [config.lora_rank for config in configs] == [0, 10, 10, 3, 10]
+    assert [config.null_space for config in configs] == [True, "zero", True, True, True]
     assert configs[2].target_modules == "all-linear"
-    assert [config.null_rank for config in configs] == [21, 21, 0.3333, 21]
+    assert [config.null_rank for config in configs] == [21, 21, 0.3333, 21, 21]
+    assert configs[-1].first_task == "release"
 
 
 def test_a_setting_goes_to_the_method_that_has_it():
@@ -158,14 +159,6 @@ def test_the_ablation_has_the_four_rows_of_the_paper_with_ranks_in_proportion_to
     for spec in specs:
         (typed,) = parse_methods(spec.label)
         assert typed == spec
-
-
-def test_the_settings_of_the_paper_for_many_tasks_stand_in_the_labels():
-    specs = {spec.label: spec for spec in preset_specs("paper", "clip-vit-base-patch32_TALL20", [])}
-    for name in ("task_arithmetic", "ties_merging", "knots_ties"):
-        (typed,) = parse_methods(f"{name}:scaling_factor=0.1")
-        assert specs[typed.label].overrides == typed.overrides
-        assert name not in specs
 
 
 def test_a_row_of_the_sensitivity_names_all_that_it_sets():

@@ -6,10 +6,8 @@ from dataclasses import replace
 import pandas as pd
 
 from fusion_bench_nufilt.compare.presets import SENSITIVITY, panel_specs
-from fusion_bench_nufilt.compare.specs import RunSpec
-from fusion_bench_nufilt.compare.summary import compare_runs
-from fusion_bench_nufilt.continual import AccuracyMatrix, task_order
-from fusion_bench_nufilt.pages.content import Method, SeedRun
+from fusion_bench_nufilt.pages.content import Method
+from tests.compare.helpers import comparison, finished
 from tests.pages.helpers import LAYERS
 
 
@@ -19,32 +17,21 @@ def names(kind, count):
 
 def run_of(tasks, seed, level, config=None, evaluate="every_step"):
     """A run whose scores begin at ``level`` and fall by two points at every later step."""
-    order = task_order(tasks, shuffle=True, seed=seed)
-    matrix = AccuracyMatrix(order)
-    for step in range(1, len(order) + 1):
-        for place, task in enumerate(order[:step]):
-            if evaluate == "every_step" or step == len(order):
-                matrix.record(step, {task: level - 0.02 * (step - 1 - place) + 0.001 * seed})
-    config = {**(config or {}), "seed": seed}
-    return SeedRun(config, order, matrix.rows(), [0.5] * len(order), environment={"device": "cpu"})
+    scores = dict.fromkeys(tasks, level + 0.001 * seed)
+    run = finished(seed, -0.02, scores, config or {})
+    if evaluate == "every_step":
+        return run
+    *steps, last = run.matrix.rows()
+    return replace(run, accuracy_matrix=[[None] * len(tasks) for _ in steps] + [last])
 
 
 def comparison_of(methods, tasks, seeds=(42, 43), evaluate="every_step", preset=None):
     tasks = names("task", tasks)
     runs = {}
     for number, label in enumerate(names("method", methods)):
-        spec = RunSpec(label, (f"method={label}",), label, ())
-        runs[spec] = {
-            seed: run_of(tasks, seed, 0.9 - 0.03 * number, evaluate=evaluate) for seed in seeds
-        }
-    references = {"pretrained": dict.fromkeys(tasks, 0.3), "individual": dict.fromkeys(tasks, 0.95)}
-    settings = {
-        "modelpool": "some_pool",
-        "overrides": [],
-        "evaluate": evaluate,
-        "resolved": {"scored": "all test data"},
-    }
-    return compare_runs(settings, tasks, list(seeds), references, runs, preset)
+        level = 0.9 - 0.03 * number
+        runs[label] = [run_of(tasks, seed, level, evaluate=evaluate) for seed in seeds]
+    return comparison(runs, evaluate=evaluate, preset=preset, tasks=tasks)
 
 
 def sensitivity_of(tasks, evaluate="every_step", preset="sensitivity"):

@@ -109,12 +109,6 @@ def test_the_colours_cover_every_number_and_both_ends_are_marked(values, marked)
     assert colour["scale"]["domain"] == [marked[0], marked[-1]]
 
 
-def test_a_score_below_zero_has_a_colour():
-    matrix = AccuracyMatrix.from_rows(["t"], [[-0.05]])
-    colour = encodings(charts.score_maps({"m": matrix}), "color")[0]
-    assert colour["scale"]["domain"][0] <= -5
-
-
 def test_numbers_below_zero_have_the_minus_of_tables():
     rows = curves({"one": [-1.0, -2.0, -0.25]})
     svg = draw(charts.lines(rows, "step", "BWT (%)"))

@@ -2,14 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from fusion_bench_nufilt.compare import experiment
 from fusion_bench_nufilt.compare.experiment import WatchingEvaluator, solver_seconds
-from fusion_bench_nufilt.compare.run import compare
-from fusion_bench_nufilt.compare.specs import parse_methods
-from fusion_bench_nufilt.compare.summary import save_comparison
 from fusion_bench_nufilt.continual.evaluation import TasksByName
 from fusion_bench_nufilt.pages.comparison_tables import main_table
 from tests.compare.helpers import CONFIG, comparison, finished
@@ -28,18 +24,6 @@ def test_the_total_is_the_solver_and_the_rest_and_iterations_are_those_of_the_me
     assert costs["wudi"]["iterations"] == "50"
     assert set(costs["pretrained"]) == {""}
     assert [note.partition(":")[0] for note in table.notes[-2:]] == ["total", "memory"]
-
-
-@pytest.mark.slow
-def test_a_run_says_what_it_cost(tmp_path, demo):
-    specs = parse_methods("nufilt:max_steps=3, task_arithmetic")
-    result = compare("nufilt_demo", specs, [42], tmp_path, evaluate="last", preset="overhead")
-    ours, other = [method.runs[42] for method in result.methods.values()]
-    assert other.solving_seconds is None
-    assert 0 < ours.solving_seconds < sum(ours.merge_seconds)
-    assert ours.parameters == other.parameters > 0
-    save_comparison(result, tmp_path)
-    assert " solving s |" in (tmp_path / "table.md").read_text()
 
 
 def test_solving_is_from_the_making_of_an_optimizer_to_its_last_step(monkeypatch):

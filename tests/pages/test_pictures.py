@@ -32,27 +32,6 @@ def pictures():
     return {name: chart_definition(chart) for name, chart in charts.items()}
 
 
-NAMES = [
-    "accuracy_matrices",
-    "accuracy_matrix",
-    "accuracy_per_step",
-    "affinity",
-    "affinity_by_rank",
-    "by_layer",
-    "by_step",
-    "layers",
-    "losses",
-    "overlap",
-    "sensitivity",
-    "spectra",
-    "stability_plasticity",
-]
-
-
-def test_no_picture_is_left_out(pictures):
-    assert sorted(pictures) == NAMES
-
-
 def charts_in(pictures):
     """The charts of all pictures, which may stand below each other, each with its layers."""
     for definition in pictures.values():
