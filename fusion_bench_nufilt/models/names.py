@@ -219,6 +219,13 @@ _KEPT_ATTRIBUTES = (
 )
 
 
+class _Linear(nn.Linear):
+    """A linear layer whose weight is not filled, which would take most of the time to make one."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> nn.Module:
     """Return a model of the stored tensors; ``names`` has the names of those that are parameters of
     ``model``.
@@ -247,7 +254,7 @@ def _rebuilt(model: nn.Module, stored: Mapping[str, Tensor], names: Mapping[str,
             parent.add_module(last, leaf)
             continue
         if attribute == "weight" and stored[key].ndim == 2:
-            parent.add_module(last, nn.Linear(1, 1, bias=False, device="meta"))
+            parent.add_module(last, _Linear(1, 1, bias=False, device="meta"))
         own: Any = submodule(root, path.split(".") if path else [])
         if attribute == "weight" and stored[key].ndim == 3:
             # The sizes by which a stack of matrices is told from any other weight of three sides.
@@ -272,5 +279,5 @@ def submodule(module: nn.Module, names: Iterable[str]) -> nn.Module:
     for name in names:
         if name not in module._modules:
             module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
+        module = getattr(module, name)
     return module
