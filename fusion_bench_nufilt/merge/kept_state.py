@@ -8,7 +8,7 @@ inputs; beside an adapter, in bases of the tasks' directions, which are kept wit
 """
 
 from collections.abc import Mapping
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class KeptState:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.method = plan.method
+        self._states_by_shapes: dict[tuple[Any, ...], State] = {}
 
     # Which tensors it has
 
@@ -41,23 +42,24 @@ class KeptState:
         """Return the tensors of a layer's state, by their names: their shapes and dtypes without
         values, on the meta device, where they take no memory.
         """
-        return self._likes[layer.param]
-
-    @cached_property
-    def _likes(self) -> dict[str, State]:
-        # Once for each layer, which is batched, read and written by them.
-        return {layer.param: self._likes_of(layer) for layer in self.plan.layers}
-
-    def _likes_of(self, layer: Layer) -> State:
-        d_o, d_i = shape = layer.view.shape
-        is_adapter = self.plan.is_adapter
-        if is_adapter:
+        shape = layer.view.shape
+        if self.plan.is_adapter:
             shape = self.shape_in_basis(layer) or shape
         dtype = self.plan.dtype(layer.keys[0])
-        base = torch.empty(shape, dtype=dtype, device="meta")
+        # Once for all layers alike, of which a mixture of experts has thousands.
+        shapes = (layer.view.shape, shape, dtype)
+        if shapes not in self._states_by_shapes:
+            base = torch.empty(shape, dtype=dtype, device="meta")
+            self._states_by_shapes[shapes] = self._state_of(layer, base)
+        return self._states_by_shapes[shapes]
+
+    def _state_of(self, layer: Layer, base: Tensor) -> State:
+        """Return the state of a layer, given what it is merged into."""
+        d_o, d_i = layer.view.shape
         likes = self.method.state_of(layer.name, base)
-        if not is_adapter:
+        if not self.plan.is_adapter:
             return likes
+        shape = base.shape
         # A list of directions has as many as all tasks can have filled.
         length = min(d_o, d_i, self.plan.last_step * min(shape))
         for name, like in likes.items():
