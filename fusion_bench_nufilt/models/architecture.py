@@ -15,7 +15,7 @@ from copy import copy
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,6 +55,15 @@ _COMPUTED = (
     "masked_bias",
     "num_batches_tracked",
 )
+
+
+class PlaceInStack(NamedTuple):
+    """Where a stack of matrices in the loaded model holds a layer."""
+
+    param: str
+    number: int  # of the matrix, which is an expert's
+    rows: slice  # of it that are the layer's
+    flipped: bool  # whether the layer's matrix is the transpose of these rows
 
 
 class Architecture:
@@ -118,6 +127,7 @@ class Architecture:
 
     def _find_layers(self) -> None:
         self.views: dict[str, MatrixView] = {}  # of all layers, by param
+        self._places_in_stacks: dict[str, list[PlaceInStack]] = {}  # once for all adapters
         self._row_ranges: dict[str, RowRanges] = {}  # of parameters that hold several layers
         views_by_key: dict[str, list[MatrixView]] = {}
         for view in views(self.model):
@@ -474,6 +484,34 @@ class Architecture:
                 of_name = slice(first, first + len(numbers[name]))
                 if torch.equal(stored[of_name], numbers[name]):
                     places[name] = (self.param(key), of_name)
+        return places
+
+    def places_in_stack(self, name: str) -> list[PlaceInStack]:
+        """Return where a parameter ``(count, height, width)`` of the loaded model holds layers, or
+        nothing if it is no stack of layers.
+        """
+        if name not in self._places_in_stacks:
+            self._places_in_stacks[name] = self._find_places(name)
+        return self._places_in_stacks[name]
+
+    def _find_places(self, name: str) -> list[PlaceInStack]:
+        count, height, _ = self.stacks[name]
+        # The numbers of the rows, stored as the parameter would be.
+        numbers = torch.arange(count * height, dtype=torch.int64, device="cpu")
+        numbers = numbers.reshape(count, height, 1)
+        places = []
+        for key, stored in self.naming.stored({name: numbers}).items():
+            param = self.param(key)
+            params = self.packed_params(param) or [param]
+            for part, rows in zip(params, stored.reshape(-1, *stored.shape[-2:]), strict=True):
+                number, first = divmod(int(rows.min()), height)
+                stop = int(rows.max()) - number * height + 1
+                # A slice cuts the layer's factors, so that its rows must stand side by side.
+                if part not in self.views or stop - first != rows.numel():
+                    return []
+                # The numbers of a stored row stand side by side if it is a column of the parameter.
+                flipped = (rows.shape[-1] > 1) != self.views[part].transposed
+                places.append(PlaceInStack(part, number, slice(first, stop), flipped))
         return places
 
     def holds_layers(self, name: str) -> bool:

@@ -9,14 +9,14 @@ the adapter. All experts of a model are alike in this.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .architecture import Architecture
+from .architecture import Architecture, PlaceInStack
 from .checkpoint import Checkpoint
 from .entries import Entry
 from .lora import Factors, Pair
@@ -119,7 +119,7 @@ def find_saved_experts(
             f"{(count, height, width)} of the base: it is for another base"
         )
     places = {}
-    for param, number, rows, flipped in _places(architecture, stack, adapter.name):
+    for param, number, rows, flipped in _places(architecture, stack, adapter):
         view = architecture.views[param]
         first = number * height + rows.start
         last = number * height + rows.stop
@@ -176,7 +176,7 @@ def find_experts(
         is_transposed = orders == {True}
         _check_order(adapter, count, layers[module].rank)
         experts[module] = {}
-        for param, number, rows, flipped in _places(architecture, name, adapter.name):
+        for param, number, rows, flipped in _places(architecture, name, adapter):
             experts[module][param] = Expert(number, count, rows, is_transposed, flipped)
     return experts
 
@@ -215,28 +215,12 @@ def _check_order(adapter: Checkpoint, count: int, rank: int) -> None:
         )
 
 
-def _places(
-    architecture: Architecture, name: str, adapter: str
-) -> Iterator[tuple[str, int, slice, bool]]:
-    """Yield the params that hold a stack ``(count, height, width)``, each with its expert, rows and
-    ``flipped``.
-    """
-    count, height, _ = architecture.stacks[name]
-    # The numbers of the rows, stored as the parameter would be.
-    numbers = torch.arange(count * height, dtype=torch.int64, device="cpu")
-    numbers = numbers.reshape(count, height, 1)
-    for key, stored in architecture.naming.stored({name: numbers}).items():
-        param = architecture.param(key)
-        params = architecture.packed_params(param) or [param]
-        for part, rows in zip(params, stored.reshape(-1, *stored.shape[-2:]), strict=True):
-            number, first = divmod(int(rows.min()), height)
-            stop = int(rows.max()) - number * height + 1
-            # A slice cuts the layer's factors, so that its rows must stand side by side.
-            if part not in architecture.views or stop - first != rows.numel():
-                raise ValueError(
-                    f"adapter '{adapter}' changes '{name}', which is no stack of layers: "
-                    f"{_WITH_ITS_PEFT}"
-                )
-            # The numbers of a stored row stand side by side if it is a column of the parameter.
-            flipped = (rows.shape[-1] > 1) != architecture.views[part].transposed
-            yield part, number, slice(first, stop), flipped
+def _places(architecture: Architecture, name: str, adapter: Checkpoint) -> list[PlaceInStack]:
+    """Return the places of the layers in a stack that an adapter changes."""
+    places = architecture.places_in_stack(name)
+    if not places:
+        raise ValueError(
+            f"adapter '{adapter.name}' changes '{name}', which is no stack of layers: "
+            f"{_WITH_ITS_PEFT}"
+        )
+    return places
