@@ -150,6 +150,13 @@ def test_the_bare_command_compares_nufilt_and_the_baselines_on_the_demo(asked):
     assert {"nufilt", "opcm", "wudi", "task_arithmetic"} <= asked["methods"]
 
 
+def test_methods_that_need_data_are_compared_where_they_are_asked_for(asked):
+    nufilt("compare", "--preset", "paper")
+    before = asked["methods"]
+    nufilt("compare", "--preset", "paper", "--with-data")
+    assert asked["methods"] - before == {"sequential_finetuning", "adamerging", "lora_wemoe"}
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_is_one_line_and_not_a_success(demo, full_disk):
     code, text = nufilt("compare", "--methods", "nufilt/naive", "--out", full_disk, *QUICK)
