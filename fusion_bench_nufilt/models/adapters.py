@@ -42,6 +42,10 @@ _ORIGINAL = ".original_module."
 _NAMED = re.compile(r"\.lora_(?:[AB]\.(\w+)\.weight|embedding_[AB]\.(\w+))$")
 
 _ONLY_LORA = "and only LoRA, rsLoRA and DoRA are merged. Where peft can merge it, "
+_RESIZE = (
+    "load its base, resize its embeddings as for the training (resize_token_embeddings), merge the "
+    f"adapter into that {WITH_PEFT}"
+)
 _SAVE_AGAIN = "save it again from the model that was trained"
 
 
@@ -84,6 +88,8 @@ class LoraAdapter(ModelWeights):
             raise ValueError(f"adapter '{self.source.name}' has no tensors: {_SAVE_AGAIN}")
         # Those of ZeRO-3 may stand where peft takes nothing from an adapter.
         self.source.check_not_empty(key for key in tensors if not _is_of_base(key))
+        for key in filter(_is_of_base, tensors):
+            self._check_rows(architecture, key)
         keys: dict[str, dict[str, str]] = {}  # by part, of each module with factors
         unknown = []
         no_layers: set[str] = set()  # modules with factors or lengths of something else
@@ -117,6 +123,22 @@ class LoraAdapter(ModelWeights):
             raise ValueError(
                 f"adapter '{self.source.name}': {format_names(unknown)}: no LoRA of a linear "
                 f"layer; {with_peft(self.checkpoint, architecture)}"
+            )
+
+    def _check_rows(self, architecture: Architecture, key: str) -> None:
+        """Refuse an embedding that was resized beneath what the adapter trained of it, which would
+        be without the rows of new tokens.
+        """
+        if not key.endswith(".base_layer.weight"):
+            return
+        name = place_of(self._prefix + key).name.replace(".token_adapter.", ".")
+        rows = self.source.tensors[key].shape[0]
+        rows_of_base = architecture.rows(architecture.untied_name(name))
+        # A placeholder has no rows, and neither has what the base is not known to have.
+        if 0 not in (rows, rows_of_base) and rows != rows_of_base:
+            raise ValueError(
+                f"adapter '{self.source.name}' was trained on '{name}' of {rows} rows, and the "
+                f"base has {rows_of_base}: {_RESIZE}"
             )
 
     def _is_of_layer(self, place: Place, key: str, architecture: Architecture) -> bool:
@@ -243,10 +265,7 @@ class LoraAdapter(ModelWeights):
                 f"is not known to have: {with_peft(self.checkpoint, architecture)}"
             )
         if max(numbers) >= rows:
-            raise ValueError(
-                f"adapter '{name}' has {claim}: load its base, resize its embeddings as for the "
-                f"training (resize_token_embeddings), merge the adapter into that {WITH_PEFT}"
-            )
+            raise ValueError(f"adapter '{name}' has {claim}: {_RESIZE}")
         places = {number: place for place, number in enumerate(numbers)}
         stored = Stored(self.source, key)
         in_order = [places.get(row, -1) for row in range(rows)]

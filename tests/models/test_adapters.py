@@ -12,6 +12,7 @@ from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.docs import follow_renaming
 from tests.merge.helpers import change, change_json, merge, plan, same, save_stream, tensors
 from tests.models.test_ties import whisper
+from tests.models.test_vocabulary import tokenizer
 from tests.tiny_models import TOWER, adapt_at_random, clip, llama, llava, t5
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -265,6 +266,23 @@ def test_embeddings_heads_and_tokens_are_what_peft_merges_them_into(tmp_path, wh
         key for key, value in tensors(tmp_path / "a1").items() if not torch.equal(value, base[key])
     }
     assert moved & {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("what", ["factors", "tokens"])
+def test_an_embedding_that_was_resized_beneath_what_was_trained_is_refused(tmp_path, what):
+    """Rows of new tokens would be the base's, which pad its vocabulary."""
+    base = llama(tie_word_embeddings=False)
+    save_stream(tmp_path, base, tasks=1)
+    base.resize_token_embeddings(49)
+    base.name_or_path = str(tmp_path / "base")  # with whose size peft compares it
+    config = {"target_modules": ["q_proj", "embed_tokens"]}
+    if what == "tokens":
+        config = {"trainable_token_indices": [3, 48]}
+    save_adapter(tmp_path, base, **config)
+    tokenizer().save_pretrained(tmp_path / "base")
+    tokenizer("<one>").save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"trained on 'model.*' of 49 rows, and the base has 50"):
+        plan_adapter(tmp_path)
 
 
 # --- what is said about adapters that have no effect, or are none of LoRA ---
