@@ -40,7 +40,7 @@ class AdapterReader:
         self._architecture = architecture
         #: The names of the model's parameters by param; a weight that is tied has several.
         self.names: dict[str, list[str]] = defaultdict(list)
-        for name, _ in model.named_parameters(remove_duplicate=False):
+        for name in model.state_dict():
             self.names[self.param(name)].append(name)
         self._all_names = {*chain(*self.names.values())}
 

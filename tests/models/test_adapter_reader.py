@@ -274,6 +274,19 @@ def test_a_bias_that_is_a_modules_own_parameter_is_read_beside_layers_in_that_mo
     assert_read_as_merged(tmp_path, kind, TEXT, names)
 
 
+@pytest.mark.oldest
+def test_biases_that_are_not_trained_are_read_as_peft_saves_them(tmp_path):
+    """Such as those by which DeepSeek's routers are balanced, if all biases are saved."""
+    kind = save_base(tmp_path, released("DeepSeek-V3"))
+    lora = {"target_modules": ["o_proj"], "bias": "all"}
+    names = [save_adapter(tmp_path, kind, seed, **lora) for seed in (1, 2)]
+    whole = kind.from_pretrained(merge(tmp_path, names, "whole", **MEAN), dtype=torch.float64)
+    out = merge(tmp_path, names, base="base", settings={"adapter": True}, **MEAN)
+    base = kind.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    state = PeftModel.from_pretrained(base, out).merge_and_unload().state_dict()
+    torch.testing.assert_close(state, whole.state_dict(), rtol=0, atol=1e-6)
+
+
 def test_the_strength_is_that_of_the_whole_model(tmp_path):
     """Most of whose layers are left alone here, and are larger."""
     config = LlamaConfig(**{**SMALL, "num_hidden_layers": 4}, vocab_size=50, num_key_value_heads=1)
