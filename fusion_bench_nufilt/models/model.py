@@ -118,9 +118,12 @@ class ModelWeights:
         return [param for param, entry in self.entries.items() if entry.dtype is not None]
 
     def take_head(self, params: Iterable[str]) -> None:
-        """Keep some tensors out of the merge, as the task's own head."""
-        for param in params:
-            self.head[param] = self.entries.pop(param)
+        """Keep some tensors out of the merge, as the task's own head; what is also there under the
+        name of another one stays with that.
+        """
+        taken = {param: self.entries.pop(param) for param in params}
+        staying = set(self.entries.values())
+        self.head |= {param: entry for param, entry in taken.items() if entry not in staying}
 
     # What they hold
 

@@ -3,6 +3,7 @@ kept.
 """
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -340,6 +341,26 @@ def test_the_head_of_an_adapter_on_an_fp8_base_belongs_to_a_model_that_is_not_qu
     out = merge(tmp_path, ["adapter"])
     assert "quantization_config" not in manifest(out)["heads"]["adapter"]["config"]
     assert not getattr(load_task(out, "adapter").config, "quantization_config", None)
+
+
+def test_rows_of_tokens_that_a_head_of_the_base_is_tied_to_are_no_head(tmp_path):
+    """Another adapter changes the base's output layer alone, which is a weight of its own then."""
+    base = save_encoders(tmp_path, "roberta", ())["_pretrained_"]
+    of_words = get_peft_model(deepcopy(base), LoraConfig(r=2, target_modules=["value", "decoder"]))
+    adapt_at_random(of_words, 2)
+    of_words.save_pretrained(tmp_path / "words")
+    with_head = hf.RobertaForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=4)
+    tokens = {"word_embeddings": [3, 7]}
+    lora = LoraConfig(
+        r=4, target_modules=["query"], task_type="SEQ_CLS", trainable_token_indices=tokens
+    )
+    adapted = get_peft_model(with_head, lora)
+    adapt_at_random(adapted, 1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    out = merge(tmp_path, ["words", "adapter"], other_params="mean")
+    head = load_file(out / "heads" / "adapter.safetensors")
+    assert not any("embedding" in key for key in head)
+    assert len(load_task(out, "adapter").config.id2label) == 4
 
 
 def test_of_all_biases_those_of_a_head_have_the_names_of_the_model_alone(tmp_path):
