@@ -178,7 +178,7 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     yield "method", str(plan.method)
     layers = plan.layers
     first_and_last = f"{layers[0].name} … {layers[-1].name}"
-    known_from = f"known from {plan.architecture.known_from}"
+    known_from = f"known from {plan.layers_known_from}"
     yield "merged", f"{counted(len(layers), 'layer')}, {first_and_last} ({known_from})"
     yield "", f"{plan.coverage.merged[1]:.1%} of all elements"
     if plan.coverage.left_out:

@@ -239,7 +239,7 @@ def _manifest(plan: Plan, done: Mapping[str, Record], warnings: Sequence[str]) -
         "rounding": {layer.name: done[layer.param]["rounding"] for layer in plan.layers},
         "task_inputs": plan.task_inputs,
         "coverage": plan.coverage.as_dict(),
-        "linear_layers_known_from": plan.architecture.known_from,
+        "linear_layers_known_from": plan.layers_known_from,
         "warnings": public_warnings,
         "layers": {layer.name: done[layer.param]["reports"] for layer in plan.layers},
     }

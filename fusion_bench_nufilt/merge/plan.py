@@ -62,6 +62,7 @@ class Selection:
     head_params: set[str]  # tensors of heads that tasks have for themselves: the base's stay
     computed: set[str]  # the base's other tensors that are computed, and not trained
     coverage: Coverage  # how much of the model the layers cover
+    layers_known_from: str  # a class, the modules, or the names of the tensors
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the architecture out of what is sent to other processes: they choose nothing, and
@@ -93,6 +94,7 @@ class Selection:
             head_params=set(heads.of(pretrained.entries)),
             computed=set(filter(architecture.is_computed, other_keys)),
             coverage=architecture.coverage(layers, targets),
+            layers_known_from=architecture.known_from,
         )
 
     @property

@@ -24,7 +24,7 @@ def write_folder(folder):
 def finish_merge(folder):
     with closing(begin(folder)) as output:
         write_tensor(output)
-        (output.model / "config.json").write_text("{}")
+        (output.draft / "config.json").write_text("{}")
         output.finish()
 
 
