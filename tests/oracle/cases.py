@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from fusion_bench_nufilt.methods.options import Settings
@@ -38,7 +40,8 @@ BUILDERS = {
 #: Language models whose class takes token numbers and gives logits.
 TEXT = tuple(name for name, (kind, _) in RELEASED.items() if kind.endswith("ForCausalLM"))
 TEXT = (*(name for name in TEXT if name != "Phi-4-multimodal"), "gpt2", "qwen2", "mistral")
-CLASSIFIERS = ("bert", "roberta", "vit", "dinov2")
+IMAGE_CLASSIFIERS = ("vit", "dinov2")
+CLASSIFIERS = ("bert", "roberta", *IMAGE_CLASSIFIERS)
 #: Families whose checkpoints of before have LayerNorm.gamma and LayerNorm.beta.
 RENAMED = ("bert", "roberta")
 SHARD = "20KB"
@@ -69,9 +72,11 @@ class Lora(Short):
     first_block: bool = False  # of two
     pattern: bool = False  # another rank and alpha for the first of its targets
     bias: str = "none"
-    norms: bool = False  # saved whole
+    saved: tuple[str, ...] = ()  # in full: a kind of norms, embeddings, the output head
     embeddings: bool = False
     tokens: bool = False  # two rows of the embeddings are trained
+    tying: bool = False  # what is tied stays so
+    experts: bool = False  # fused ones
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -170,16 +175,51 @@ def output_head(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def embedding_name(model: nn.Module) -> str:
-    """Return the last part of the name of a model's embeddings of tokens."""
-    embeddings = model.get_input_embeddings()
+def last_name(model: nn.Module, part: nn.Module | None) -> str:
+    """Return the last part of the name of a module in a model."""
     for name, module in model.named_modules():
-        if module is embeddings:
+        if module is part:
             return name.rpartition(".")[2]
-    raise AssertionError("a language model has embeddings")
+    raise AssertionError("it is no part of the model")
 
 
-def lora_config(lora: Lora, model: nn.Module) -> LoraConfig:
+def expert_names(model: nn.Module) -> list[str]:
+    """Return the last two parts of the names of fused experts."""
+    names = set()
+    for path, module in model.named_modules():
+        for name, value in module.named_parameters(recurse=False):
+            if value.ndim == 3 and path.endswith("experts"):
+                names.add(f"{path.rpartition('.')[2]}.{name}")
+    return sorted(names)
+
+
+def modules_of_head(model: nn.Module) -> list[str]:
+    """Return the names of what a classifier has beside the model that it is made from."""
+    names = []
+    for name, module in model.named_children():
+        if name != model.base_model_prefix and next(module.parameters(), None) is not None:
+            names.append(name)
+    return names
+
+
+def saved_modules(lora: Lora, model: nn.Module) -> list[str]:
+    """Return the names of the modules that are saved in full."""
+    modules = []
+    if "norms" in lora.saved:
+        norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+        names = {last_name(model, module) for module in norms}
+        modules.append(min(name for name in names if not name.isdecimal()))
+    if "embeddings" in lora.saved:
+        modules.append(last_name(model, model.get_input_embeddings()))
+    if "head" in lora.saved and output_head(model) is not None:
+        modules.append(last_name(model, output_head(model)))
+    return modules
+
+
+def lora_config(task: Task, model: nn.Module) -> LoraConfig:
+    """Return what peft makes of an adapter's description for the model that it starts from."""
+    lora = task.lora
+    assert lora is not None
     names = linear_names(model)
     if not names:
         raise ValueError("there is no linear layer with a name")
@@ -188,19 +228,22 @@ def lora_config(lora: Lora, model: nn.Module) -> LoraConfig:
     if lora.pattern:
         settings["rank_pattern"] = {targets[0]: 2}
         settings["alpha_pattern"] = {targets[0]: 5}
-    if lora.norms:
-        norms = {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if "Norm" in type(module).__name__
-        }
-        settings["modules_to_save"] = [min(norms)]
+    modules = saved_modules(lora, model)
+    if task.labels and task.seed % 2 and model.main_input_name == "input_ids":
+        settings["task_type"] = "SEQ_CLS"  # which brings its head
+    elif task.labels:
+        modules += modules_of_head(model)
+    if modules:
+        settings["modules_to_save"] = modules
+    if lora.experts:
+        settings["target_parameters"] = expert_names(model)
     if lora.first_block:
         settings["layers_to_transform"] = [0]
     if lora.embeddings and not lora.tokens:  # peft refuses both
-        targets.append(embedding_name(model))
+        targets.append(last_name(model, model.get_input_embeddings()))
     if lora.tokens:
-        settings["trainable_token_indices"] = {embedding_name(model): [3, 7]}
+        embeddings = last_name(model, model.get_input_embeddings())
+        settings["trainable_token_indices"] = {embeddings: [3, 7]}
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -208,6 +251,7 @@ def lora_config(lora: Lora, model: nn.Module) -> LoraConfig:
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         bias=lora.bias,
+        ensure_weight_tying=lora.tying,
         **settings,
     )
 
@@ -225,10 +269,9 @@ class NotTrainableError(Exception):
 
 def save_adapter(folder: Path, base: nn.Module, task: Task) -> None:
     """Save an adapter of random values; NotTrainableError if peft refuses its configuration."""
-    assert task.lora is not None
     torch.manual_seed(task.seed)  # peft draws A
     try:
-        model = get_peft_model(deepcopy(base), lora_config(task.lora, base))
+        model = get_peft_model(base, lora_config(task, base))
     except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
         raise NotTrainableError(str(error)) from error
     adapt_at_random(model, task.seed, 0.1)
@@ -246,18 +289,29 @@ def trained(base: nn.Module, task: Task) -> nn.Module:
         ):
             if number % 3:
                 ours.data.copy_(theirs.data)
-    if not task.labels:
-        return model
+    if task.labels:
+        return with_head(model, task)
+    return model
+
+
+def classifier_class(model: nn.Module) -> Any:
+    """Return the class of a model with a classifier in place of its head."""
+    classes = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    return classes.get(type(model.config), type(model))
+
+
+def with_head(model: nn.Module, task: Task) -> nn.Module:
+    """Return a model with a task's classifier in place of its head."""
     config = deepcopy(model.config)
     config.num_labels = task.labels
     torch.manual_seed(task.seed)
-    with_head = type(model)(config).eval()
+    classifier = classifier_class(model)(config).eval()
     kept = {}
     for key, value in model.state_dict().items():
         if key.startswith(f"{model.base_model_prefix}."):
             kept[key] = value
-    with_head.load_state_dict(kept, strict=False)
-    return with_head
+    classifier.load_state_dict(kept, strict=False)
+    return classifier
 
 
 def save_model(
@@ -274,11 +328,13 @@ def old_name(key: str) -> str:
     return key.replace("LayerNorm.bias", "LayerNorm.beta")
 
 
-def save_tokens(folder: Path, model: nn.Module, tokens: list[str], seed: int) -> None:
-    """Save a tokenizer, and give its new tokens rows in the model."""
+def save_tokens(
+    folder: Path, model: nn.Module, tokens: list[str], seed: int, *, exactly: bool = False
+) -> None:
+    """Save a tokenizer, and give its new tokens rows in the model, which may have further ones."""
     words = tokenizer(*tokens)
     torch.manual_seed(seed)
-    if len(words) > model.config.vocab_size:
+    if exactly or len(words) > model.config.vocab_size:
         model.resize_token_embeddings(len(words), mean_resizing=False)
     with torch.no_grad():
         rows = model.get_input_embeddings().weight[WORDS : len(words)]
@@ -297,12 +353,16 @@ def save_case(case: Case, folder: Path) -> None:
     save_model(folder / "base", base, case.dtype, shards=shards, old_names=case.old_names)
     stored = deepcopy(base).to(getattr(torch, case.dtype)).float()
     for name, task in zip(case.names, case.tasks, strict=True):
+        tokens = [NEW_TOKENS[number] for number in task.tokens]
         if task.lora is not None:
-            save_adapter(folder / name, stored, task)
+            model = with_head(stored, task) if task.labels else deepcopy(stored)
+            if tokens:
+                # Peft saves the embeddings if their number differs from the base's.
+                save_tokens(folder / name, model, tokens, task.seed, exactly=True)
+            save_adapter(folder / name, model, task)
             continue
         model = trained(stored, task)
         if case.with_tokenizer:
-            tokens = [NEW_TOKENS[number] for number in task.tokens]
             save_tokens(folder / name, model, tokens, task.seed)
         shards = task.shards and not task.old_names
         dtype = task.dtype or case.dtype
@@ -310,40 +370,64 @@ def save_case(case: Case, folder: Path) -> None:
 
 
 @torch.no_grad()
-def loaded(case: Case, folder: Path, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return the model of a folder in float64 as transformers loads it, with all of its keys."""
-    kind = type(base_model(case.family, case.tied))
-    model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+def loaded(
+    case: Case, folder: Path, dtype: torch.dtype = torch.float64, labels: int = 0
+) -> nn.Module:
+    """Return the model of a folder in float64 as transformers loads it, with all of its keys, or
+    with a classifier of its own or a new one.
+    """
+    base = base_model(case.family, case.tied)
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if labels:
+        options |= {"num_labels": labels, "ignore_mismatched_sizes": True}
+        model, _ = classifier_class(base).from_pretrained(folder, **options)
+        return model.eval()
+    model, info = type(base).from_pretrained(folder, **options)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[problem], f"{folder.name}: {problem} {info[problem]}"
     return model.eval()
 
 
 def untied(model: nn.Module) -> nn.Module:
-    """Give the output head a weight of its own, as an adapter of the embeddings alone has it."""
-    head = output_head(model)
-    if head is not None and head.weight is model.get_input_embeddings().weight:
-        head.weight = nn.Parameter(head.weight.detach().clone())
-        model.config.tie_word_embeddings = False
+    """Give each module that shares its weight one of its own, as it has where factors are added to
+    one of them alone, or to each.
+    """
+    weights = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        if weight in weights:
+            weight = nn.Parameter(weight.detach().clone())
+            module.weight = weight
+        weights.add(weight)
     return model
 
 
-def adapted(case: Case, base: Path, number: int) -> PeftModel:
-    """Return peft's model of a task's adapter, unmerged."""
-    model = loaded(case, base)
-    lora = case.tasks[number].lora
-    # peft trains rows of tied weights in both, and factors of one of them alone.
-    if lora is not None and not lora.tokens:
-        model = untied(model)
-    return PeftModel.from_pretrained(model, base.parent / case.names[number]).eval()
+def adapted(base: nn.Module, folder: Path) -> nn.Module:
+    """Return peft's model of an adapter, unmerged, in which nothing is tied any more."""
+    return untied(PeftModel.from_pretrained(base, folder).eval())
+
+
+def task_model(case: Case, folder: Path, number: int) -> nn.Module:
+    """Return a task's model as transformers loads it, or as peft makes it of its adapter."""
+    task = case.tasks[number]
+    own_folder = folder / case.names[number]
+    if task.lora is None:
+        return untied(loaded(case, own_folder, labels=task.labels))
+    base = loaded(case, folder / "base", labels=task.labels)
+    if task.tokens:
+        words = AutoTokenizer.from_pretrained(own_folder)
+        base.resize_token_embeddings(len(words), mean_resizing=False)
+    return adapted(base, own_folder)
 
 
 def state_of(case: Case, folder: Path, number: int) -> dict[str, torch.Tensor]:
     """Return a task's tensors as transformers loads them and peft merges them."""
-    name = case.names[number]
-    if case.tasks[number].lora is None:
-        return untied(loaded(case, folder / name)).state_dict()
-    return untied(adapted(case, folder / "base", number).merge_and_unload()).state_dict()
+    model = task_model(case, folder, number)
+    if isinstance(model, PeftModel):
+        model = model.merge_and_unload()
+    return model.state_dict()
 
 
 def kinds_of(case: Case) -> Iterator[tuple[str, str]]:
@@ -366,6 +450,8 @@ def kinds_of(case: Case) -> Iterator[tuple[str, str]]:
         for field in ("few", "shards", "old_names", "tokens", "labels"):
             if getattr(task, field):
                 yield "task", field
+                if task.lora is not None:
+                    yield "LoRA", f"own {field}"
         if task.dtype not in ("", case.dtype):
             yield "task", f"{task.dtype} on {case.dtype}"
         if task.lora is not None:
@@ -373,8 +459,9 @@ def kinds_of(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def lora_kinds(lora: Lora) -> Iterator[tuple[str, str]]:
-    names = ("rslora", "dora", "first_block", "pattern", "norms", "embeddings", "tokens")
+    names = ("rslora", "dora", "first_block", "pattern", "embeddings", "tokens", "tying", "experts")
     drawn = [name for name in names if getattr(lora, name)]
+    drawn += [f"saved {name}" for name in lora.saved]
     if lora.bias != "none":
         drawn.append(f"bias={lora.bias}")
     for name in drawn or ["plain"]:

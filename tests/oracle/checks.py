@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 from typer.testing import CliRunner
 
-from fusion_bench_nufilt import LayerwiseMergingAlgorithm
+from fusion_bench_nufilt import LayerwiseMergingAlgorithm, load_task
 from fusion_bench_nufilt.cli.app import app
 from fusion_bench_nufilt.nufilt.options import FusionConfig
 from fusion_bench_nufilt.nufilt.step import initial_A
@@ -31,6 +30,7 @@ from tests.oracle.cases import (
     TEXT,
     WORDS,
     Case,
+    Lora,
     adapted,
     block_depths,
     is_close,
@@ -40,6 +40,7 @@ from tests.oracle.cases import (
     settings_of,
     spacing,
     state_of,
+    task_model,
     untied,
 )
 
@@ -65,6 +66,7 @@ REFUSED = (
     "no LoRA of a linear layer",
     "changes none of the",
     "is of fused experts",
+    "resize its embeddings as for the training",
 )
 #: What changes nothing, by the name of an option.
 IDLE = {"verify": False, "max_memory": 10**11}
@@ -133,9 +135,13 @@ def check_result(merges: Merges, out: Path) -> None:
     undecided = undecided_keys(merges, base_model, out)
     depths = block_depths(list(base))
     heads = [key for key in base if is_own_head(case, base_model, key)]
+    tied = tied_keys(case, merges.folder / "base")
     of_tokens = token_keys(base_model) if case.with_tokenizer else []
     for key, theta_0 in base.items():
         if not theta_0.is_floating_point() or theta_0.ndim == 0:
+            continue
+        if key in heads and key in tied:
+            assert torch.equal(result[key], result[tied[key]]), f"{key}: is not tied any more"
             continue
         if key in heads:
             assert torch.equal(result[key], theta_0), f"{key}: a head is kept for each task"
@@ -159,7 +165,7 @@ def check_result(merges: Merges, out: Path) -> None:
         else:
             check_other(merges, *tensors_of_key)
     check_new_rows(merges, out, result_model, tasks)
-    check_heads(merges, out, base_model)
+    check_heads(merges, result_model, tasks)
     check_logits(merges, result_model)
 
 
@@ -168,6 +174,17 @@ def token_keys(model: nn.Module) -> list[str]:
     of_tokens = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
     places = {value.data_ptr() for value in of_tokens}
     return [key for key, value in model.state_dict().items() if value.data_ptr() in places]
+
+
+def tied_keys(case: Case, folder: Path) -> dict[str, str]:
+    """Return the keys that are another name of an earlier tensor, and the latter's key."""
+    earlier: dict[int, str] = {}
+    tied = {}
+    for key, value in loaded(case, folder).state_dict().items():
+        if value.data_ptr() in earlier:
+            tied[key] = earlier[value.data_ptr()]
+        earlier.setdefault(value.data_ptr(), key)
+    return tied
 
 
 def is_own_head(case: Case, base: nn.Module, key: str) -> bool:
@@ -316,11 +333,23 @@ def check_update(
     tolerance = TOLERANCES[merges.case.method]
     if law == "an adapter" and merges.case.dtype != "float32":
         tolerance += 2 * spacing(merges.case.dtype)  # its factors are rounded
+    if law == "an adapter" and is_iterated(merges.case, theta_0):
+        tolerance = 1e-2
     norm = float((expected - theta_0).norm())
     error = float((value - expected).norm())
     rounding = roundings * spacing(merges.case.dtype) * float(theta_0.norm())
     off = (error - rounding) / max(norm, 1e-30)
     assert error <= tolerance * norm + rounding, f"{law}, {key}: {off:.1e} of the update is off"
+
+
+def is_iterated(case: Case, theta_0: Tensor) -> bool:
+    """Tell whether an adapter has more directions of a layer than `best` finds to rounding: it
+    finds others by iteration, which begins elsewhere in the basis of a merge into an adapter.
+    """
+    k = min(len(theta_0), theta_0[0].numel())
+    found = k // 8 + max(16, k // 64)
+    ranks = [task.lora.r for task in case.tasks if task.lora is not None]
+    return case.method == "best" and max(ranks) > found
 
 
 def check_other(
@@ -352,7 +381,10 @@ def check_new_rows(
         return
     words = AutoTokenizer.from_pretrained(out)
     state_dict = result.state_dict()
+    tied = tied_keys(case, out)
     for key in token_keys(result):
+        if key in tied:
+            continue  # it has the rows of what it is tied to
         value = state_dict[key]
         for number, token in enumerate(NEW_TOKENS):
             rows = []
@@ -368,16 +400,16 @@ def check_new_rows(
                 COMPARED["rows of new tokens"] += 1
 
 
-def check_heads(merges: Merges, out: Path, base: nn.Module) -> None:
-    """A head of its own is kept for its task, bit by bit."""
-    for name, task in zip(merges.case.names, merges.case.tasks, strict=True):
+def check_heads(merges: Merges, result: nn.Module, tasks: list[dict[str, Tensor]]) -> None:
+    """The merged model is loaded with the head that a task has trained, bit by bit."""
+    merged = result.state_dict()
+    prefix = f"{result.base_model_prefix}."
+    for name, task, state in zip(merges.case.names, merges.case.tasks, tasks, strict=True):
         if not task.labels:
             continue
-        head = load_file(out / "heads" / f"{name}.safetensors")
-        trained = tensors(merges.folder / name)
-        outside = {key for key in trained if not key.startswith(f"{base.base_model_prefix}.")}
-        assert head.keys() == outside
-        assert same(head, {key: trained[key] for key in outside})
+        for key, value in load_task(merges.folder / "out", name).state_dict().items():
+            expected = merged[key] if key.startswith(prefix) else state[key]
+            assert torch.equal(value, expected.to(value.dtype)), f"{name}: {key}"
         COMPARED["kept heads"] += 1
 
 
@@ -395,10 +427,7 @@ def check_logits(merges: Merges, result: nn.Module) -> None:
         return
     if case.dtype != "float32" or "target_modules" in merges.options:
         return
-    if case.tasks[0].lora is None:
-        model = loaded(case, merges.folder / "task1")
-    else:
-        model = adapted(case, merges.folder / "base", 0)
+    model = task_model(case, merges.folder, 0)
     with torch.no_grad():
         expected = output(model.float())  # transformers multiplies experts in no other dtype
         value = output(result.float())
@@ -487,15 +516,21 @@ def check_in_memory(merges: Merges, out: Path) -> None:
 def check_adapter(merges: Merges, out: Path) -> None:
     """The base with the merged adapter is the merged model."""
     case = merges.case
-    adapter = merges.merge("adapter", settings={"adapter": True})
-    model = untied(loaded(case, merges.folder / "base"))
-    model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    base_folder = None
+    if any(has_full_tensors(task.lora) for task in case.tasks):
+        base_folder = "base"
+    adapter = merges.merge("adapter", settings={"adapter": True}, base=base_folder)
+    model = adapted(loaded(case, merges.folder / "base"), adapter).merge_and_unload()
     base = untied(loaded(case, merges.folder / "base")).state_dict()
     expected = untied(loaded(case, out)).state_dict()
     for key, value in model.state_dict().items():
         if not value.is_floating_point():
             continue
         check_update(merges, "an adapter", key, value, expected[key], base[key])
+
+
+def has_full_tensors(lora: Lora) -> bool:
+    return bool(lora.saved or lora.tokens or lora.bias != "none")
 
 
 def check_command(merges: Merges, out: Path) -> None:

@@ -3,7 +3,18 @@
 import transformers
 from hypothesis import strategies as st
 
-from tests.oracle.cases import BUILDERS, CLASSIFIERS, RENAMED, TEXT, Case, Lora, Task
+from tests.oracle.cases import (
+    BUILDERS,
+    CLASSIFIERS,
+    RENAMED,
+    TEXT,
+    Case,
+    Lora,
+    Task,
+    base_model,
+    classifier_class,
+    expert_names,
+)
 from tests.oracle.checks import LAWS, ORDER_FREE, SCALED
 from tests.released import RELEASED
 
@@ -64,13 +75,12 @@ NUFILT_OPTIONS = {
 
 
 @st.composite
-def adapters(draw, *, is_plain=False, has_tokens=False):
-    flag = st.just(False) if is_plain else st.booleans()
-    dora = draw(flag)
-    biases = ("none", "none", "all", "lora_only")
-    if is_plain or dora:
-        biases = ("none",)
-    on_tokens = has_tokens and not dora
+def adapters(draw, family, *, can_be_dora):
+    dora = can_be_dora and draw(st.booleans())
+    biases = ("none",) if dora else ("none", "none", "all", "lora_only")
+    on_tokens = family in TEXT and not dora
+    modules = ("norms", "embeddings", "head") if family in TEXT else ("norms",)
+    has_experts = bool(expert_names(base_model(family, None)))
     return Lora(
         r=draw(st.sampled_from((4, 1, 8, 40))),
         alpha=draw(st.sampled_from((8, 1, 16))),
@@ -80,9 +90,11 @@ def adapters(draw, *, is_plain=False, has_tokens=False):
         first_block=draw(st.booleans()),
         pattern=draw(st.booleans()),
         bias=draw(st.sampled_from(biases)),
-        norms=draw(flag),
-        embeddings=on_tokens and draw(flag),
-        tokens=on_tokens and draw(flag),
+        saved=tuple(sorted(draw(st.sets(st.sampled_from(modules), max_size=2)))),
+        embeddings=on_tokens and draw(st.booleans()),
+        tokens=on_tokens and draw(st.booleans()),
+        tying=on_tokens and draw(st.booleans()),
+        experts=has_experts and draw(st.booleans()),
     )
 
 
@@ -142,19 +154,20 @@ def _tasks(draw, family, way, dtype, is_full, has_one_dtype):
     count = draw(st.integers(1, 4))
     is_text = family in TEXT
     has_tokens = is_text and way not in ("in memory", "an adapter") and draw(st.booleans())
-    has_heads = family in CLASSIFIERS and way not in ("in memory", "an adapter")
-    has_heads = has_heads and draw(st.booleans())
+    has_heads = way not in ("in memory", "an adapter") and not has_tokens
+    has_heads = has_heads and is_classified(family) and draw(st.booleans())
     tasks = []
     for number in range(count):
-        is_adapter = way == "an adapter" or (not is_full and not has_heads and draw(st.booleans()))
+        is_adapter = way == "an adapter" or (not is_full and draw(st.booleans()))
         seed = 10 * draw(st.integers(1, 9)) + number
-        if is_adapter:
-            lora = draw(adapters(is_plain=way == "an adapter", has_tokens=is_text))
-            tasks.append(Task(seed, lora))
-            continue
         tokens = ()
         if has_tokens:
             tokens = tuple(sorted(draw(st.sets(st.integers(0, 2), max_size=3))))
+        labels = draw(st.sampled_from((3, 5))) if has_heads else 0
+        if is_adapter:
+            lora = draw(adapters(family, can_be_dora=way != "an adapter"))
+            tasks.append(Task(seed, lora, tokens=tokens, labels=labels))
+            continue
         tasks.append(
             Task(
                 seed,
@@ -164,10 +177,20 @@ def _tasks(draw, family, way, dtype, is_full, has_one_dtype):
                 shards=draw(st.booleans()),
                 old_names=family in RENAMED and draw(st.booleans()),
                 tokens=tokens,
-                labels=draw(st.sampled_from((3, 5))) if has_heads else 0,
+                labels=labels,
             )
         )
     return tuple(tasks)
+
+
+def is_classified(family):
+    """Tell whether a family has classes with a classifier, made from the models that are drawn."""
+    if family in CLASSIFIERS:
+        return True
+    if family not in TEXT:
+        return False
+    model = base_model(family, None)
+    return classifier_class(model) is not type(model)
 
 
 @st.composite
@@ -209,8 +232,10 @@ KINDS = [
         ("task", kind)
         for kind in ("full", "LoRA", "few", "shards", "old_names", "tokens", "labels")
     ),
-    *(("LoRA", kind) for kind in ("plain", "rslora", "dora", "first_block", "pattern", "norms")),
+    *(("LoRA", kind) for kind in ("plain", "rslora", "dora", "first_block", "pattern", "tying")),
     *(("LoRA", kind) for kind in ("embeddings", "tokens", "bias=all", "bias=lora_only")),
+    *(("LoRA", kind) for kind in ("experts", "saved norms", "saved embeddings", "saved head")),
+    *(("LoRA", kind) for kind in ("own tokens", "own labels")),
     *(("option", name) for name in ("scale", "ramp", "weights", "null_rank", "lora_rank")),
     *(("option", f"other_params={rule}") for rule in ("pretrained", "first", "mean")),
     *(("option", f"target_modules={targets}") for targets in ("auto", "all-linear")),
