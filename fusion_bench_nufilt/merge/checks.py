@@ -168,7 +168,7 @@ def _refuse_other_base(plan: Plan) -> None:
     saved = base_of(plan.merged_manifest)
     if plan.merged is None or saved is None or plan.base.is_absent:
         return
-    identity = plan.inputs["base"]
+    identity = plan.pretrained.checkpoint.identity()
     if is_same_model(saved, identity) is None:
         return
     differing = input_differences("base", saved, identity)
@@ -447,8 +447,11 @@ def check_same_base(plan: Plan) -> list[str]:
         if role in ("base", "state") or not model.is_complete or model.source.remote:
             continue
         # However far from it: a strong adapter may leave nothing of a layer.
-        if plan.base.in_memory or not is_made_from(model.checkpoint.folder, plan.inputs["base"]):
-            models.append(model)
+        if not plan.base.in_memory:
+            identity = plan.pretrained.checkpoint.identity()
+            if is_made_from(model.checkpoint.folder, identity):
+                continue
+        models.append(model)
     # A plan downloads no weights; the merge looks at them once they are on this disk.
     if not models or plan.base.remote:
         return warnings

@@ -4,7 +4,6 @@
 Here, it checks the file, and plain reads at the offsets in the header fetch the bytes.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -277,10 +276,6 @@ def write_back(descriptor: int) -> None:
         # A file system may not know of it.
         with suppress(OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
 def file_checksum(path: Path, start: int, stop: int) -> int:
