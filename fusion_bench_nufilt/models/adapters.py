@@ -7,6 +7,7 @@ embeddings (``trainable_token_indices``), biases, and row lengths (DoRA). How th
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fusion_bench_nufilt.utils.files import printable
@@ -172,28 +173,31 @@ class LoraAdapter(ModelWeights):
         experts = find_experts(self.checkpoint, architecture, keys, layers)
         for module, parts in keys.items():
             layer = layers[module]
-            common: dict[str, Any] = {
-                "source": self.source,
-                "key": "",
-                "key_a": parts["A"],
-                "key_b": parts["B"],
-                "rank_in_file": layer.rank,
-                "scaling": layer.scaling,
-                "last": self._last_factors,
-            }
+            d_i = self.source.tensors[parts["A"]].shape[1]
+            d_o = self.source.tensors[parts["B"]].shape[0]
+            factors = Factors(
+                self.source,
+                "",
+                (d_o, d_i),
+                f"{module}.weight",
+                parts["A"],
+                parts["B"],
+                layer.rank,
+                layer.scaling,
+                is_transposed=False,
+                last=self._last_factors,
+            )
             if module not in experts:
-                self._add_layer(architecture, module, common, parts.get(LENGTHS))
+                self._add_layer(architecture, module, factors, parts.get(LENGTHS))
                 continue
             for param, expert in experts[module].items():
                 view = architecture.views[param]
-                entry = FactorsOfExpert(
-                    **common,
-                    name=param,
-                    is_transposed=view.transposed,
-                    expert=expert,
-                    presented=view.stored_shape,
-                )
-                self._add_new(param, module, entry)
+                fields = vars(factors) | {
+                    "name": param,
+                    "shape": view.stored_shape,
+                    "is_transposed": view.transposed,
+                }
+                self._add_new(param, module, FactorsOfExpert(**fields, expert=expert))
 
     def _check_shapes(self, module: str, parts: Mapping[str, str], layer: PeftLayer | None) -> None:
         """Refuse other tensors of a module than peft has of it."""
@@ -212,26 +216,27 @@ class LoraAdapter(ModelWeights):
         )
 
     def _add_layer(
-        self, architecture: Architecture, module: str, common: dict[str, Any], lengths: str | None
+        self, architecture: Architecture, module: str, factors: Factors, lengths: str | None
     ) -> None:
-        name = f"{module}.weight"
-        divided = architecture.rows_of_divided(name)
+        divided = architecture.rows_of_divided(factors.name)
         if divided is not None:
             param, rows = divided
             of_rows = self.entries.get(param)
             if not isinstance(of_rows, FactorsOfRows):
-                of_rows = FactorsOfRows(self.source, "", architecture.shape(param), ())
+                of_rows = FactorsOfRows(self.source, "", architecture.shape(param))
                 self._add_new(param, module, of_rows)
-            part = Factors(**common, name=name, is_transposed=False)
-            self.entries[param] = of_rows.with_part(rows, part)
+            self.entries[param] = of_rows.with_part(rows, factors)
             return
-        param = architecture.untied_name(name)
+        param = architecture.untied_name(factors.name)
         view = architecture.views.get(param)
         is_transposed = view is not None and view.transposed
-        factors = Factors(**common, name=param, is_transposed=is_transposed)
+        shape = factors.shape
+        if factors.of_embedding or is_transposed:
+            shape = shape[::-1]
+        factors = replace(factors, name=param, shape=shape, is_transposed=is_transposed)
         entry: Entry = factors
         if lengths is not None:
-            entry = Dora(self.source, "", factors, lengths)
+            entry = Dora(self.source, "", shape, factors, lengths)
         self._add_new(param, module, entry)
 
     def _add_saved(self, architecture: Architecture, name: str, key: str) -> None:
@@ -241,7 +246,7 @@ class LoraAdapter(ModelWeights):
             self._add_new(param, name, rows)
         if not experts:
             param = architecture.untied_name(name)
-            self._add_new(param, name, Stored(self.source, key))
+            self._add_new(param, name, Stored.of(self.source, key))
             if _is_in_module(name, self.config.get("modules_to_save") or ()):
                 self.trained_params.add(param)
 
@@ -267,7 +272,7 @@ class LoraAdapter(ModelWeights):
         if max(numbers) >= rows:
             raise ValueError(f"adapter '{name}' has {claim}: {_RESIZE}")
         places = {number: place for place, number in enumerate(numbers)}
-        stored = Stored(self.source, key)
+        stored = Stored.of(self.source, key)
         in_order = [places.get(row, -1) for row in range(rows)]
         self._add_new(param, module, stored.in_rows(in_order, (rows, *stored.shape[1:])))
 

@@ -25,17 +25,13 @@ class Entry(ABC):
     """What a model has of a tensor.
 
     ``source`` has its values. ``key`` is that of the tensor which holds it in full, empty where it
-    is computed from factors. To methods, ``theta_0`` is the base's tensor, or the same part of it,
-    on whose device the values are put.
+    is computed from factors, and ``shape`` the one in which the base stores it. To methods,
+    ``theta_0`` is the base's tensor, or the same part of it, on whose device the values are put.
     """
 
     source: Source
     key: str
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape in which the base stores the tensor."""
+    shape: tuple[int, ...]
 
     @property
     def rank(self) -> int | None:
@@ -65,26 +61,26 @@ class Entry(ABC):
     def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return some elements of the flattened tensor, given the base's."""
 
-    @abstractmethod
     def same(self, other: "Entry") -> bool:
         """Tell whether this is the same tensor, or change of one, as another entry of the model."""
+        return self is other
 
     def in_rows(self, numbers: Sequence[int], shape: tuple[int, ...]) -> "Rows":
         """Return this tensor with its rows in another order, see :class:`Rows`."""
-        return Rows(self.source, self.key, self, list(numbers), shape)
+        return Rows(self.source, self.key, shape, self, list(numbers))
 
 
 @dataclass(frozen=True, eq=False)
 class Stored(Entry):
     """A tensor that a source holds."""
 
+    @classmethod
+    def of(cls, source: Source, key: str) -> "Stored":
+        return cls(source, key, source.tensors[key].shape)
+
     @property
     def info(self) -> TensorInfo:
         return self.source.tensors[self.key]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.info.shape
 
     @property
     def unit(self) -> int:
@@ -106,11 +102,6 @@ class Rows(Entry):
 
     own: Entry
     numbers: list[int]  # for each row of the base, the one in `own`, or -1 to take the base's
-    presented: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.presented
 
     @property
     def numbers_there(self) -> list[int]:
@@ -124,7 +115,7 @@ class Rows(Entry):
 
     def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         # Each reading opens the file: rows that follow each other in both models are read at once.
-        width = math.prod(self.presented[1:])
+        width = math.prod(self.shape[1:])
         pieces = []
         end = start
         end_row = -(-stop // width)
@@ -159,4 +150,4 @@ class Rows(Entry):
 
     def in_rows(self, numbers: Sequence[int], shape: tuple[int, ...]) -> "Rows":
         composed = [-1 if number < 0 else self.numbers[number] for number in numbers]
-        return replace(self, numbers=composed, presented=shape)
+        return replace(self, numbers=composed, shape=shape)

@@ -54,11 +54,6 @@ class FactorsOfExpert(Factors):
     """The factors of an update of a layer, in those of a fused parameter."""
 
     expert: Expert
-    presented: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.presented
 
     def pair(self, device: torch.device) -> Pair:
         a, b = super().pair(device)
@@ -75,11 +70,6 @@ class ExpertRows(Entry):
     stop: int
     width: int  # of the parameter's rows
     is_transposed: bool  # whether the layer's tensor is the transpose of these rows
-    presented: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.presented
 
     @property
     def unit(self) -> int:
@@ -89,15 +79,12 @@ class ExpertRows(Entry):
         rows = self.source.elements(self.key, self.start, self.stop).reshape(-1, self.width)
         if self.is_transposed:
             rows = rows.T
-        value = rows.reshape(self.presented)
+        value = rows.reshape(self.shape)
         self.source.check_finite(self.key, value)
         return value.to(theta_0.device)
 
     def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         return self.read(theta_0).flatten()[start:stop]
-
-    def same(self, other: Entry) -> bool:
-        return self is other
 
 
 def find_saved_experts(
@@ -125,7 +112,7 @@ def find_saved_experts(
         last = number * height + rows.stop
         transposed = flipped != view.transposed
         places[param] = ExpertRows(
-            adapter, key, first * width, last * width, width, transposed, view.stored_shape
+            adapter, key, view.stored_shape, first * width, last * width, width, transposed
         )
     return places
 

@@ -70,14 +70,6 @@ class Factors(Entry):
     def of_embedding(self) -> bool:
         return self.key_a.endswith(EMBEDDING_A)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        d_i = self.source.tensors[self.key_a].shape[1]
-        d_o = self.source.tensors[self.key_b].shape[0]
-        if self.of_embedding or self.is_transposed:
-            return (d_i, d_o)
-        return (d_o, d_i)
-
     def pair(self, device: torch.device) -> Pair:
         """Read A ``(r, d_i)`` and B ``(d_o, r)``."""
 
@@ -123,12 +115,7 @@ class Factors(Entry):
 class FactorsOfRows(Entry):
     """The factors of updates of several parts of a tensor, by the rows that each changes."""
 
-    presented: tuple[int, ...]
-    parts: tuple[tuple[slice, Factors], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.presented
+    parts: tuple[tuple[slice, Factors], ...] = ()
 
     @property
     def rank(self) -> int:
@@ -141,7 +128,7 @@ class FactorsOfRows(Entry):
         factors = [part.read(theta_0) for _, part in self.parts]
         # Each has its rows of the layer, and columns of the left factor for itself.
         left = torch.zeros(
-            self.presented[0], self.rank, dtype=factors[0].left.dtype, device=theta_0.device
+            self.shape[0], self.rank, dtype=factors[0].left.dtype, device=theta_0.device
         )
         first = 0
         for (rows, part), update in zip(self.parts, factors, strict=True):
@@ -152,9 +139,6 @@ class FactorsOfRows(Entry):
     def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         return _with_update(self.read(theta_0), start, stop, theta_0)
 
-    def same(self, other: Entry) -> bool:
-        return self is other
-
 
 @dataclass(frozen=True, eq=False)
 class Dora(Entry):
@@ -164,10 +148,6 @@ class Dora(Entry):
 
     update: Factors
     lengths: str  # the key
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.update.shape
 
     def read(self, theta_0: Tensor) -> Tensor:
         factors = self.update.read(theta_0)

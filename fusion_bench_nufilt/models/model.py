@@ -52,7 +52,7 @@ class ModelWeights:
             # Where several keys go by one name, its own wins: of a tied weight that is stored
             # twice, that of the embedding and not the head's.
             if name not in self.entries or architecture.model_name(key) == name:
-                self.entries[name] = Stored(self.source, key)
+                self.entries[name] = Stored.of(self.source, key)
         for names in architecture.shared:
             stored = [name for name in names if name in self.entries]
             if stored:
@@ -314,7 +314,7 @@ def complete_base(
         # Its own key, under which it is written, and not that of what it was tied to.
         stored = [names_of_keys[name] for name in names if name in names_of_keys]
         if key_now not in stored:
-            base.entries[param] = Stored(base.source, stored[0])
+            base.entries[param] = Stored.of(base.source, stored[0])
 
 
 def _key_of(name: str, architecture: Architecture, models: Iterable[ModelWeights]) -> str:

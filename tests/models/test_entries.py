@@ -31,22 +31,24 @@ SOURCE = MemorySource(
 def factors(
     key_a: str = "a.lora_A.weight", key_b: str = "b.lora_B.weight", is_transposed: bool = False
 ) -> Factors:
-    return Factors(SOURCE, "", "layer", key_a, key_b, RANK, 0.5, is_transposed, LastFactors())
+    shape = (COLUMNS, ROWS) if is_transposed else (ROWS, COLUMNS)
+    last = LastFactors()
+    return Factors(SOURCE, "", shape, "layer", key_a, key_b, RANK, 0.5, is_transposed, last)
 
 
 def of_expert(number: int) -> FactorsOfExpert:
     """Two experts of three outputs each, in factors of rank one."""
     fields = {**vars(factors()), "rank_in_file": 1}
     expert = Expert(number, 2, slice(0, ROWS), False, False)
-    return FactorsOfExpert(**fields, expert=expert, presented=(ROWS, COLUMNS))
+    return FactorsOfExpert(**fields, expert=expert)
 
 
 UPDATE = 0.5 * B @ A
 DORA = (THETA_0 + UPDATE) * (LENGTHS / (THETA_0 + UPDATE).norm(dim=1))[:, None]
 ENTRIES = {
-    "stored": (Stored(SOURCE, "weight"), THETA_0),
+    "stored": (Stored.of(SOURCE, "weight"), THETA_0),
     "rows of an expert": (
-        ExpertRows(SOURCE, "experts", 24, 48, COLUMNS, False, (ROWS, COLUMNS)),
+        ExpertRows(SOURCE, "experts", (ROWS, COLUMNS), 24, 48, COLUMNS, False),
         THETA_0 + 1,
     ),
     "factors": (factors(), THETA_0 + UPDATE),
@@ -55,7 +57,7 @@ ENTRIES = {
         THETA_0 + UPDATE,
     ),
     "factors of an expert": (of_expert(1), THETA_0 + 0.5 * B[:, 1:] @ A[1:]),
-    "dora": (Dora(SOURCE, "", factors(), "lengths"), DORA),
+    "dora": (Dora(SOURCE, "", (ROWS, COLUMNS), factors(), "lengths"), DORA),
 }
 
 
@@ -74,7 +76,7 @@ def test_an_entry_is_read_whole_and_in_pieces(name):
 
 
 def test_factors_of_rows_change_these_alone():
-    entry = FactorsOfRows(SOURCE, "", (2 * ROWS, COLUMNS), ())
+    entry = FactorsOfRows(SOURCE, "", (2 * ROWS, COLUMNS))
     entry = entry.with_part(slice(ROWS, 2 * ROWS), factors())
     base = torch.cat([THETA_0, THETA_0])
     expected = torch.cat([THETA_0, THETA_0 + UPDATE])
@@ -89,7 +91,7 @@ def test_a_transposed_layer_is_stored_so():
     assert entry.shape == (COLUMNS, ROWS)
     piece = entry.elements(0, ROWS, THETA_0.T.flatten()[:ROWS])
     torch.testing.assert_close(piece, (THETA_0 + UPDATE).T.flatten()[:ROWS])
-    dora = Dora(SOURCE, "", entry, "lengths")
+    dora = Dora(SOURCE, "", entry.shape, entry, "lengths")
     torch.testing.assert_close(dora.read(THETA_0.T), DORA.T)
 
 
@@ -98,13 +100,13 @@ def test_what_two_names_of_a_weight_have_in_common():
     assert factors().same(embedding)  # as peft ties a head to it
     assert embedding.same(factors())
     assert not factors().same(factors(key_b="other.lora_B.weight"))
-    assert not factors().same(Stored(SOURCE, "weight"))
-    assert Stored(SOURCE, "weight").same(Stored(SOURCE, "weight"))
-    assert not Stored(SOURCE, "weight").same(Stored(SOURCE, "b.lora_B.weight"))
-    dora = Dora(SOURCE, "", factors(), "lengths")
-    assert dora.same(Dora(SOURCE, "", embedding, "lengths"))
+    assert not factors().same(Stored.of(SOURCE, "weight"))
+    assert Stored.of(SOURCE, "weight").same(Stored.of(SOURCE, "weight"))
+    assert not Stored.of(SOURCE, "weight").same(Stored.of(SOURCE, "b.lora_B.weight"))
+    dora = Dora(SOURCE, "", (ROWS, COLUMNS), factors(), "lengths")
+    assert dora.same(Dora(SOURCE, "", (ROWS, COLUMNS), embedding, "lengths"))
     assert not dora.same(factors())
-    rows = Stored(SOURCE, "weight").in_rows([0, -1, 2], (3, COLUMNS))
+    rows = Stored.of(SOURCE, "weight").in_rows([0, -1, 2], (3, COLUMNS))
     assert rows.same(rows.own.in_rows([0, -1, 2], (3, COLUMNS)))
     assert not rows.same(rows.own.in_rows([0, 1, 2], (3, COLUMNS)))
 
@@ -122,7 +124,7 @@ def test_any_piece_has_the_rows_in_order_and_the_bases_where_there_is_none(numbe
         else:
             rows.append(theta_0[i])
     expected = torch.cat(rows)
-    entry = Stored(MemorySource("m", {"w": weight}), "w").in_rows(numbers, (4, 3))
+    entry = Stored.of(MemorySource("m", {"w": weight}), "w").in_rows(numbers, (4, 3))
     for start in range(12):
         for stop in range(start + 1, 13):
             piece = entry.elements(start, stop, theta_0.flatten()[start:stop])
@@ -130,7 +132,7 @@ def test_any_piece_has_the_rows_in_order_and_the_bases_where_there_is_none(numbe
 
 
 def test_rows_in_order_are_put_in_another_order():
-    entry = Stored(SOURCE, "weight").in_rows([4, -1, 2, 0], (4, COLUMNS))
+    entry = Stored.of(SOURCE, "weight").in_rows([4, -1, 2, 0], (4, COLUMNS))
     again = entry.in_rows([2, 1, -1, 0], (4, COLUMNS))
     theta_0 = torch.zeros(4, COLUMNS)
     zeros = torch.zeros(COLUMNS)
