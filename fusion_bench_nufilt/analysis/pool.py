@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fusion_bench_nufilt.compare.experiment import Experiment
 from fusion_bench_nufilt.continual.content import describe_items
 from fusion_bench_nufilt.continual.models import PRETRAINED, refuse_missing_keys
-from fusion_bench_nufilt.merge.checks import check_module
+from fusion_bench_nufilt.models.fit import check_module
 from fusion_bench_nufilt.models.layers import MatrixView, select_layers
 from fusion_bench_nufilt.nufilt.subspace import subspace_affinity
 from fusion_bench_nufilt.pages.names import kind

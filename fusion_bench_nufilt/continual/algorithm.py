@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from fusion_bench_nufilt.merge.checks import check_module, options_warning
+from fusion_bench_nufilt.merge.checks import options_warning
 from fusion_bench_nufilt.methods.options import Evaluate, ProtocolConfig
 from fusion_bench_nufilt.models.configurations import check_configuration
+from fusion_bench_nufilt.models.fit import check_module
 from fusion_bench_nufilt.models.source import config_of
 from fusion_bench_nufilt.pages.metrics import AccuracyMatrix, percent
 from fusion_bench_nufilt.pages.page import PAGE

@@ -18,24 +18,12 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from fusion_bench_nufilt.merge.checks import (
-    check_made_from,
-    check_same_base,
-    check_task,
-    other_options,
-)
+from fusion_bench_nufilt.merge.checks import check_same_base, other_options
 from fusion_bench_nufilt.merge.engine import Pieces, do_jobs
 from fusion_bench_nufilt.merge.kept_state import KeptState
 from fusion_bench_nufilt.merge.other_params import other_tensors
 from fusion_bench_nufilt.merge.output import Record
-from fusion_bench_nufilt.merge.plan import (
-    Plan,
-    Selection,
-    describe_heads,
-    heads_of_base,
-    method_of,
-    take_heads,
-)
+from fusion_bench_nufilt.merge.plan import Plan, method_of
 from fusion_bench_nufilt.merge.planned import (
     affords_state,
     layer_jobs,
@@ -46,6 +34,7 @@ from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.fit import check_made_from, check_task
 from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
@@ -54,6 +43,12 @@ from fusion_bench_nufilt.models.model import (
     earlier_params,
     tie_weights,
     untie_model,
+)
+from fusion_bench_nufilt.models.selection import (
+    Selection,
+    describe_heads,
+    heads_of_base,
+    take_heads,
 )
 from fusion_bench_nufilt.models.source import MemorySource, module_source
 from fusion_bench_nufilt.nufilt.options import FusionConfig

@@ -28,6 +28,7 @@ from fusion_bench_nufilt.models.checkpoint import (
 from fusion_bench_nufilt.models.door import Models, open_models
 from fusion_bench_nufilt.models.entries import Rows
 from fusion_bench_nufilt.models.experts import ExpertRows, FactorsOfExpert
+from fusion_bench_nufilt.models.fit import check_tensors
 from fusion_bench_nufilt.models.lora import Dora, Factors
 from fusion_bench_nufilt.models.names import module_of
 from fusion_bench_nufilt.models.peft_layers import (
@@ -37,20 +38,17 @@ from fusion_bench_nufilt.models.peft_layers import (
     place_of,
     skeleton,
 )
+from fusion_bench_nufilt.models.selection import Selection, add_head_of, heads_of_base
 from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
-from .checks import check_tensors
 from .kept_state import KeptState
 from .plan import (
     DTYPES,
     FactorKeys,
     Plan,
     SavedTensor,
-    Selection,
-    add_head_of,
-    heads_of_base,
 )
 
 # The ranks that vLLM has for its option max_lora_rank end here.

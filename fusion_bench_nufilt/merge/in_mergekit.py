@@ -20,12 +20,13 @@ from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
+from fusion_bench_nufilt.models.selection import Selection, heads_of_base
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import in_dtype
 
 from .fuse import check_layers, merge_matrices
-from .plan import Selection, heads_of_base, method_of
+from .plan import method_of
 from .rules import RULES
 from .strength import strength_of
 

@@ -10,7 +10,14 @@ from fusion_bench_nufilt.models.adapters import refuse_adapter_of_others
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.configurations import check_configuration
 from fusion_bench_nufilt.models.door import Models, open_models
+from fusion_bench_nufilt.models.fit import check_task
 from fusion_bench_nufilt.models.layers import Layer
+from fusion_bench_nufilt.models.selection import (
+    Selection,
+    describe_heads,
+    heads_of_base,
+    take_heads,
+)
 from fusion_bench_nufilt.models.vocabulary import join_vocabularies
 from fusion_bench_nufilt.utils.devices import process_memory, workers_on
 from fusion_bench_nufilt.utils.files import size_text
@@ -24,19 +31,14 @@ from .checks import (
     check_merged,
     check_module_files,
     check_same_base,
-    check_task,
     verify_merged,
 )
 from .kept_state import KeptState
 from .plan import (
     Plan,
-    Selection,
     arrange_files,
-    describe_heads,
-    heads_of_base,
     method_of,
     small_files_of,
-    take_heads,
 )
 from .planned import layer_jobs
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge import merge_folders
-from fusion_bench_nufilt.merge.checks import check_module, kept_from_base
+from fusion_bench_nufilt.merge.checks import kept_from_base
+from fusion_bench_nufilt.models.fit import check_module
 from fusion_bench_nufilt.models.peft_layers import PREFIX
 from tests.cli.helpers import nufilt
 from tests.docs import follow_renaming

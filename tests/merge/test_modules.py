@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
-from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.models import select_layers
+from fusion_bench_nufilt.models.fit import check_module
 from tests.tiny_models import TOWER, Shared, clip, finetuned, tower
 
 

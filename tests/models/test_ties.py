@@ -12,9 +12,9 @@ from torch import nn
 
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import merge_folders
-from fusion_bench_nufilt.merge.checks import check_module
 from fusion_bench_nufilt.methods.options import TargetConfig
 from fusion_bench_nufilt.models.architecture import Architecture
+from fusion_bench_nufilt.models.fit import check_module
 from tests.continual.helpers import InterruptedRunError, interrupt_after, logging_to
 from tests.merge.helpers import change_json, hashes, interrupt, merge, plan, pool, same, tensors
 from tests.released import released

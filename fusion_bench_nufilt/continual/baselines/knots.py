@@ -20,7 +20,7 @@ from fusion_bench_nufilt.continual.models import (
     load_stored,
     refuse_missing_keys,
 )
-from fusion_bench_nufilt.merge.checks import check_module
+from fusion_bench_nufilt.models.fit import check_module
 from fusion_bench_nufilt.models.layers import select_layers
 from fusion_bench_nufilt.utils.tensors import to_compute_dtype
 
