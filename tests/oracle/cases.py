@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
@@ -264,16 +266,22 @@ def _is_conv1d(model: nn.Module, target: str) -> bool:
 
 
 class NotTrainableError(Exception):
-    """peft does not make this adapter."""
+    """peft does not make this adapter, or not so that it runs."""
 
 
 def save_adapter(folder: Path, base: nn.Module, task: Task) -> None:
-    """Save an adapter of random values; NotTrainableError if peft refuses its configuration."""
+    """Save an adapter of random values; NotTrainableError if peft can't train it."""
     torch.manual_seed(task.seed)  # peft draws A
     try:
         model = get_peft_model(base, lora_config(task, base))
     except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
         raise NotTrainableError(str(error)) from error
+    trained_rows = [
+        module for module in model.modules() if isinstance(module, TrainableTokensLayer)
+    ]
+    for module in trained_rows:
+        if isinstance(module.base_layer, ModulesToSaveWrapper):
+            raise NotTrainableError("peft runs no rows of a module that is saved in full")
     adapt_at_random(model, task.seed, 0.1)
     # As peft names the folder of a base that was loaded from there.
     model.peft_config["default"].base_model_name_or_path = str(folder.parent / "base")

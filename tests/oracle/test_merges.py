@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
-from tests.oracle.cases import NotTrainableError
+from tests.oracle.cases import Case, Lora, NotTrainableError, Task, save_case
 from tests.oracle.checks import check_case
 from tests.oracle.conftest import BEGIN, drawn
 from tests.oracle.draw import cases
@@ -53,6 +53,13 @@ def check_cases(start: int, count: int) -> None:
 @pytest.mark.parametrize(("defect", "case"), REGRESSIONS.items(), ids=list(REGRESSIONS))
 def test_what_was_wrong_once_is_right(defect, case, tmp_path):
     check_case(case, tmp_path)
+
+
+@pytest.mark.parametrize("tying", [False, True])
+def test_an_adapter_that_peft_does_not_run_is_no_case(tying, tmp_path):
+    lora = Lora(saved=("head",), tokens=True, tying=tying)
+    with pytest.raises(NotTrainableError):
+        save_case(Case("Llama 3", (Task(1, lora),), tied=True), tmp_path)
 
 
 @pytest.mark.parametrize("number", range(3))
