@@ -57,10 +57,18 @@ OTHERWISE_STORED = (
     "PaliGemma",
     "LLaVA",
 )
-#: transformers 4 has other classes for some.
-FAMILIES = tuple(
-    name for name in BUILDERS if name not in RELEASED or hasattr(transformers, RELEASED[name][0])
-)
+#: Whose rotary embeddings transformers 4 describes by another field, so that they do not build.
+OTHER_ROTARY_FIELD = ("Qwen3-VL", "Qwen3-VL-MoE")
+
+
+def is_built(family):
+    """Tell whether the installed transformers builds the model of a family."""
+    if family in OTHER_ROTARY_FIELD:
+        return transformers.__version__ >= "5"
+    return family not in RELEASED or hasattr(transformers, RELEASED[family][0])
+
+
+FAMILIES = tuple(filter(is_built, BUILDERS))
 NUFILT_OPTIONS = {
     "null_rank": (6, 3, 0.25, 100),
     "lora_rank": (4, 0, 2),
