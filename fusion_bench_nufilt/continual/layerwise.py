@@ -34,7 +34,7 @@ from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.fit import check_made_from, check_task
+from fusion_bench_nufilt.models.fit import check_merged, check_task
 from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
@@ -322,7 +322,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._ignored_keys[name] = set(missing_keys)
 
     def _check_merged(self, merged: ModelWeights) -> None:
-        check_made_from(self._pretrained, merged, ())
+        check_merged(self._selection, merged)
         plan = self._plan([], self.first_step, merged)
         warnings = other_options(dataclasses.replace(plan, merged_manifest=self.merged_manifest))
         if self.verify and self.is_of_this_base is None:

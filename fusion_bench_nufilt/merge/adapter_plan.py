@@ -13,10 +13,11 @@ from typing import Any
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.absent_base import AbsentBase
-from fusion_bench_nufilt.models.adapter_reader import INTO_A_MODEL, AdapterReader, reader_of
+from fusion_bench_nufilt.models.adapter_reader import AdapterReader, reader_of
 from fusion_bench_nufilt.models.adapters import (
     LoraAdapter,
     adapter_config,
+    holds_in_full,
     refuse_adapter_of_others,
 )
 from fusion_bench_nufilt.models.checkpoint import (
@@ -25,12 +26,11 @@ from fusion_bench_nufilt.models.checkpoint import (
     Checkpoint,
     is_adapter,
 )
-from fusion_bench_nufilt.models.door import Models, open_models
 from fusion_bench_nufilt.models.entries import Rows
-from fusion_bench_nufilt.models.experts import ExpertRows, FactorsOfExpert
-from fusion_bench_nufilt.models.fit import check_tensors
-from fusion_bench_nufilt.models.lora import Dora, Factors
+from fusion_bench_nufilt.models.into_adapter import adapters_outside
+from fusion_bench_nufilt.models.lora import Factors
 from fusion_bench_nufilt.models.names import module_of
+from fusion_bench_nufilt.models.opened import Checkpoints
 from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
     ROWS,
@@ -38,18 +38,13 @@ from fusion_bench_nufilt.models.peft_layers import (
     place_of,
     skeleton,
 )
-from fusion_bench_nufilt.models.selection import Selection, add_head_of, heads_of_base
-from fusion_bench_nufilt.models.source import format_names
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
+from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .kept_state import KeptState
-from .plan import (
-    DTYPES,
-    FactorKeys,
-    Plan,
-    SavedTensor,
-)
+from .plan import DTYPES, FactorKeys, Plan, SavedTensor
 
 # The ranks that vLLM has for its option max_lora_rank end here.
 _HIGHEST_RANK_OF_VLLM = 512
@@ -62,7 +57,7 @@ def open_adapters(
     targets: TargetConfig,
     settings: Settings,
     method_class: type[LayerMethod],
-) -> Models:
+) -> Checkpoints:
     """Open the adapters, and of their base no more than is needed; the arguments are those of
     :func:`.planning.plan_merge`.
     """
@@ -72,51 +67,22 @@ def open_adapters(
             "directions (sides_in_basis), without which there is no merge into an adapter: leave "
             "--adapter out, and name the base with --base"
         )
-    checkpoints = [_open_adapter(name) for name in tasks]
-    all_checkpoints = list(checkpoints)
-    merged_checkpoint = None
-    if merged is not None:
-        merged_checkpoint = _open_adapter(merged)
-        all_checkpoints.insert(0, merged_checkpoint)
-    absent_base = AbsentBase(all_checkpoints, base)
-    models = open_models(absent_base, checkpoints, merged_checkpoint, targets, settings)
-    _refuse_what_no_adapter_holds(models, targets)
-    for adapter in _sources_outside(models, targets, settings):
-        if any(entry.key for entry in adapter.entries.values()):
-            with_weights = _open_base(base, adapter, is_merged=adapter is models.merged)
-            return open_models(with_weights, checkpoints, merged_checkpoint, targets, settings)
-    return models
-
-
-def adapted(selection: Selection, models: Models, settings: Settings) -> Selection:
-    """Return what adapters change of a selection, some of them outside the layers as well; refuse
-    what an adapter does not hold as factors.
-    """
-    changed: set[str] = set()
-    for adapter in models.adapters:
-        changed.update(adapter.entries)
-    layers = [layer for layer in selection.layers if layer.param in changed]
-    if not layers:
-        layers = selection.layers  # a check names them
-    changed_outside: set[str] = set()
-    for adapter in _sources_outside(models, selection.targets, settings):
-        changed_outside.update(adapter.entries)
-    other_keys = {}
-    for param, keys in selection.other_keys.items():
-        if param in changed_outside:
-            other_keys[param] = keys
-    targets = selection.targets
-    if not other_keys:  # no adapter changes what else the model has
-        targets = dataclasses.replace(targets, other_params="pretrained")
-    coverage = selection.architecture.coverage(layers, targets)
-    selection = dataclasses.replace(
-        selection, layers=layers, other_keys=other_keys, coverage=coverage
-    )
-    for task in models.tasks:
-        check_tensors(selection, task)
-    for adapter in models.adapters:
-        _refuse_full_layers(adapter, selection)
-    return selection
+    opened = [_open_adapter(name) for name in tasks]
+    merged_checkpoint = None if merged is None else _open_adapter(merged)
+    all_adapters = opened if merged_checkpoint is None else [merged_checkpoint, *opened]
+    checkpoints = Checkpoints(AbsentBase(all_adapters, base), opened, merged_checkpoint)
+    sources_outside = []
+    first_step = settings.first_step(Manifest())
+    if merged_checkpoint is not None:
+        sources_outside.append(merged_checkpoint)
+        first_step = settings.first_step(read_manifest(merged_checkpoint.folder))
+    for step, adapter in enumerate(opened, first_step):
+        if targets.changes_other_params(step):
+            sources_outside.append(adapter)
+    if base is not None and any(map(holds_in_full, sources_outside)):
+        # Of what an adapter holds in full, a mean needs the base's.
+        return checkpoints._replace(base=Checkpoint.open(base))
+    return checkpoints
 
 
 def with_adapter(plan: Plan) -> Plan:
@@ -137,7 +103,7 @@ def with_adapter(plan: Plan) -> Plan:
         small_files |= tokenizers[0]
     tensors = _tensors(keys, saved, ranks, shapes, DTYPES.get(plan.settings.dtype, "F32"))
     reader.check(tensors, [*keys, *saved])
-    warnings = []
+    warnings = list(plan.warnings)
     if len(tokenizers) > 1:
         warnings.append(
             "the adapters have different tokenizer files: the result has those of the first one "
@@ -175,72 +141,12 @@ def _open_adapter(name: str) -> Checkpoint:
     return checkpoint
 
 
-def _sources_outside(
-    models: Models | Plan, targets: TargetConfig, settings: Settings
-) -> list[LoraAdapter]:
-    """Return the adapters from which the result has tensors outside the merged layers."""
-    sources = [models.merged]
-    if targets.other_params == "mean":
-        sources += models.tasks
-    elif targets.changes_other_params(settings.first_step(models.merged_manifest)):
-        sources.append(models.tasks[0])
-    return [adapter for adapter in sources if isinstance(adapter, LoraAdapter)]
-
-
-def _open_base(name: str | None, adapter: LoraAdapter, *, is_merged: bool) -> Checkpoint:
-    """Open the base with its weights, since an adapter holds tensors in full."""
-    if name is None:
-        keys = dict.fromkeys(entry.key for entry in adapter.entries.values() if entry.key)
-        full = [adapter.name_of(key) for key in keys]
-        other_way = ""
-        if not is_merged:
-            other_way = ", or leave them as they are in it with --other-params pretrained"
-        raise ValueError(
-            f"adapter '{adapter.source.name}' holds {format_names(full)} in full, of which a mean "
-            f"needs the base's: name the folder of the base with --base{other_way}"
-        )
-    return Checkpoint.open(name)
-
-
-def _refuse_what_no_adapter_holds(models: Models, targets: TargetConfig) -> None:
-    heads = heads_of_base(
-        models.architecture, models.pretrained, targets.heads, models.merged_manifest
-    )
-    for task in models.tasks:
-        add_head_of(heads, task)
-    for adapter in models.adapters:
-        of_heads = heads.of(param for param, entry in adapter.entries.items() if entry.key)
-        experts = adapter.params_of(ExpertRows, FactorsOfExpert)
-        of_dora = adapter.params_of(Dora)
-        reason = ""
-        if of_dora:
-            names = format_names(of_dora)
-            reason = f"is a DoRA, whose lengths of {names} are of the base's rows, too"
-        elif experts:
-            reason = (
-                f"is of fused experts ({format_names(experts)}), which it can't hold one by one"
-            )
-        elif of_heads:
-            reason = f"has a head of its own ({format_names(of_heads)}), of which it can hold one"
-        if reason:
-            raise ValueError(f"adapter '{adapter.source.name}' {reason}: {INTO_A_MODEL}")
-
-
-def _refuse_full_layers(adapter: LoraAdapter, selection: Selection) -> None:
-    full = [layer.param for layer in selection.layers if adapter.info(layer.param)]
-    if full:
-        raise ValueError(
-            f"adapter '{adapter.source.name}' holds {format_names(full)} in full, which is merged "
-            f"as a layer and has no factors: {INTO_A_MODEL}"
-        )
-
-
 def _saved_tensors(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, SavedTensor]:
     """Return by param what the result holds in full, without its keys.
 
     Rows that were trained stay the rows of these tokens, unless an adapter changes others, too.
     """
-    sources = _sources_outside(plan, plan.targets, plan.settings)
+    sources = adapters_outside(plan.merged, plan.tasks, plan.targets, plan.first_step)
     saved = {}
     for param in plan.other_keys:
         changing = [each.entries[param] for each in sources if param in each.entries]

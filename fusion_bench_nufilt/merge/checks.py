@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import block_of
 from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
-from fusion_bench_nufilt.models.fit import check_made_from
 from fusion_bench_nufilt.models.layers import Layer, exclude_hint
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import format_names
@@ -51,16 +50,15 @@ _SAMPLED_LAYERS = 8
 _SAMPLED_ELEMENTS = 2**20  # of each layer
 
 
-def check_merged(plan: Plan, merged: ModelWeights) -> list[str]:
-    """Check that a merged model has the base's keys and shapes, and was made from this base with
-    the same settings.
+def check_merged_manifest(plan: Plan, merged: ModelWeights) -> list[str]:
+    """Refuse a merged model of which nothing tells how many tasks it holds, and warn if it was made
+    with other settings.
     """
-    name = merged.source.name
     if plan.settings.step is None and "step" not in plan.merged_manifest:
-        advice = "say with --step which number the new one has"
-        raise ValueError(f"'{name}' has no {MANIFEST} that tells how many tasks it holds: {advice}")
-    if merged.is_complete:
-        check_made_from(plan.pretrained, merged, plan.computed | _other_parts(plan, merged))
+        raise ValueError(
+            f"'{merged.source.name}' has no {MANIFEST} that tells how many tasks it holds: say "
+            "with --step which number the new one has"
+        )
     return other_options(plan)
 
 
@@ -95,18 +93,6 @@ def other_options(plan: Plan) -> list[str]:
         return []
     assert plan.merged is not None
     return [options_warning(plan.merged.source.name, differing)]
-
-
-def _other_parts(plan: Plan, merged: ModelWeights) -> set[str]:
-    """Return what is in parts of the base that a merged model lacks and no task changes: a run that
-    merges the vision towers of CLIPs saves a tower.
-    """
-    parts = {param.partition(".")[0] for param in merged.entries}
-    others = set()
-    for param in plan.pretrained.entries:
-        if param.partition(".")[0] not in parts and not plan.joining(param):
-            others.add(param)
-    return others
 
 
 def check_contents(plan: Plan) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import METHODS
-from fusion_bench_nufilt.models.architecture import Architecture
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
+from fusion_bench_nufilt.models.door import open_models
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights, tie_weights
-from fusion_bench_nufilt.models.selection import Selection, heads_of_base
-from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.opened import Checkpoints
+from fusion_bench_nufilt.models.selection import Selection
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import in_dtype
 
@@ -145,11 +145,8 @@ def _folder(model: Any) -> Path:
 @cache
 def _base(folder: Path, targets: TargetConfig) -> _Base:
     checkpoint = Checkpoint.from_folder(str(folder), folder)
-    architecture = Architecture.of_checkpoint(checkpoint)
-    pretrained = ModelWeights(checkpoint, architecture)
-    architecture = tie_weights(architecture, [pretrained], [], targets)
-    heads = heads_of_base(architecture, pretrained, targets.heads, Manifest())
-    selection = Selection.of(architecture, pretrained, targets, heads)
+    selection = open_models(Checkpoints(checkpoint, []), targets, Settings())
+    architecture = selection.architecture
     # mergekit gives tensors as they are stored, of which the base has one for each layer.
     layers: dict[str, list[Layer]] = {}
     for key in checkpoint.whole:

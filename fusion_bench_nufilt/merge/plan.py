@@ -18,13 +18,12 @@ from safetensors.torch import save
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
-from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.model import ModelWeights
+from fusion_bench_nufilt.models.door import Models
 from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.selection import Selection
 from fusion_bench_nufilt.models.source import split_rows
 from fusion_bench_nufilt.models.vocabulary import Vocabulary
-from fusion_bench_nufilt.utils.files import Head, Input, Manifest
+from fusion_bench_nufilt.utils.files import Input
 from fusion_bench_nufilt.utils.manifest import (
     combined_digest,
     package_versions,
@@ -66,65 +65,23 @@ class SavedTensor:
     tokens: tuple[int, ...] | None = None  # whose rows these are, of an embedding; else all of it
 
 
-@dataclass(frozen=True)
-class Plan(Selection):
+@dataclass(frozen=True, kw_only=True)
+class Plan(Models):
     """A merge whose models have passed all checks that need no more than headers and samples.
 
     It is made once and does not change. What is found later, such as warnings of downloaded weights
     and the strengths of tasks, is handed on beside it.
     """
 
-    tasks: list[ModelWeights]
     method: LayerMethod
-    settings: Settings
-    merged_manifest: Manifest  # that of `merged`, empty if there is none
-    merged: ModelWeights | None = None  # the result to merge into; None means the base
-    state: ModelWeights | None = None  # what was kept beside `merged` to go on from
-    #: Of all tasks in the result that have a head of their own, by task.
-    heads: dict[str, Head] = field(default_factory=dict)
     #: All files of the result but weights, card and manifest, by path.
     small_files: dict[str, bytes] = field(default_factory=dict)
     files: Files = field(default_factory=dict)  # the tensors in each file of the result
-    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     #: Of an adapter, the keys of each tensor that it changes by factors, by param; one that is tied
     #: is there under each of its names.
     adapter_keys: dict[str, list[FactorKeys]] = field(default_factory=dict)
-    #: All layers of the model that an adapter is for, of which it may change a part.
-    layers_of_model: list[Layer] = field(default_factory=list)
     #: Of an adapter, what it holds in full, by param.
     saved_tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)  # of the checks
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether the result is an adapter, whose layers are merged without the base's weights."""
-        return self.settings.adapter
-
-    @cached_property
-    def averaged(self) -> set[str]:
-        """The params of ``other_keys`` that the tasks change."""
-        return self.averaged_at(self.first_step)
-
-    def averaged_of(self, task: ModelWeights) -> set[str]:
-        """The params of ``other_keys`` that a task changes."""
-        if self.targets.other_params == "mean" or task is self.tasks[0]:
-            return self.averaged
-        return set()
-
-    def models_in_mean(self, param: str) -> int:
-        """Return the number of models in the mean of a tensor before this merge, without the
-        base.
-        """
-        count: int = self.merged_manifest.get("mean_counts", {}).get(param, self.first_step - 1)
-        return count
-
-    def joining(self, param: str) -> list[ModelWeights]:
-        """Return the tasks that join the mean of a tensor in this merge."""
-        joining = []
-        for task in self.tasks:
-            if param in self.averaged_of(task) and task.has(param):
-                joining.append(task)
-        return joining
 
     @property
     def mean_counts(self) -> dict[str, int]:
@@ -170,33 +127,6 @@ class Plan(Selection):
         return split_rows(places, self.pretrained.checkpoint.row_ranges)
 
     @property
-    def models(self) -> dict[str, ModelWeights]:
-        """All models by their role in the merge (base, merged, state, task 0, ...)."""
-        models = {}
-        if not self.base.is_absent:
-            models["base"] = self.pretrained
-        if self.merged is not None:
-            models["merged"] = self.merged
-        if self.state is not None:
-            models["state"] = self.state
-        for number, task in enumerate(self.tasks):
-            models[f"task {number}"] = task
-        return models
-
-    @property
-    def checkpoints(self) -> list[Checkpoint]:
-        return [model.checkpoint for model in self.models.values()]
-
-    @property
-    def inputs(self) -> dict[str, Input]:
-        """What the models are known by, by their role.
-
-        Models that are still on the hub are known by what the hub says of them, and by their
-        fingerprints after their download.
-        """
-        return {role: model.checkpoint.identity() for role, model in self.models.items()}
-
-    @property
     def disk_bytes(self) -> int:
         """The bytes of all weight files while the result is made."""
         total = 0
@@ -220,11 +150,6 @@ class Plan(Selection):
         inputs = self.inputs
         own_inputs = [inputs[f"task {number}"] for number in range(len(self.tasks))]
         return [*tasks_of(self.merged_manifest), *own_inputs]
-
-    @property
-    def first_step(self) -> int:
-        """The number of the first task in the stream, from 1."""
-        return self.settings.first_step(self.merged_manifest)
 
     @property
     def last_step(self) -> int:

@@ -8,17 +8,9 @@ from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.adapters import refuse_adapter_of_others
 from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
-from fusion_bench_nufilt.models.configurations import check_configuration
-from fusion_bench_nufilt.models.door import Models, open_models
-from fusion_bench_nufilt.models.fit import check_task
+from fusion_bench_nufilt.models.door import open_models
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.selection import (
-    Selection,
-    describe_heads,
-    heads_of_base,
-    take_heads,
-)
-from fusion_bench_nufilt.models.vocabulary import join_vocabularies
+from fusion_bench_nufilt.models.opened import Checkpoints
 from fusion_bench_nufilt.utils.devices import process_memory, workers_on
 from fusion_bench_nufilt.utils.files import size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
@@ -28,7 +20,7 @@ from fusion_bench_nufilt.utils.tensors import describe
 
 from .checks import (
     check_contents,
-    check_merged,
+    check_merged_manifest,
     check_module_files,
     check_same_base,
     verify_merged,
@@ -91,35 +83,13 @@ def plan_merge(
         )
 
     if settings.adapter:
-        from .adapter_plan import adapted, open_adapters, with_adapter
+        from .adapter_plan import open_adapters, with_adapter
 
-        models = open_adapters(base, tasks, merged, targets, settings, method_class)
+        checkpoints = open_adapters(base, tasks, merged, targets, settings, method_class)
     else:
-        models = _open_models(base, tasks, merged, targets, settings)
-    # A task's own head is no layer, although the base may have one of that name; adapters that are
-    # merged into one have none.
-    heads = heads_of_base(
-        models.architecture,
-        models.pretrained,
-        "none" if settings.adapter else targets.heads,
-        models.merged_manifest,
-    )
-    take_heads(heads, models.tasks)
-    of_model = Selection.of(models.architecture, models.pretrained, targets, heads)
-    selection = adapted(of_model, models, settings) if settings.adapter else of_model
-    for layer in selection.layers:
-        selection.base.check_floats(layer.keys)
-    plan = Plan(
-        **vars(selection),
-        tasks=models.tasks,
-        method=method_of(method_class, options, settings.seed, selection),
-        settings=settings,
-        merged_manifest=models.merged_manifest,
-        heads=describe_heads(heads, models.pretrained, models.tasks, models.merged_manifest),
-        merged=models.merged,
-        state=models.state,
-        layers_of_model=of_model.layers,
-    )
+        checkpoints = _open_folders(base, tasks, merged)
+    models = open_models(checkpoints, targets, settings)
+    plan = Plan(**vars(models), method=method_of(method_class, options, settings.seed, models))
     plan = with_adapter(plan) if settings.adapter else _with_model(plan)
     state_file = {key: describe(like) for key, like in KeptState(plan).needed().items()}
     if state_file:
@@ -127,13 +97,7 @@ def plan_merge(
     return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan)])
 
 
-def _open_models(
-    base: str | None,
-    tasks: Sequence[str],
-    merged: str | None,
-    targets: TargetConfig,
-    settings: Settings,
-) -> Models:
+def _open_folders(base: str | None, tasks: Sequence[str], merged: str | None) -> Checkpoints:
     """Open the models of a merge into a model; the arguments are those of :func:`plan_merge`."""
     if base is None:
         raise ValueError("the base must be named, unless adapters are merged into an adapter")
@@ -148,39 +112,18 @@ def _open_models(
     for task in checkpoints:
         if not is_adapter(task.folder):
             refuse_adapter_of_others(task)
-    return open_models(checkpoint, checkpoints, merged_checkpoint, targets, settings)
+    return Checkpoints(checkpoint, checkpoints, merged_checkpoint)
 
 
 def _with_model(plan: Plan) -> Plan:
-    """Return a plan with the files of a whole model and its vocabulary.
-
-    Models are changed up to here alone: they come to present the base's names, rows and shapes, and
-    checks and merge go by that.
-    """
-    settings = plan.settings
+    """Return a plan with the files of a whole model."""
     checkpoint = plan.pretrained.checkpoint
-    small_files = checkpoint.small_files() | checkpoint.module_files()
-    earlier_vocabulary = plan.merged_manifest.get("vocabulary", {})
-    vocabulary = join_vocabularies(
-        {role: model for role, model in plan.models.items() if role != "state"},
-        plan.architecture.embeddings(plan.pretrained.shapes),
-        settings.tokenizer or "union",
-        small_files,
-        earlier_vocabulary.get("token_weights", {}),
-        layers=[layer.param for layer in plan.layers],
-        first_alone=plan.targets.other_params == "first",
-        kept=plan.state,
-    )
-    if settings.tokenizer is not None:
-        # It may be a path, which manifests do not record.
-        settings = dataclasses.replace(settings, tokenizer=vocabulary.tokenizer)
-    files = arrange_files(plan, vocabulary, settings)
+    files = arrange_files(plan, plan.vocabulary, plan.settings)
     untied = plan.architecture.may_untie(checkpoint.config)
-    small_files = vocabulary.files or small_files
-    small_files = small_files_of(small_files, checkpoint, files, settings.dtype, untied)
-    return dataclasses.replace(
-        plan, settings=settings, small_files=small_files, files=files, vocabulary=vocabulary
+    small_files = small_files_of(
+        plan.vocabulary.files, checkpoint, files, plan.settings.dtype, untied
     )
+    return dataclasses.replace(plan, small_files=small_files, files=files)
 
 
 def _refuse_adapter(role: str, checkpoint: Checkpoint, advice: str) -> None:
@@ -205,9 +148,9 @@ def _check(plan: Plan) -> list[str]:
     """
     for checkpoint in plan.checkpoints:
         checkpoint.identity()  # what they are now: files that change later are other ones
-    warnings = list(plan.vocabulary.warnings)
+    warnings = []
     if plan.merged is not None:
-        warnings += check_merged(plan, plan.merged)
+        warnings += check_merged_manifest(plan, plan.merged)
     # What adapters leave alone is not left out by the merge.
     if plan.coverage.warning and not plan.is_adapter:
         warnings.append(plan.coverage.warning)
@@ -217,17 +160,7 @@ def _check(plan: Plan) -> list[str]:
     if warning is not None:
         warnings.append(warning)
     check_contents(plan)
-    for role, model in plan.models.items():
-        if role not in ("base", "state"):
-            warnings += check_configuration(
-                model.source.name,
-                model.trained_config,
-                plan.base.config,
-                verify=plan.settings.verify,
-                remedy="add --no-verify",
-            )
     for task in plan.tasks:
-        warnings += check_task(plan, task, plan.averaged)
         warnings += check_module_files(plan, task)
     if plan.merged is not None:
         warnings += KeptState(plan).check(plan.merged.source.name)

@@ -421,6 +421,12 @@ def _is_of_base(key: str) -> bool:
     return is_own or _ORIGINAL in key
 
 
+def holds_in_full(adapter: Checkpoint) -> bool:
+    """Tell whether an adapter holds tensors, or some rows of them, in full."""
+    parts = {place_of(key).part for key in adapter.tensors if not _is_of_base(key)}
+    return not parts.isdisjoint((WHOLE, ROWS))
+
+
 def _is_copy(key: str, tensors: Collection[str]) -> bool:
     """Tell whether a tensor of a module that is held in full is there once more, as biases are if
     all are saved: under the name of the wrapper, and that of the adapter if a module inside has it.

@@ -19,45 +19,63 @@ from .source import format_names, module_source
 log = logging.getLogger(__name__)
 
 
-def check_tensors(selection: Selection, task: ModelWeights, *, can_exclude: bool = True) -> None:
-    """Refuse a task that lacks layers of the base, updates what the base lacks, or has tensors in
-    other shapes than the base's.
+def check_fit(
+    selection: Selection,
+    model: ModelWeights,
+    required: Collection[str],
+    changed: Collection[str],
+    reason: str = "",
+    *,
+    can_exclude: bool = True,
+) -> None:
+    """Refuse a model that lacks what it must have, updates what the base lacks, has tensors in
+    other shapes than the base's, or none but placeholders, or quantised ones.
 
-    ``can_exclude`` tells whether the user has options that leave tensors out.
+    Args:
+        selection: what is merged of the base.
+        model: a task, or the model merged so far.
+        required: the params of the tensors that it must have.
+        changed: those with which the merge computes, which must be floating point where the base's
+            are.
+        reason: why a tensor is lacking, or of another shape, by default what its name tells.
+        can_exclude: whether the user has options that leave tensors out.
     """
     architecture = selection.architecture
     base = selection.pretrained
-    shapes_of_base = base.shapes
-    task.source.check_unwrapped(set(task.entries) - set(base.entries))
-    selection.base.check_unwrapped(set(base.entries) - set(task.entries))
-    # An empty tensor is a lost one, unless the base's is empty, too.
-    with_elements = {param for param, shape in shapes_of_base.items() if 0 not in shape}
+    model.source.check_unwrapped(set(model.entries) - set(base.entries))
+    selection.base.check_unwrapped(set(base.entries) - set(model.entries))
+    shapes = {}  # that are expected
     keys_with_elements = []
-    for param, entry in task.entries.items():
-        if entry.key and (param in with_elements or architecture.packed_params(param)):
-            keys_with_elements.append(entry.key)
-    task.source.check_not_empty(keys_with_elements)
-    for param, entry in task.entries.items():
-        expected = shapes_of_base.get(param)
+    for param, entry in model.entries.items():
+        expected = base.entries[param].shape if param in base.entries else None
+        is_divided = bool(architecture.packed_params(param))
         # The parts of a tensor that was not split, since it has another shape.
-        if architecture.packed_params(param):
+        if is_divided:
             expected = architecture.shape(param)
+        shapes[param] = expected
+        # An empty tensor is a lost one, unless the base's is empty, too.
+        if entry.key and expected is not None and 0 not in expected:
+            keys_with_elements.append(entry.key)
+    model.source.check_not_empty(keys_with_elements)
+    for param, expected in shapes.items():
+        entry = model.entries[param]
         if expected is None:
             if not entry.key:  # an update, of which the base must have the rest
-                reason = _why_base_lacks(param, task, selection)
-                _refuse(task, base, param, None, reason)
+                why = _why_base_lacks(param, model, selection)
+                _refuse(model, base, param, None, why)
         elif entry.shape != expected:
-            reason = _why_of_other_shape(entry.shape, expected, can_exclude=can_exclude)
-            _refuse(task, base, param, expected, reason)
-    lost = [layer for layer in selection.layers if not task.has(layer.param)]
+            why = _why_of_other_shape(entry.shape, expected, can_exclude=can_exclude)
+            _refuse(model, base, param, expected, reason or why)
+    lost = [param for param in required if not model.has(param)]
     if lost:
-        reason = _why_layers_are_lost(lost, selection, task, can_exclude=can_exclude)
-        _refuse(task, base, lost[0].param, shapes_of_base[lost[0].param], reason)
-    if selection.layers and not any(layer.param in task.entries for layer in selection.layers):
-        raise ValueError(
-            f"adapter '{task.source.name}' changes none of the {len(selection.layers)} layers to "
-            f"merge: it is of {format_names(task.entries)}"
-        )
+        why = reason or _why_layers_are_lost(lost, selection, model, can_exclude=can_exclude)
+        _refuse(model, base, lost[0], base.entries[lost[0]].shape, why)
+    keys = []
+    for param in changed:
+        info = model.info(param)
+        if info is not None and base.entries[param].dtype is not None:
+            keys.append(model.entries[param].key)
+    model.source.check_floats(keys)
 
 
 def _refuse(
@@ -109,7 +127,7 @@ def _why_of_other_shape(
 
 
 def _why_layers_are_lost(
-    lost: Sequence[Layer], selection: Selection, task: ModelWeights, *, can_exclude: bool
+    lost: Sequence[str], selection: Selection, task: ModelWeights, *, can_exclude: bool
 ) -> str:
     naming = selection.architecture.naming
     for key in task.source.whole:
@@ -124,7 +142,7 @@ def _why_layers_are_lost(
             f"'{divided}' with transformers 5, and save it with "
             "save_pretrained(FOLDER, save_original_format=False)"
         )
-    renamed = with_same_ending(lost[0].param, task.entries.keys() - selection.pretrained.entries)
+    renamed = with_same_ending(lost[0], task.entries.keys() - selection.pretrained.entries)
     if renamed:
         return (
             f"it has '{renamed[0]}', which the base lacks: its tensors are named otherwise, rename "
@@ -132,32 +150,35 @@ def _why_layers_are_lost(
         )
     reason = f"layers that it lacks: {len(lost)}"
     if can_exclude:
+        names_lost = [layer.name for layer in selection.layers if layer.param in lost]
         names = [layer.name for layer in selection.layers if layer.param in task.entries]
-        reason += exclude_hint([layer.name for layer in lost], names)
+        reason += exclude_hint(names_lost, names)
     return reason
 
 
 def check_task(
     selection: Selection, task: ModelWeights, averaged: set[str], *, can_exclude: bool = True
 ) -> list[str]:
-    """Refuse a task that is not of the base, or has no numbers in the layers, and return warnings.
+    """Refuse a task that does not fit the base, or changes no layer, and return warnings.
 
     ``averaged`` has the other tensors that the task is to change; ``can_exclude`` is that of
-    :func:`check_tensors`.
+    :func:`check_fit`.
     """
-    check_tensors(selection, task, can_exclude=can_exclude)
+    layers = [layer.param for layer in selection.layers]
+    check_fit(selection, task, layers, {*layers, *averaged}, can_exclude=can_exclude)
+    if layers and task.entries.keys().isdisjoint(layers):
+        raise ValueError(
+            f"adapter '{task.source.name}' changes none of the {len(layers)} layers to merge: it "
+            f"is of {format_names(task.entries)}"
+        )
     architecture = selection.architecture
     name = task.source.name
     pretrained = selection.pretrained
-    merged_params = {layer.param for layer in selection.layers}
-    changed = merged_params | averaged
     warnings = []
     # A folder in it may be the state or the heads of a result, or the weights in another form.
     unread = [file for file in task.source.unread_weights if "/" not in file]
     if unread:
         warnings.append(f"'{name}' has {format_names(unread)} beside its weights: not read")
-    entries = [entry for param, entry in task.entries.items() if param in changed]
-    task.source.check_floats(entry.key for entry in entries if entry.key)
     extra = []
     for param in task.entries:
         # Buffers such as inv_freq are in some files and not in others; a model computes them.
@@ -171,24 +192,18 @@ def check_task(
     if absent:
         warnings.append(f"'{name}' is left out of the mean of {format_names(absent)}")
     rule = selection.targets.other_params
-    warnings += task.check_uses(pretrained, merged_params, rule, architecture)
+    warnings += task.check_uses(pretrained, layers, rule, architecture)
     return warnings
 
 
-def check_made_from(base: ModelWeights, merged: ModelWeights, optional: Collection[str]) -> None:
-    """Refuse a merged model that has not the base's tensors, in the base's shapes; ``optional`` has
-    those that it may lack.
+def check_merged(
+    selection: Selection, merged: ModelWeights, optional: Collection[str] = ()
+) -> None:
+    """Refuse a model merged so far that has not the base's tensors; ``optional`` has those that it
+    may lack.
     """
-    float_keys = []
-    shapes = merged.shapes
-    for param, entry in base.entries.items():
-        if param not in shapes and param in optional:
-            continue
-        if shapes.get(param) != entry.shape:
-            _refuse(merged, base, param, entry.shape, "it was not made from this base")
-        if entry.dtype is not None:
-            float_keys.append(merged.entries[param].key)
-    merged.source.check_floats(float_keys)
+    required = [param for param in selection.pretrained.entries if param not in optional]
+    check_fit(selection, merged, required, required, "it was not made from this base")
 
 
 def check_module(

@@ -395,7 +395,7 @@ def join_vocabularies(
     if choice == models[owner].source.name:
         name = models[owner].source.label
     if not params:
-        return Vocabulary(tokenizer=name)
+        return Vocabulary(tokenizer=name, files=dict(files))
     base = _Tokens(models["base"], params)
     tokens_of = {"base": base}  # of the models whose rows can be matched, by their role
     for role, model in models.items():
@@ -404,7 +404,7 @@ def join_vocabularies(
             if tokens.fits(base, params):
                 tokens_of[role] = tokens
     if owner not in tokens_of:
-        return Vocabulary(tokenizer=name)
+        return Vocabulary(tokenizer=name, files=dict(files))
     roles = [owner]
     if choice == "union":
         roles += [role for role in tokens_of if role != owner]

@@ -251,7 +251,9 @@ def weights() -> Iterator[Row]:
                 "base": "base'|the base",
                 "task2": rf"task2' lacks '{UP}'|task2' has 1 empty tensors: '{UP}'|"
                 rf"'{UP}': shape .* differs from \(64, 32\) of the base",
-                "one": "not made from this base|files lack",
+                "one": "one' has 1 empty tensors|files lack"
+                if name == "empty"
+                else "not made from this base|files lack",
             }[model]
             yield Row(f"a layer of {model} is {name}", change(model, UP, shape), says, arguments)
         control = do.rename(model, UP, "model.layers.1.mlp.up\x1b[31m_proj.weight")

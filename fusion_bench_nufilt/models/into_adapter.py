@@ -1,0 +1,105 @@
+"""What adapters change of a base, where they are merged into an adapter; what no adapter holds is
+refused.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+
+from .adapter_reader import INTO_A_MODEL
+from .adapters import LoraAdapter
+from .experts import ExpertRows, FactorsOfExpert
+from .lora import Dora
+from .model import ModelWeights
+from .opened import NamedModels
+from .selection import Selection, add_head_of, heads_of_base
+from .source import format_names
+
+
+def refuse_what_no_adapter_holds(models: NamedModels, targets: TargetConfig) -> None:
+    """Refuse adapters that change what an adapter of several tasks can't change."""
+    heads = heads_of_base(
+        models.architecture, models.pretrained, targets.heads, models.merged_manifest
+    )
+    for task in models.tasks:
+        add_head_of(heads, task)
+    for adapter in models.adapters:
+        of_heads = heads.of(param for param, entry in adapter.entries.items() if entry.key)
+        experts = adapter.params_of(ExpertRows, FactorsOfExpert)
+        of_dora = adapter.params_of(Dora)
+        reason = ""
+        if of_dora:
+            names = format_names(of_dora)
+            reason = f"is a DoRA, whose lengths of {names} are of the base's rows, too"
+        elif experts:
+            reason = (
+                f"is of fused experts ({format_names(experts)}), which it can't hold one by one"
+            )
+        elif of_heads:
+            reason = f"has a head of its own ({format_names(of_heads)}), of which it can hold one"
+        if reason:
+            raise ValueError(f"adapter '{adapter.source.name}' {reason}: {INTO_A_MODEL}")
+
+
+def select_for_adapter(selection: Selection, models: NamedModels, settings: Settings) -> Selection:
+    """Return what adapters change of a selection, some of them outside the layers as well; refuse
+    what they do not hold as factors, and what is without a base.
+    """
+    first_step = settings.first_step(models.merged_manifest)
+    sources_outside = adapters_outside(models.merged, models.tasks, selection.targets, first_step)
+    for adapter in sources_outside:
+        _refuse_without_base(selection, adapter, is_merged=adapter is models.merged)
+    changed: set[str] = set()
+    for adapter in models.adapters:
+        changed.update(adapter.entries)
+    layers = [layer for layer in selection.layers if layer.param in changed]
+    if not layers:
+        layers = selection.layers  # a check names them
+    for adapter in models.adapters:
+        full = [layer.param for layer in layers if adapter.info(layer.param)]
+        if full:
+            raise ValueError(
+                f"adapter '{adapter.source.name}' holds {format_names(full)} in full, which is "
+                f"merged as a layer and has no factors: {INTO_A_MODEL}"
+            )
+    changed_outside: set[str] = set()
+    for adapter in sources_outside:
+        changed_outside.update(adapter.entries)
+    other_keys = {}
+    for param, keys in selection.other_keys.items():
+        if param in changed_outside:
+            other_keys[param] = keys
+    targets = selection.targets
+    if not other_keys:  # no adapter changes what else the model has
+        targets = dataclasses.replace(targets, other_params="pretrained")
+    coverage = selection.architecture.coverage(layers, targets)
+    return dataclasses.replace(selection, layers=layers, other_keys=other_keys, coverage=coverage)
+
+
+def adapters_outside(
+    merged: ModelWeights | None,
+    tasks: Sequence[ModelWeights],
+    targets: TargetConfig,
+    first_step: int,
+) -> list[LoraAdapter]:
+    """Return the adapters from which the result has tensors outside the merged layers."""
+    sources = [merged]
+    for step, task in enumerate(tasks, first_step):
+        if targets.changes_other_params(step):
+            sources.append(task)
+    return [adapter for adapter in sources if isinstance(adapter, LoraAdapter)]
+
+
+def _refuse_without_base(selection: Selection, adapter: LoraAdapter, *, is_merged: bool) -> None:
+    keys = dict.fromkeys(entry.key for entry in adapter.entries.values() if entry.key)
+    if not keys or not selection.base.is_absent:
+        return
+    full = [adapter.name_of(key) for key in keys]
+    other_way = ""
+    if not is_merged:
+        other_way = ", or leave them as they are in it with --other-params pretrained"
+    raise ValueError(
+        f"adapter '{adapter.source.name}' holds {format_names(full)} in full, of which a mean "
+        f"needs the base's: name the folder of the base with --base{other_way}"
+    )
