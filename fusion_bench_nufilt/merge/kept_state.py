@@ -87,7 +87,7 @@ class KeptState:
         for param, keys in plan.other_keys.items():
             if param in plan.averaged and plan.rounds(keys[0]):
                 dtype = torch.promote_types(plan.dtype(keys[0]), torch.float32)
-                shape = plan.vocabulary.resized(param, plan.base.tensors[keys[0]].shape)
+                shape = plan.pretrained.entries[param].shape
                 means[param] = torch.empty(shape, dtype=dtype, device="meta")
         return means
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fusion_bench_nufilt.models.entries import Stored
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import check_belongs
 from fusion_bench_nufilt.utils.manifest import state_key
@@ -44,14 +45,14 @@ class _Tensor:
         self.key = key  # in the base
         self.places = places  # in the result and its state
         self.info = plan.base.tensors[key]
+        self.of_base = plan.pretrained.entries[param]
         self.is_averaged = param in plan.averaged
-        self.grows = param in plan.vocabulary.params
         self.tasks = plan.joining(param)
         self.rule = (RULES[plan.targets.other_params] if self.is_averaged else Keep)(None, ())
         dtypes = {place.dtype for place in places}
         # Its bytes are copied, whatever they hold.
         self.is_copied = self._is_kept and dtypes == {self.info.dtype}
-        self.numel = math.prod(plan.vocabulary.resized(param, self.info.shape))
+        self.numel = math.prod(self.of_base.shape)
         if self.is_copied:
             self.numel = self.info.nbytes
 
@@ -62,7 +63,7 @@ class _Tensor:
             return False
         if self.info.dtype not in FLOATS:
             return True
-        return not (self.is_averaged or self.plan.merged or self.grows)
+        return isinstance(self.of_base, Stored) and not (self.is_averaged or self.plan.merged)
 
     @property
     def length(self) -> int:
@@ -107,22 +108,21 @@ class _Tensor:
         )
 
     def _read(self, start: int, stop: int, job: Job, device: torch.device) -> LayerInProgress:
-        theta_0 = self._base(start, stop)
+        theta_0 = self._base(start, stop, device)
         state = job.rule.state_of(job.name, self._so_far(start, stop, theta_0))
         return LayerInProgress(job, theta_0, state, {"reports": []})
 
-    def _base(self, start: int, stop: int) -> Tensor:
-        """Return the base's elements, which has the rows of new tokens as all other models do."""
+    def _base(self, start: int, stop: int, device: torch.device) -> Tensor:
         if self.is_copied:
             file = self.plan.base.opened[self.info.file]
             first = self.info.start
             stored = file.read_bytes(first + start, first + stop)
             return stored.view(FLOATS.get(self.info.dtype, torch.uint8))
-        dtype = self.plan.dtype(self.key)
-        read = partial(self.plan.base.elements, self.key)
-        if self.grows:
-            return self.plan.vocabulary.elements(self.param, start, stop, dtype, read)
-        return read(start, stop).to(dtype)
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        theta_0 = self.of_base.elements(start, stop, nothing)
+        # A row of a new token may have more digits.
+        dtype = torch.promote_types(theta_0.dtype, self.plan.dtype(self.key))
+        return theta_0.to(dtype)
 
     def _so_far(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
         """Return the elements before the first task: the merged model's, or the base's."""

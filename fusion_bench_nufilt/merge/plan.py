@@ -8,7 +8,7 @@ it, and changes nothing.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -258,13 +258,8 @@ def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settin
         keys_by_param[layer.param] = layer.keys
     for param in vocabulary.params:
         for key in keys_by_param[param]:
-            tensors[key] = _with_rows(tensors[key], vocabulary.rows)
+            tensors[key] = tensors[key].rows(0, vocabulary.rows)
     return _by_file(tensors)
-
-
-def _with_rows(info: TensorInfo, count: int) -> TensorInfo:
-    bytes_of_row = info.nbytes // info.shape[0]
-    return replace(info, shape=(count, *info.shape[1:]), stop=info.start + bytes_of_row * count)
 
 
 def _by_file(tensors: Mapping[str, TensorInfo]) -> Files:

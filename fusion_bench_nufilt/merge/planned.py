@@ -303,10 +303,11 @@ def _pieces(
     if layer.param in plan.adapter_keys:
         yield from pieces_of_factors(plan, merged, weight, places)
         return
-    grown = plan.vocabulary.grown_layer(layer.param, weight)
+    if layer.param in plan.vocabulary.grown:
+        weight = plan.vocabulary.grown[layer.param].grow(weight)
     for key in layer.keys:
         if key in places:
-            yield places[key], in_dtype(key, grown, FLOATS[places[key].dtype])
+            yield places[key], in_dtype(key, weight, FLOATS[places[key].dtype])
 
 
 def _full_weight(plan: Plan, layer: Layer, merged: LayerInProgress, weight: Tensor) -> Tensor:

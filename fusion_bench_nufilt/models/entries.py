@@ -2,20 +2,23 @@
 it is in files.
 
 An entry gives the values, or the factors of what the model adds to the base's. :class:`Stored` is a
-tensor of a source, and :class:`Rows` presents another entry with its rows in another order; those
-of adapters are in ``lora.py`` and ``experts.py``.
+tensor of a source, :class:`Rows` presents another entry with its rows in another order, and
+:class:`Grown` the base's with rows of new tokens; those of adapters are in ``lora.py`` and
+``experts.py``.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusion_bench_nufilt.nufilt.low_rank import LowRank
-from fusion_bench_nufilt.utils.tensors import FLOATS, TensorInfo
+from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, FLOATS, TensorInfo, compute_dtype
 
 from .source import Source
 
@@ -151,3 +154,104 @@ class Rows(Entry):
     def in_rows(self, numbers: Sequence[int], shape: tuple[int, ...]) -> "Rows":
         composed = [-1 if number < 0 else self.numbers[number] for number in numbers]
         return replace(self, numbers=composed, shape=shape)
+
+
+class PartOfMean(NamedTuple):
+    """A row of an entry in the mean that is the row of a new token."""
+
+    entry: Entry
+    row: int
+    weight: float
+
+
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Grown(Entry):
+    """The base's tensor with the rows of new tokens, which may lie among those that pad it.
+
+    Each is the mean of the rows of the models that have it, by its number in ``new_rows``: without
+    any, that of the base's, around which transformers draws new ones. A row of no token is zero.
+    """
+
+    own: Entry
+    new_rows: Mapping[int, Sequence[PartOfMean]]
+
+    def read(self, theta_0: Tensor) -> Tensor:
+        return self.elements(0, math.prod(self.shape), theta_0).reshape(self.shape)
+
+    def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        """Return some elements, in the widest dtype of those that have them."""
+        end = math.prod(self.own.shape)
+        of_base = self.own.elements(min(start, end), min(stop, end), theta_0)
+        return self._with_new_rows(of_base, start, stop)
+
+    def grow(self, weight: Tensor) -> Tensor:
+        """Return a layer, which is merged in the base's rows, with those of new tokens."""
+        values = self._with_new_rows(weight.flatten().cpu(), 0, math.prod(self.shape))
+        return values.reshape(self.shape)
+
+    def _with_new_rows(self, of_base: Tensor, start: int, stop: int) -> Tensor:
+        width = math.prod(self.shape[1:])
+        values = torch.cat([of_base, of_base.new_zeros(stop - start - of_base.numel())])
+        for row in range(start // width, -(-stop // width)):
+            if row not in self.new_rows:
+                continue
+            new = self._mean(self.new_rows[row])
+            first = max(start, row * width)
+            last = min(stop, (row + 1) * width)
+            values = values.to(torch.promote_types(values.dtype, new.dtype))
+            values[first - start : last - start] = new[first - row * width : last - row * width]
+        return values
+
+    def _mean(self, parts: Sequence[PartOfMean]) -> Tensor:
+        """Return the row of a new token, in float32 at least unless one model has it."""
+        if not parts:
+            return self._mean_of_base
+        # That of a single model keeps its bits, and the first one stays where all weights are zero.
+        mean = self._row(parts[0])
+        weight = parts[0].weight
+        for part in parts[1:]:
+            row = self._row(part)
+            weight += part.weight
+            if weight > 0:
+                wide = compute_dtype(mean)
+                mean = torch.lerp(mean.to(wide), row.to(wide), part.weight / weight)
+        return mean
+
+    def _row(self, part: PartOfMean) -> Tensor:
+        entry = part.entry
+        width = math.prod(self.shape[1:])
+        start = part.row * width
+        theta_0 = _NOTHING
+        if part.row < self.own.shape[0]:
+            theta_0 = self.own.elements(start, start + width, theta_0)
+        row = entry.elements(start, start + width, theta_0)
+        entry.source.check_finite(entry.key or self.key, row)
+        return row
+
+    @cached_property
+    def _mean_of_base(self) -> Tensor:
+        shape = self.own.shape
+        width = math.prod(shape[1:])
+        length = max(1, CHUNK_BYTES // (8 * width)) * width
+        total = torch.zeros(width, dtype=torch.float64, device="cpu")
+        for start in range(0, shape[0] * width, length):
+            stop = min(start + length, shape[0] * width)
+            rows = self.own.elements(start, stop, _NOTHING)
+            total += rows.double().view(-1, width).sum(0)
+        return (total / shape[0]).float()
+
+    @property
+    def rows_of_no_model(self) -> list[int]:
+        """The rows of new tokens that no model has."""
+        return [row for row, parts in self.new_rows.items() if not parts]
+
+    def differs(self, row: int) -> bool:
+        """Tell whether models have other values in the row of a new token, as far as these are on
+        this disk.
+        """
+        local = [part for part in self.new_rows[row] if not part.entry.source.remote]
+        rows = [self._row(part).double() for part in local]
+        return not all(torch.equal(rows[0], other) for other in rows[1:])

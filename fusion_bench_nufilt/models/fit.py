@@ -87,6 +87,9 @@ def _refuse(
 ) -> NoReturn:
     """Refuse a model for a tensor that is in it or in the base alone, or in another shape."""
     shape = model.shapes.get(param)
+    stored = base.info(param)
+    if stored is not None:
+        expected = stored.shape  # without the rows of new tokens
     label = f"{model.kind} '{model.source.name}'"
     of_base = f"the base '{base.source.name}'"
     problem = f"{label}, tensor '{param}': shape {shape} differs from {expected} of {of_base}"

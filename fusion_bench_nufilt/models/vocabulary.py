@@ -7,27 +7,19 @@ row of a new token is the mean over the models that have it.
 
 import hashlib
 import json
-import math
 import tempfile
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from fusion_bench_nufilt.utils.files import parse_json
 from fusion_bench_nufilt.utils.manifest import state_key
-from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES, compute_dtype, is_finite
 
-from .entries import Entry
+from .entries import Grown, PartOfMean
 from .model import ModelWeights
-from .source import check_belongs, format_names
-
-_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+from .source import format_names
 
 Models = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
@@ -42,6 +34,20 @@ class Holder(NamedTuple):
 
 
 @dataclass
+class NewToken:
+    """A token of the result that the base lacks."""
+
+    name: str
+    holders: list[Holder] = field(default_factory=list)
+    is_named: bool = True  # by the tokenizers of all models that have it
+
+    @property
+    def weight(self) -> float:
+        """The weight of the mean of its rows in that of a later merge."""
+        return sum(holder.weight for holder in self.holders)
+
+
+@dataclass
 class Vocabulary:
     """The rows of a result's embeddings; without ``params``, they are those of the base."""
 
@@ -49,201 +55,55 @@ class Vocabulary:
     params: list[str] = field(default_factory=list)  # tensors with a row for every token
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
-    tokens: dict[int, str] = field(default_factory=dict)  # new ones, by their rows in the result
-    holders: dict[int, list[Holder]] = field(default_factory=dict)  # the models that have them
-    unnamed: set[int] = field(default_factory=set)  # those that no tokenizer names
-    #: What each model has of the params, in its own rows, by role; the state, too.
-    own: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    new_tokens: dict[int, NewToken] = field(default_factory=dict)  # by their rows in the result
+    #: The base's params with the rows of new tokens.
+    grown: dict[str, Grown] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
     warnings: list[str] = field(default_factory=list)
     identity: str = ""  # a digest of how rows are matched
-    _means: dict[str, Tensor] = field(default_factory=dict)  # of the base's rows, by param
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the new tokens."""
+        return [token.name for token in self.new_tokens.values()]
+
+    def labels(self, token: NewToken) -> list[str]:
+        """Return the labels of the models that have a token."""
+        return [self.models[holder.role].source.label for holder in token.holders]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest's entry."""
         if not self.params:
             return {}
-        labels: dict[str, str] = {}
-        token_weights: dict[str, float] = {}
-        for row, token in self.tokens.items():
-            holders = self.holders[row]
-            models = [self.models[holder.role].source for holder in holders]
-            labels[token] = ", ".join(model.label for model in models)
-            weight = sum(holder.weight for holder in holders)
-            if weight != 1:
-                token_weights[token] = weight
+        tokens = self.new_tokens.values()
         return {
             "tokenizer": self.tokenizer,
             "rows": self.rows,
-            "new_tokens": labels,
-            "token_weights": token_weights,
+            "new_tokens": {token.name: ", ".join(self.labels(token)) for token in tokens},
+            "token_weights": {token.name: token.weight for token in tokens if token.weight != 1},
             "matching": self.identity,
         }
 
     def __str__(self) -> str:
-        text = f"{self.tokenizer}, {self.rows} rows, {len(self.tokens)} new tokens"
-        if self.tokens:
-            text += f": {format_names(self.tokens.values())}"
+        text = f"{self.tokenizer}, {self.rows} rows, {len(self.new_tokens)} new tokens"
+        if self.new_tokens:
+            text += f": {format_names(self.names)}"
         return text
 
     def check(self) -> None:
         """Refuse rows that no tokenizer names and that differ between models: they may be those of
         different tokens. Models still on the hub are not compared.
         """
-        for row in self.unnamed:
-            holders = self.holders[row]
-            local = [holder for holder in holders if not self.models[holder.role].source.remote]
-            if len(local) < 2:
-                continue
-            for param in self.params:
-                holders_of_param = [each for each in self._holders(param, row) if each in local]
-                values = [self._row(param, each).double() for each in holders_of_param]
-                if not all(torch.equal(values[0], value) for value in values[1:]):
-                    labels = [self.models[holder.role].source.label for holder in holders]
+        unnamed = {row: token for row, token in self.new_tokens.items() if not token.is_named}
+        for param, grown in self.grown.items():
+            for row, token in unnamed.items():
+                if grown.differs(row):
+                    labels = self.labels(token)
                     raise ValueError(
-                        f"token '{self.tokens[row]}' is new in {format_names(labels)} with "
+                        f"token '{token.name}' is new in {format_names(labels)} with "
                         f"different rows of '{param}': --tokenizer {labels[0]} takes that model's "
                         "tokens alone, --tokenizer base none"
                     )
-
-    def _row(self, param: str, holder: Holder) -> Tensor:
-        """Read a row of a tensor, that of the model merged so far in float32 if that is kept."""
-        of_base = self.own["base"][param]
-        width = math.prod(of_base.shape[1:])
-        start = holder.row * width
-        theta_0 = _NOTHING
-        if holder.row < of_base.shape[0]:
-            theta_0 = of_base.elements(start, start + width, _NOTHING)
-        own = self.own[holder.role].get(param)
-        if own is None:
-            return theta_0
-        row = own.elements(start, start + width, theta_0)
-        kept = self.own.get("state", {}).get(state_key(param))
-        if holder.role != "merged" or kept is None:
-            return row
-        mean = kept.elements(start, start + width, theta_0)
-        check_belongs(mean, row, kept.key, kept.source)
-        return mean
-
-    def mean_row(self, param: str, row: int) -> Tensor:
-        """Return the row of a new token, in float32 at least if several models have it."""
-        mean = None
-        weight = 0.0
-        holders = self._holders(param, row)
-        if not holders:
-            return self._mean_of_base(param)
-        for holder in holders:
-            value = self._row(param, holder)
-            if not is_finite(value):
-                name = self.models[holder.role].source.name
-                raise ValueError(
-                    f"model '{name}', tensor '{param}' has NaN or infinite values for token "
-                    f"'{self.tokens[row]}'"
-                )
-            weight += holder.weight
-            # The row of a single model keeps its bits, and the first one stays where all weights
-            # are zero.
-            if mean is None:
-                mean = value
-            elif weight > 0:
-                wide = compute_dtype(mean)
-                mean = torch.lerp(mean.to(wide), value.to(wide), holder.weight / weight)
-        assert mean is not None
-        return mean
-
-    def _holders(self, param: str, row: int) -> list[Holder]:
-        """Return the models with a new token that have a row for it, if only the base's."""
-        rows_of_base = self.own["base"][param].shape[0]
-        holders = []
-        for holder in self.holders[row]:
-            own = self.own[holder.role].get(param)
-            if holder.row < rows_of_base or (own is not None and own.key):
-                holders.append(holder)
-        return holders
-
-    def _mean_of_base(self, param: str) -> Tensor:
-        """Return the mean of the base's rows, around which transformers draws new ones."""
-        if param not in self._means:
-            of_base = self.own["base"][param]
-            shape = of_base.shape
-            width = math.prod(shape[1:])
-            length = max(1, CHUNK_BYTES // (8 * width)) * width
-            total = torch.zeros(width, dtype=torch.float64, device="cpu")
-            for start in range(0, shape[0] * width, length):
-                stop = min(start + length, shape[0] * width)
-                rows = of_base.elements(start, stop, _NOTHING)
-                total += rows.double().view(-1, width).sum(0)
-            self._means[param] = (total / shape[0]).float()
-        return self._means[param]
-
-    def without_rows(self) -> dict[str, list[str]]:
-        """Return by param the new tokens for which no model has a row."""
-        tokens: dict[str, list[str]] = {}
-        for param in self.params:
-            without = [row for row in sorted(self.tokens) if not self._holders(param, row)]
-            if without:
-                tokens[param] = [self.tokens[row] for row in without]
-        return tokens
-
-    def resized(self, param: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a tensor in the result, given the base's."""
-        if param not in self.params:
-            return tuple(shape)
-        return (self.rows, *shape[1:])
-
-    def elements(
-        self,
-        param: str,
-        start: int,
-        stop: int,
-        dtype: torch.dtype,
-        read: Callable[[int, int], Tensor],
-    ) -> Tensor:
-        """Return the elements ``start`` to ``stop`` of a flattened tensor of ``params`` in the
-        result's rows.
-
-        ``read`` gives those in the base's rows, which are brought to ``dtype``. Rows of new tokens
-        keep their digits; a ValueError names one that ``dtype`` can't hold.
-        """
-        rows_of_base, *sides = self.own["base"][param].shape
-        width = math.prod(sides)
-        ends = sorted({*self.holders, rows_of_base, self.rows})  # of what is read at once
-        pieces = []
-        while start < stop:
-            row = start // width
-            if row in self.holders:
-                end = min((row + 1) * width, stop)
-                value = self._row_in(param, row, dtype)
-                pieces.append(value[start - row * width : end - row * width])
-            else:
-                end = min(ends[bisect_right(ends, row)] * width, stop)
-                if row < rows_of_base:
-                    pieces.append(read(start, end).to(dtype))
-                else:
-                    pieces.append(torch.zeros(end - start, dtype=dtype, device="cpu"))
-            start = end
-        return torch.cat(pieces)
-
-    def _row_in(self, param: str, row: int, dtype: torch.dtype) -> Tensor:
-        """Return the row of a new token; a ValueError names one that a dtype can't hold."""
-        value = self.mean_row(param, row)
-        if not is_finite(value.to(dtype)):
-            raise ValueError(
-                f"tensor '{param}' has values for token '{self.tokens[row]}' that {dtype} can't "
-                "hold"
-            )
-        return value
-
-    def grown_layer(self, param: str, weight: Tensor) -> Tensor:
-        """Return a layer, which is merged in the base's rows, with those of new tokens."""
-        if param not in self.params:
-            return weight
-        shape = self.resized(param, weight.shape)
-        flat = weight.flatten().cpu()
-        grown = self.elements(
-            param, 0, math.prod(shape), weight.dtype, lambda start, stop: flat[start:stop]
-        )
-        return grown.to(weight.dtype).reshape(shape)
 
 
 TOKENIZER_FILES = (
@@ -258,13 +118,22 @@ class _Tokens:
     """
 
     def __init__(
-        self, model: ModelWeights, params: Sequence[str], base: "_Tokens | None" = None
+        self,
+        model: ModelWeights,
+        params: Sequence[str],
+        base: "_Tokens | None" = None,
+        kept: ModelWeights | None = None,
     ) -> None:
         self.model = model
+        self.kept = kept  # the state beside the model
         self.label = model.source.label
         self._base = base
         # What a model lacks, as a classifier does the head of a language model, tells no rows.
-        self.own = _own_entries(model, params)
+        own = {**model.head, **model.entries}
+        if kept is not None:
+            # With all digits of its means.
+            own |= {param: kept.entries.get(state_key(param), own[param]) for param in own}
+        self.own = {param: own[param] for param in params if param in own}
         rows = [entry.shape[0] for entry in self.own.values() if entry.key]
         if base is not None and not rows:
             rows.append(base.rows)
@@ -400,7 +269,7 @@ def join_vocabularies(
     tokens_of = {"base": base}  # of the models whose rows can be matched, by their role
     for role, model in models.items():
         if role != "base":
-            tokens = _Tokens(model, params, base)
+            tokens = _Tokens(model, params, base, kept if role == "merged" else None)
             if tokens.fits(base, params):
                 tokens_of[role] = tokens
     if owner not in tokens_of:
@@ -413,9 +282,6 @@ def join_vocabularies(
     if keeps_files and all(tokens.is_like(base) for tokens in tokens_of.values()):
         return Vocabulary(tokenizer=name, files=_with_template(files, in_order))
     result = Vocabulary(models, list(params), name, files=dict(files))
-    result.own = {role: tokens.own for role, tokens in tokens_of.items()}
-    if kept is not None:
-        result.own["state"] = _own_entries(kept, map(state_key, params))
 
     def weight_of(role: str, token: str, holders: Sequence[Holder]) -> float:
         if role == "merged":
@@ -425,7 +291,7 @@ def join_vocabularies(
         return max(models[role].coefficient, 0.0)
 
     extended = _number_tokens(result, tokens_of, roles, weight_of)
-    result.rows = max([base.rows, *(row + 1 for row in result.tokens)])
+    result.rows = max([base.rows, *(row + 1 for row in result.new_tokens)])
     _check_columns(result, base)
     _set_files(result, base, tokens_of[owner], extended)
     result.files = _with_template(result.files, in_order)
@@ -437,41 +303,34 @@ def join_vocabularies(
         rows = tokens.rows_of(base)
         if tokens.rows != base.rows or rows != list(range(base.rows)):
             matched[tokens.label] = rows
-        if tokens is base:
-            continue
-        state = kept if tokens.model is models.get("merged") else None
-        _match_rows(result, base, tokens, layers, state)
-    for param, without in result.without_rows().items():
-        result.warnings.append(
-            f"no model has rows of '{param}' for {format_names(without)}: these get the mean of "
-            "the base's"
-        )
-    for holders in result.holders.values():
-        for holder in holders:
+        if tokens is not base:
+            _match_rows(result, base, tokens, layers)
+    for param in params:
+        grown = _grown(result, tokens_of, param)
+        result.grown[param] = grown
+        if param not in layers:
+            base.model.entries[param] = grown
+        without = [result.new_tokens[row].name for row in sorted(grown.rows_of_no_model)]
+        if without:
+            result.warnings.append(
+                f"no model has rows of '{param}' for {format_names(without)}: these get the mean "
+                "of the base's"
+            )
+    for token in result.new_tokens.values():
+        for holder in token.holders:
             model = models[holder.role]
             model.gives_rows_of.update(model.entries.keys() & set(params))
     result.check()
-    matching = repr([result.rows, result.holders, matched])
+    holders = {row: token.holders for row, token in result.new_tokens.items()}
+    matching = repr([result.rows, holders, matched])
     result.identity = hashlib.sha256(matching.encode()).hexdigest()
     return result
 
 
-def _own_entries(model: ModelWeights, params: Iterable[str]) -> dict[str, Entry]:
-    """Return what a model has of some tensors, in its head or outside."""
-    own = {**model.head, **model.entries}
-    return {param: own[param] for param in params if param in own}
-
-
 def _match_rows(
-    result: Vocabulary,
-    base: _Tokens,
-    tokens: _Tokens,
-    layers: Collection[str],
-    state: ModelWeights | None,
+    result: Vocabulary, base: _Tokens, tokens: _Tokens, layers: Collection[str]
 ) -> None:
-    """Have a model, and the state beside it, present the result's rows, of layers the base's, and
-    be compared by these.
-    """
+    """Have a model, and the state beside it, present the result's rows, of layers the base's."""
     model = tokens.model
     rows = tokens.rows_of(base)
     for param in result.params:
@@ -486,14 +345,30 @@ def _match_rows(
                 continue
             wanted = list(range(base.rows))
         if param not in layers:
-            wanted = [-1 if row in result.holders else stored for row, stored in enumerate(wanted)]
+            wanted = [-1 if row in result.new_tokens else own for row, own in enumerate(wanted)]
             wanted += [-1] * (result.rows - base.rows)
+            shape = (result.rows, *shape[1:])
         if wanted == list(range(entry.shape[0])):
             continue
         model.entries[param] = entry.in_rows(wanted, shape)
         key = state_key(param)
-        if state is not None and key in state.entries:
-            state.entries[key] = state.entries[key].in_rows(wanted, shape)
+        if tokens.kept is not None and key in tokens.kept.entries:
+            tokens.kept.entries[key] = tokens.kept.entries[key].in_rows(wanted, shape)
+
+
+def _grown(result: Vocabulary, tokens_of: Mapping[str, _Tokens], param: str) -> Grown:
+    """Return a tensor of the base with the rows of all new tokens."""
+    own = tokens_of["base"].own[param]
+    new_rows = {}
+    for row, token in result.new_tokens.items():
+        parts = []
+        for holder in token.holders:
+            entry = tokens_of[holder.role].own.get(param)
+            # An adapter has the base's rows, and what it adds to them.
+            if holder.row < own.shape[0] or (entry is not None and entry.key):
+                parts.append(PartOfMean(entry or own, holder.row, holder.weight))
+        new_rows[row] = parts
+    return Grown(own.source, own.key, (result.rows, *own.shape[1:]), own, new_rows)
 
 
 def _owner(models: Models, choice: str) -> str:
@@ -544,11 +419,10 @@ def _number_tokens(
         for token in sorted(ids.keys() - base.ids.keys(), key=ids.__getitem__):
             row = ids[token]
             number = numbers.get(token, row)
-            result.tokens.setdefault(number, token)
-            holders = result.holders.setdefault(number, [])
-            holders.append(Holder(role, row, weight_of(role, token, holders)))
+            new = result.new_tokens.setdefault(number, NewToken(token))
+            new.holders.append(Holder(role, row, weight_of(role, token, new.holders)))
             if tokens_of[role].tokenizer is None:
-                result.unnamed.add(number)
+                new.is_named = False
     return tokenizer if added else None
 
 
@@ -695,7 +569,7 @@ def _warnings(result: Vocabulary, base: _Tokens, tokens: _Tokens) -> Iterator[st
             f"the rows of '{tokens.label}' and the base are matched by their numbers: "
             f"{tokens.why_unknown}"
         )
-    lost = sorted(tokens.all.keys() - base.all.keys() - set(result.tokens.values()))
+    lost = sorted(tokens.all.keys() - base.all.keys() - set(result.names))
     if lost:
         yield (
             f"'{tokens.label}' has tokens that the result does not have "
