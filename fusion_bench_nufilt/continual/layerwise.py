@@ -34,7 +34,7 @@ from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
 from fusion_bench_nufilt.models.architecture import Architecture
-from fusion_bench_nufilt.models.fit import check_merged, check_task
+from fusion_bench_nufilt.models.fit import check_base, check_merged, check_task
 from fusion_bench_nufilt.models.heads import Heads
 from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
@@ -175,6 +175,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._selection = Selection.of(
             self._architecture, self._pretrained, self.targets, self._heads
         )
+        check_base(self._selection)
         self.method = method_of(self.method_class, self.options, self.seed, self._selection)
         coverage = self._selection.coverage
         log.info("%s", coverage)

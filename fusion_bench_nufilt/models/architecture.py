@@ -33,7 +33,6 @@ from .layers import (
     Layer,
     MatrixView,
     coverage,
-    exclude_hint,
     layer_name,
     select_layers,
     shared_weights,
@@ -45,7 +44,6 @@ from .source import RowRanges, Source, rows_key
 
 log = logging.getLogger(__name__)
 
-_NOT_TOGETHER = "weights and config do not belong together"
 # Buffers that no training changes, by the last part of their names.
 _COMPUTED = (
     "position_ids",
@@ -356,65 +354,26 @@ class Architecture:
     # Which layers are merged
 
     def layers(self, base: Source, targets: TargetConfig, heads: Heads) -> list[Layer]:
-        """Return the layers to merge, in the base's order; refuse a base whose weights and config
-        do not match.
-        """
+        """Return the layers to merge, in the base's order, at last those that it lacks."""
         selected = self.select(targets)
         layers_by_param = {}
-        wholes = []  # the params of the parameters that hold the layers
+        stored = self.by_param(base)
         for name, view in selected.items():
             if not heads.of([view.key]):
-                layers_by_param[self.param_of(view)] = name
-                wholes.append(self._params[view.key])
+                param = self.param_of(view)
+                layers_by_param[param] = Layer(name, param, tuple(stored.get(param, ())), view)
         if not layers_by_param:
             raise ValueError(
                 f"all {len(selected)} layers to merge in '{base.name}' belong to the tasks' own "
                 f"heads ({', '.join(sorted(heads.modules))}): name others in target_modules, or "
                 "say heads=none"
             )
-        stored = self.by_param(base)
-        # Before shapes are compared, since the placeholders of ZeRO-3 have a remedy of their own.
-        base.check_not_empty(chain.from_iterable(stored.get(whole, ()) for whole in wholes))
-        for whole in wholes:
-            for key in stored.get(whole, ()):
-                base.check_floats([key])
-                self._check_shape(base, key, whole)
-        lost = sorted(layers_by_param.keys() - stored.keys())
-        if lost:
-            names_lost = [layers_by_param[param] for param in lost]
-            names_there = [layers_by_param[param] for param in layers_by_param.keys() - set(lost)]
-            # A wrapper's prefix hides every layer, and excluding them one by one is no remedy.
-            base.check_unwrapped(stored.keys() - self._params.keys())
-            raise ValueError(
-                f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json "
-                f"promises, '{lost[0]}' first: {_NOT_TOGETHER}"
-                f"{exclude_hint(names_lost, names_there)}"
-            )
-        unused = self._unused(base)
-        if unused:
-            raise ValueError(
-                f"model '{base.name}' stores {len(unused)} tensors of layers that its config.json "
-                f"does not have, '{unused[0]}' first: {_NOT_TOGETHER}"
-            )
-        layers = []
-        for param, keys in stored.items():
-            if param in layers_by_param:
-                layer = Layer(layers_by_param[param], param, tuple(keys), self.views[param])
-                layers.append(layer)
-        return layers
+        layers = [layers_by_param[param] for param in stored if param in layers_by_param]
+        return [*layers, *(layer for layer in layers_by_param.values() if not layer.keys)]
 
-    def _check_shape(self, base: Source, key: str, param: str) -> None:
-        shape = base.tensors[key].shape
-        promised = self.shape(param)
-        if shape != promised:
-            raise ValueError(
-                f"model '{base.name}', tensor '{key}': shape {shape} differs from {promised}, "
-                f"which its config.json promises: {_NOT_TOGETHER}"
-            )
-
-    def _unused(self, base: Source) -> list[str]:
-        """Return stored tensors of layers that the model lacks: their names differ from its own by
-        a number alone.
+    def unused_keys(self, base: Source) -> list[str]:
+        """Return the keys of stored tensors of layers that the model lacks: their names differ from
+        its own by a number alone.
         """
         # transformers passes over these itself: DeepSeek-V3 stores a layer that its model lacks.
         ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()

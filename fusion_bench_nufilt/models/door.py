@@ -11,7 +11,7 @@ from fusion_bench_nufilt.utils.files import Head, Input, Manifest
 
 from .checkpoint import Checkpoint
 from .configurations import check_configuration
-from .fit import check_merged, check_task
+from .fit import check_base, check_merged, check_task
 from .into_adapter import refuse_what_no_adapter_holds, select_for_adapter
 from .layers import Layer
 from .model import ModelWeights
@@ -122,6 +122,7 @@ def open_models(checkpoints: Checkpoints, targets: TargetConfig, settings: Setti
     heads = heads_of_base(architecture, pretrained, rule, merged_manifest)
     take_heads(heads, tasks)
     of_model = Selection.of(architecture, pretrained, targets, heads)
+    check_base(of_model)
     selection = of_model
     if settings.adapter:
         selection = select_for_adapter(of_model, named, settings)
@@ -164,8 +165,6 @@ def _with_rows_of_result(models: Models) -> Models:
 def _check(models: Models) -> list[str]:
     """Refuse models that do not fit the base, and return warnings about what is doubtful."""
     warnings = []
-    for layer in models.layers:
-        models.base.check_floats(layer.keys)
     for role, model in models.models.items():
         if role not in ("base", "state"):
             warnings += check_configuration(

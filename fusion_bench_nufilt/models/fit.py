@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import NoReturn
 
 from torch import nn
@@ -17,6 +18,48 @@ from .selection import Selection
 from .source import format_names, module_source
 
 log = logging.getLogger(__name__)
+
+_NOT_TOGETHER = "weights and config do not belong together"
+
+
+def check_base(selection: Selection) -> None:
+    """Refuse a base whose layers are not those that its config.json promises."""
+    architecture = selection.architecture
+    base = selection.base
+    stored = selection.pretrained.entries
+    names_by_key: dict[str, str] = {}  # of the parameters that hold layers, by their keys
+    for layer in selection.layers:
+        name = architecture.param_named(layer.view.key)
+        if name == layer.param:
+            names_by_key |= dict.fromkeys(layer.keys, name)
+        elif name in stored:  # of a shape in which it holds no parts
+            names_by_key[stored[name].key] = name
+    # Before shapes are compared, since the placeholders of ZeRO-3 have a remedy of their own.
+    base.check_not_empty(names_by_key)
+    base.check_floats([*names_by_key, *chain(*(layer.keys for layer in selection.layers))])
+    for key, name in names_by_key.items():
+        shape = base.tensors[key].shape
+        promised = architecture.shape(name)
+        if shape != promised:
+            raise ValueError(
+                f"model '{base.name}', tensor '{key}': shape {shape} differs from {promised}, "
+                f"which its config.json promises: {_NOT_TOGETHER}"
+            )
+    lost = sorted(layer.name for layer in selection.layers if not layer.keys)
+    if lost:
+        # A wrapper's prefix hides every layer, and excluding them one by one is no remedy.
+        base.check_unwrapped(param for param in stored if not architecture.has(param))
+        names_there = [layer.name for layer in selection.layers if layer.keys]
+        raise ValueError(
+            f"model '{base.name}' lacks the weight of {len(lost)} layers that its config.json "
+            f"promises, '{lost[0]}' first: {_NOT_TOGETHER}{exclude_hint(lost, names_there)}"
+        )
+    unused = architecture.unused_keys(base)
+    if unused:
+        raise ValueError(
+            f"model '{base.name}' stores {len(unused)} tensors of layers that its config.json does "
+            f"not have, '{unused[0]}' first: {_NOT_TOGETHER}"
+        )
 
 
 def check_fit(
