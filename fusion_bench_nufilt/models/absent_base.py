@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
-
 from fusion_bench_nufilt.utils.files import Input, expanded, printable
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .adapters import base_name_key
-from .architecture import on_meta
+from .architecture import configured_names, on_meta
 from .checkpoint import Checkpoint, folder_at_hand
 from .peft_layers import EMBEDDING_A, place_of
 
@@ -50,7 +48,9 @@ class AbsentBase(Checkpoint):
         if self.has_config:
             built, known_from = on_meta(self)
             if known_from == type(built).__name__:
-                self.tensors = _parameters(built)
+                self.tensors = {}
+                for name, *_ in configured_names(built, self.config):
+                    self.tensors[name] = _described(tuple(built.get_parameter(name).shape))
         self.whole = self.tensors
 
     @property
@@ -106,13 +106,6 @@ def _adapted(adapters: Sequence[Checkpoint]) -> dict[str, TensorInfo]:
             if key.endswith(EMBEDDING_A):
                 shape = shape[::-1]
             tensors.setdefault(place.name, _described(shape))
-    return tensors
-
-
-def _parameters(model: nn.Module) -> dict[str, TensorInfo]:
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[name] = _described(tuple(parameter.shape))
     return tensors
 
 

@@ -79,6 +79,7 @@ class Architecture:
         loaded: a model of this architecture, as transformers has it in memory.
         naming: what a checkpoint calls its tensors; by default, the same.
         known_from: what tells the architecture: a class, the modules, or the names of tensors.
+        weights: the names of each weight, by default those of one parameter.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Architecture:
         loaded: nn.Module,
         naming: Names | None = None,
         known_from: str = "the modules",
+        weights: Sequence[list[str]] | None = None,
     ) -> None:
         self.naming = naming or Names(loaded)
         self.model = self.naming.model
@@ -114,12 +116,12 @@ class Architecture:
         for tied_name, name in getattr(loaded, "all_tied_weights_keys", {}).items():
             self._sources[self.naming.name(tied_name)] = self.naming.name(name)
         self._params: dict[str, str] = {}
-        names_of_each = shared_names(self.model)
-        for names in names_of_each:
+        weights = weights or shared_names(self.model)
+        for names in weights:
             self._params |= dict.fromkeys(names, self.first(names))
         self._unsaved = set(_unsaved_buffers(loaded))
         self._find_layers()
-        several = [names for names in names_of_each if len(names) > 1]
+        several = [names for names in weights if len(names) > 1]
         #: The names of each weight that the configuration ties.
         self.shared = [names for names in several if self._params[names[0]] not in self._row_ranges]
 
@@ -147,7 +149,8 @@ class Architecture:
         tensors' names tell.
         """
         built, known_from = on_meta(base)
-        return cls(built, names_of(built, base.tensors), known_from)
+        naming = names_of(built, base.tensors)
+        return cls(built, naming, known_from, configured_names(naming.model, base.config))
 
     # What tensors are called
 
@@ -517,8 +520,23 @@ def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
 
 def shared_names(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter; one that modules share has several."""
+    return _grouped(shared_weights(model))
+
+
+def configured_names(model: nn.Module, config: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names of each weight that a model on the meta device has once it is loaded:
+    transformers 5 builds all T5s with a tied head, and unties it then.
+    """
+    weights = shared_weights(model)
+    if config.get("tie_word_embeddings") is False:
+        _, head, _ = _token_tables(model)
+        weights |= dict.fromkeys(head, "the head's own")
+    return _grouped(weights)
+
+
+def _grouped(weights: Mapping[str, str]) -> list[list[str]]:
     names = defaultdict(list)
-    for name, weight in shared_weights(model).items():
+    for name, weight in weights.items():
         names[weight].append(name)
     return list(names.values())
 
@@ -568,10 +586,7 @@ def on_meta(base: Checkpoint) -> tuple[nn.Module, str]:
                 settings = settings_of(base.folder)
                 model_class = getattr(transformers, name)
             with torch.device("meta"):
-                model = model_class._from_config(settings)
-                if config.get("tie_word_embeddings") is False:
-                    _untie_head(model)
-                return model, name
+                return model_class._from_config(settings), name
         except Exception as error:  # its own code, another version of transformers, a bad config
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             log.warning(
@@ -603,15 +618,6 @@ def without_implementations(settings: Any) -> Any:
         if hasattr(settings, name):  # transformers 4 has the first alone
             setattr(settings, name, None)
     return settings
-
-
-def _untie_head(model: Any) -> None:
-    """Give the output head a weight of its own: transformers 5 builds all T5s with tied ones and
-    unties on loading.
-    """
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and head.weight is model.get_input_embeddings().weight:
-        head.weight = nn.Parameter(torch.empty_like(head.weight))
 
 
 def _backbone_of(model_type: str) -> str:
