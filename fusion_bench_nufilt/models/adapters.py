@@ -134,7 +134,7 @@ class LoraAdapter(ModelWeights):
             return
         name = place_of(self._prefix + key).name.replace(".token_adapter.", ".")
         rows = self.source.tensors[key].shape[0]
-        rows_of_base = architecture.rows(architecture.untied_name(name))
+        rows_of_base = architecture.rows(architecture.model_name(name))
         # A placeholder has no rows, and neither has what the base is not known to have.
         if 0 not in (rows, rows_of_base) and rows != rows_of_base:
             raise ValueError(
@@ -227,7 +227,7 @@ class LoraAdapter(ModelWeights):
                 self._add_new(param, module, of_rows)
             self.entries[param] = of_rows.with_part(rows, factors)
             return
-        param = architecture.untied_name(factors.name)
+        param = architecture.model_name(factors.name)
         view = architecture.views.get(param)
         is_transposed = view is not None and view.transposed
         shape = factors.shape
@@ -245,7 +245,7 @@ class LoraAdapter(ModelWeights):
         for param, rows in experts.items():
             self._add_new(param, name, rows)
         if not experts:
-            param = architecture.untied_name(name)
+            param = architecture.model_name(name)
             self._add_new(param, name, Stored.of(self.source, key))
             if _is_in_module(name, self.config.get("modules_to_save") or ()):
                 self.trained_params.add(param)
@@ -253,7 +253,7 @@ class LoraAdapter(ModelWeights):
     def _add_tokens(self, architecture: Architecture, module: str, key: str) -> None:
         """Note the rows of an embedding that the adapter trained, which replace the base's."""
         name = self.source.name
-        param = architecture.untied_name(f"{module}.weight")
+        param = architecture.model_name(f"{module}.weight")
         numbers = self.config.get("trainable_token_indices")
         if isinstance(numbers, dict):
             of_module = [numbers[end] for end in numbers if _is_found(module, [end])]

@@ -120,6 +120,9 @@ class Architecture:
         for names in weights:
             self._params |= dict.fromkeys(names, self.first(names))
         self._unsaved = set(_unsaved_buffers(loaded))
+        self._views_by_key: dict[str, list[MatrixView]] = defaultdict(list)
+        for view in views(self.model):
+            self._views_by_key[view.key].append(view)
         self._find_layers()
         several = [names for names in weights if len(names) > 1]
         #: The names of each weight that the configuration ties.
@@ -129,19 +132,19 @@ class Architecture:
         self.views: dict[str, MatrixView] = {}  # of all layers, by param
         self._places_in_stacks: dict[str, list[PlaceInStack]] = {}  # once for all adapters
         self._row_ranges: dict[str, RowRanges] = {}  # of parameters that hold several layers
-        views_by_key: dict[str, list[MatrixView]] = {}
-        for view in views(self.model):
-            views_by_key.setdefault(view.key, []).append(view)
-        for key, views_of_key in views_by_key.items():
+        self._packed: dict[str, str] = {}  # the names of these and of their parts, with the params
+        for key, views_of_key in self._views_by_key.items():
             param = self._params[key]
             if len(views_of_key) > 1:
                 self._row_ranges[param] = [view.rows for view in views_of_key]
                 names = [name for name, its_param in self._params.items() if its_param == param]
                 for name in names:
+                    self._packed[name] = param
                     for rows in self._row_ranges[param]:
-                        self._params[rows_key(name, rows)] = rows_key(param, rows)
+                        self._packed[rows_key(name, rows)] = rows_key(param, rows)
             for view in views_of_key:
                 self.views.setdefault(self.param_of(view), view)
+        self._params |= self._packed
 
     @classmethod
     def of_checkpoint(cls, base: Checkpoint) -> "Architecture":
@@ -156,11 +159,11 @@ class Architecture:
 
     def model_name(self, key: str) -> str:
         """Return the model's name for a checkpoint's key, renamed as transformers does when it
-        loads one.
+        loads one, whatever the tensor is tied to; what holds several layers has one name.
         """
         for name in (*self._names(key), key):
             if name in self._params:
-                return name
+                return self._packed.get(name, name)
         return modern_name(key)
 
     def _names(self, key: str) -> tuple[str, ...]:
@@ -177,23 +180,10 @@ class Architecture:
         """Tell whether a tensor that a checkpoint stores under ``key`` is one of the model's."""
         return self.model_name(key) in self._params
 
-    def untied_name(self, key: str) -> str:
-        """Return the model's name for the tensor that a checkpoint stores under ``key``, whatever
-        it is tied to.
-        """
-        name = self.model_name(key)
-        if any(name in names for names in self.shared):
-            return name
-        return self._params.get(name, name)
-
     def param(self, key: str) -> str:
         """Return the param of the tensor that a checkpoint stores under ``key``."""
         name = self.model_name(key)
         return self._params.get(name, name)
-
-    def param_named(self, name: str) -> str:
-        """Return the param of the tensor that the model calls ``name``."""
-        return self._params[name]
 
     def param_of(self, view: MatrixView) -> str:
         """Return the param of the tensor that holds a layer's matrix and nothing else."""

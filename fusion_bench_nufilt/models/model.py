@@ -48,11 +48,7 @@ class ModelWeights:
 
     def _find_tensors(self, architecture: Architecture) -> None:
         for key in self.source.tensors:
-            name = architecture.untied_name(key)
-            # Where several keys go by one name, its own wins: of a tied weight that is stored
-            # twice, that of the embedding and not the head's.
-            if name not in self.entries or architecture.model_name(key) == name:
-                self.entries[name] = Stored.of(self.source, key)
+            self.entries[architecture.model_name(key)] = Stored.of(self.source, key)
         for names in architecture.shared:
             stored = [name for name in names if name in self.entries]
             if stored:
@@ -86,7 +82,7 @@ class ModelWeights:
         Until then, each name has its own.
         """
         for name in chain(*architecture.shared):
-            if architecture.param_named(name) != name:
+            if architecture.param(name) != name:
                 self.entries.pop(name, None)
 
     def has(self, param: str) -> bool:
@@ -289,7 +285,7 @@ def carry_over(
 ) -> None:
     """Enter what is known of weights also under the params that shared them when it was noted."""
     for names in architecture.names_by_weight:
-        param = architecture.param_named(names[0])
+        param = architecture.param(names[0])
         earlier_key = key_of(earlier.get(param, param))
         if earlier_key in known:
             known.setdefault(key_of(param), known[earlier_key])
@@ -303,7 +299,7 @@ def complete_base(
     """
     names_of_keys = {architecture.model_name(key): key for key in base.source.tensors}
     for names in architecture.names_by_weight:
-        param = architecture.param_named(names[0])
+        param = architecture.param(names[0])
         if param not in base.entries:
             continue
         key_now = base.entries[param].key

@@ -191,7 +191,7 @@ def _tie_factors(
     """Give linear layers that are tied to the embedding its factors, transposed, as peft does,
     whatever rank a pattern has for either; a scaling is each layer's own.
     """
-    modules = {architecture.untied_name(f"{module}.weight"): module for module in layers}
+    modules = {architecture.model_name(f"{module}.weight"): module for module in layers}
     source = modules.get(architecture.embedding)
     if source is None:
         return
