@@ -144,7 +144,7 @@ def _folder(model: Any) -> Path:
 
 @cache
 def _base(folder: Path, targets: TargetConfig) -> _Base:
-    checkpoint = Checkpoint.from_folder(str(folder), folder)
+    checkpoint = Checkpoint.open(str(folder))
     selection = open_models(Checkpoints(checkpoint, []), targets, Settings())
     architecture = selection.architecture
     # mergekit gives tensors as they are stored, of which the base has one for each layer.
@@ -173,7 +173,7 @@ def _layers_in(base: _Base, group: Any) -> list[Layer]:
 def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     """Return the strength of a task, which is measured with the first of its tensors."""
     selection = _base(base_folder, targets).selection
-    task = ModelWeights(Checkpoint.from_folder(str(folder), folder), selection.architecture)
+    task = ModelWeights(Checkpoint.open(str(folder)), selection.architecture)
     task.tie(selection.architecture)
     return strength_of(selection.pretrained, selection.layers, task)
 

@@ -41,7 +41,7 @@ class AbsentBase(Checkpoint):
                 f"the base '{name}' has no {_CONFIG} on this disk, which is all that is read of "
                 "it: leave --base out, or name a folder that has one"
             )
-        super().__init__(self.trained_on or "the base", folder, {}, {})
+        super().__init__(self.trained_on or "the base", folder, [])
         self.revision = None  # of no file is known which commit it is of
         self.tensors = _adapted(adapters)
         self.has_config = (self.folder / _CONFIG).is_file()

@@ -6,10 +6,10 @@ follow in this order. A folder that can't be read is refused with what makes it 
 """
 
 import hashlib
-import logging
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,8 +18,7 @@ from typing import Any, cast
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import SafetensorsFileMetadata
 from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
@@ -49,8 +48,6 @@ from .quantised import (
     other_quantisation,
 )
 from .source import Source, format_names, program_on_page
-
-log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -100,32 +97,29 @@ _Files = Mapping[str, Mapping[str, TensorInfo]]  # the tensors of each weight fi
 class Checkpoint(Source):
     """A model in safetensors files, of which only headers are read until a tensor is asked for.
 
-    ``name`` is the user's name for it, and ``folder`` has its small files. No files are ``opened``
-    while the weights are still on the hub, from where :meth:`fetch` downloads them. ``tensors`` are
-    those that a merge works on, by key: a weight in FP8 or MXFP4 and its scales are one tensor, and
-    a tensor that was :meth:`split` is several.
+    ``name`` is the user's name for it, ``folder`` has its small files, and ``files`` has those of
+    its weights. None is ``opened`` while they are still on the hub, from where :meth:`fetch`
+    downloads them. ``tensors`` are those that a merge works on, by key: a weight in FP8 or MXFP4
+    and its scales are one tensor, and a tensor that was :meth:`split` is several.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        files: _Files,
-        opened: dict[str, TensorFile] | None = None,
-        inside: str = "",
-    ) -> None:
+    def __init__(self, name: str, folder: Path, files: Sequence[str], inside: str = "") -> None:
         self.name = name
         self.revision: str | None = None
         if not expanded(name).is_dir():
             self.revision = folder.name  # in the hub's cache, that of the commit
         self.folder = folder / inside
-        self.files = list(files)
-        self.remote = opened is None
+        self.files = files
+        self.remote = not all((self.folder / file).is_file() for file in files)
         self._inside = inside
         self._fingerprint = ""  # until it is asked for
         self.tensors: dict[str, TensorInfo] = {}
-        self.opened = opened or {}
-        for file, tensors in files.items():
+        if self.remote:
+            headers = _hub_headers(name, folder.name, self._paths)
+        else:
+            self.opened = {file: TensorFile(self.folder / file) for file in files}
+            headers = {file: weights.tensors for file, weights in self.opened.items()}
+        for file, tensors in headers.items():
             twice = sorted(self.tensors.keys() & tensors.keys())
             if twice:
                 raise ValueError(
@@ -133,6 +127,13 @@ class Checkpoint(Source):
                     "one of them"
                 )
             self.tensors |= tensors
+        promised = {key for key, file in _weight_map(self.folder).items() if file in files}
+        lost = sorted(promised - self.tensors.keys())
+        if lost:
+            raise ValueError(
+                f"'{name}': {INDEX} names tensors that its files lack: {format_names(lost)}; fetch "
+                "it again"
+            )
         other = other_quantisation(self.tensors, self.quantisation)
         if other:
             raise ValueError(
@@ -153,7 +154,7 @@ class Checkpoint(Source):
         """
         folder = expanded(name)
         if folder.is_dir():
-            return cls.from_folder(name, folder)
+            return cls(name, folder, _weight_files(name, folder, _local_paths(folder)))
         _refuse_path(name)
         try:
             folder = _download(name, name.partition("@")[2] or None, [ADAPTER_WEIGHTS])
@@ -169,55 +170,46 @@ class Checkpoint(Source):
         # What lies in the cache needs no network. Of all else, headers come first: weights are
         # downloaded once these have passed all checks.
         if is_adapter(folder) or all((folder / file).is_file() for file in shards):
-            return cls.from_folder(name, folder)
-        # The folder is named after its commit: headers and weights are of one version.
-        return cls(name, folder, _hub_headers(name, folder.name))
-
-    @classmethod
-    def from_folder(cls, name: str, folder: Path, inside: str = "") -> "Checkpoint":
-        """Read the headers of a folder, or of one ``inside`` a folder of the hub's cache."""
-        home = folder / inside
-        opened = {file: TensorFile(home / file) for file in _weight_files(name, home)}
-        headers = {file: weights.tensors for file, weights in opened.items()}
-        checkpoint = cls(name, folder, headers, opened, inside)
-        promised = {key for key, file in _weight_map(home).items() if file in opened}
-        lost = sorted(promised.difference(*headers.values()))
-        if lost:
+            paths = _local_paths(folder)
+        else:
+            # The folder is named after its commit: headers and weights are of one version.
+            paths = list(_hub_digests(name, folder.name))
+        try:
+            files = _weight_files(name, folder, paths)
+        except ValueError as error:
             raise ValueError(
-                f"'{name}': {INDEX} names tensors that its files lack: {format_names(lost)}; fetch "
-                "it again"
-            )
-        return checkpoint
+                f"{error}; get it with `{_hub_command(name)}`, and give FOLDER"
+            ) from error
+        return cls(name, folder, files)
 
     def open_inside(self, file: str) -> "Checkpoint | None":
-        """Read the header of a weight file in a folder inside this one, if there is such a folder.
-        One on the hub, which must be there, stays there until it is fetched.
+        """Read the header of a weight file in a folder inside this one, if there is such a folder;
+        on the hub, it must be there.
         """
         path = PurePosixPath(file)
         inside = str(path.parent)
-        if self.revision is None:
-            home = self.folder / inside
-            if not home.is_dir():
-                return None
-            return self.from_folder(str(home), home)
-        if (self.folder / file).is_file():
-            return self.from_folder(self.name, self.folder, inside)
-        tensors = _hub_header(self.name, self.revision, file)
-        return Checkpoint(self.name, self.folder, {path.name: tensors}, inside=inside)
+        if self.revision is not None:
+            return Checkpoint(self.name, self.folder, [path.name], inside)
+        home = self.folder / inside
+        return self.open(str(home)) if home.is_dir() else None
 
     def fetch(self) -> None:
         """Download the weights, if they are on the hub."""
         if not self.remote:
             return
-        files = [str(PurePosixPath(self._inside, file)) for file in self.files]
-        folder = _download(self.name, self.revision, files)
-        local = self.from_folder(self.name, folder, self._inside)
+        folder = _download(self.name, self.revision, self._paths)
+        local = Checkpoint(self.name, folder, self.files, self._inside)
         self.folder = local.folder
         copies = {key: local.whole[of] for key, of in self.copies.items()}
         self.whole = {**local.whole, **copies}
         self.opened = local.opened
         self.remote = False
         self.split(self.row_ranges)
+
+    @property
+    def _paths(self) -> list[str]:
+        """The paths of the files of weights in the repository."""
+        return [str(PurePosixPath(self._inside, file)) for file in self.files]
 
     def folder_with(self, *files: str) -> Path:
         """Return the folder; if it is the hub's, download the files that match these patterns
@@ -250,14 +242,10 @@ class Checkpoint(Source):
         """
         if self.revision is None:
             return {}
-        files = [str(PurePosixPath(self._inside, file)) for file in self.files]
-        if self.remote:
-            digests = _hub_digests(self.name, self.revision, files)
-        else:
-            digests = _cached_digests([file.path for file in self.opened.values()])
-        if len(digests) < len(files):
-            return {}
-        return dict(zip(self.files, digests, strict=True))
+        if not self.remote:
+            return _cached_digests(self.opened)
+        digests = _hub_digests(self.name, self.revision)
+        return {file: digests[path] for file, path in zip(self.files, self._paths, strict=True)}
 
     def identity(self) -> Input:
         """Return what this checkpoint is known by, without reading all of its weights: their
@@ -373,7 +361,7 @@ class Checkpoint(Source):
         """The files of weights beside those that are read, by path in the folder; of folders in it,
         those of the ones that are no model by themselves. The state of a merge is no part of it.
         """
-        paths = [PurePosixPath(path) for path in self._paths()]
+        paths = [PurePosixPath(path) for path in self._paths_at_hand()]
         models = {path.parent for path in paths if path.name.endswith("config.json")}
         unread = []
         for path in paths:
@@ -385,20 +373,15 @@ class Checkpoint(Source):
                 unread.append(str(path))
         return sorted(unread)
 
-    def _paths(self) -> list[str]:
+    def _paths_at_hand(self) -> list[str]:
         """Return the paths of the files in the folder and the folders in it, of an adapter on the
-        hub also those that are there; without a network, of those on this disk.
+        hub also those that are there.
         """
         if self.revision is not None and is_adapter(self.folder):
-            try:
-                repository = huggingface_hub.model_info(
-                    _repository(self.name), revision=self.revision, timeout=10
-                )
-                return [file.rfilename for file in repository.siblings or ()]
-            except Exception as error:  # no network, or no access any more
-                log.info("'%s': the hub can't list its files: %s", self.name, error)
-        paths = [*self.folder.glob("*"), *self.folder.glob("*/*")]
-        return [path.relative_to(self.folder).as_posix() for path in paths if path.is_file()]
+            # Without a network, or access any more, those on this disk.
+            with suppress(ValueError):
+                return list(_hub_digests(self.name, self.revision))
+        return _local_paths(self.folder)
 
     def module_files(self) -> dict[str, bytes]:
         """Return the files of the modules that sentence-transformers puts behind the model, by path
@@ -509,10 +492,10 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file()
 
 
-def _refuse_both(name: str, folder: Path) -> None:
+def _refuse_both(name: str, paths: Collection[str]) -> None:
     """Refuse a folder with an adapter and a whole model, of which either may be meant."""
     for file in (_SINGLE, INDEX, _PICKLED_WEIGHTS, f"{_PICKLED_WEIGHTS}.index.json"):
-        if (folder / file).is_file():
+        if file in paths:
             raise ValueError(
                 f"'{name}' holds an adapter ('{ADAPTER_WEIGHTS}') and a whole model ('{file}'): "
                 "give a folder with only the one that you mean"
@@ -557,26 +540,33 @@ _STEP = re.compile(r"(checkpoint|global_step|pytorch_model_fsdp_|optimizer_)-?\d
 _COPY = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin|adapter_model\.bin")
 
 
-def _weight_files(name: str, folder: Path) -> list[str]:
-    """Return the names of the files of weights in a folder; a ValueError says what else it
-    holds.
+def _local_paths(folder: Path) -> list[str]:
+    """Return the paths of the files in a folder and the folders in it."""
+    paths = [*folder.glob("*"), *folder.glob("*/*")]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+
+
+def _weight_files(name: str, folder: Path, paths: Collection[str]) -> list[str]:
+    """Return the names of the files of weights in a folder, given the paths of all files that are
+    there, or on the hub; a ValueError says what else it holds.
     """
     if is_adapter(folder):
-        _refuse_both(name, folder)
+        _refuse_both(name, paths)
         return [ADAPTER_WEIGHTS]
     # Before the index, in the order in which transformers looks for weights.
-    if (folder / _SINGLE).is_file():
+    if _SINGLE in paths:
         return [_SINGLE]
     files = sorted(set(_weight_map(folder).values()))
     if files:
-        absent = [file for file in files if not (folder / file).is_file()]
+        absent = [file for file in files if file not in paths]
         if absent:
             raise ValueError(
                 f"'{name}': {INDEX} names shards that are not there: {format_names(absent)}; fetch "
                 "them"
             )
         return files
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = sorted(path for path in paths if "/" not in path)
+    files = [file for file in names if file.endswith(".safetensors")]
     if len(files) == 1:
         return files
     if files:
@@ -585,13 +575,13 @@ def _weight_files(name: str, folder: Path) -> list[str]:
             "together"
         )
     # Before pickles: a Trainer's folder may hold its pickled arguments beside checkpoints.
-    inside = _models_inside(folder)
+    inside = [Path(name) / path for path in _models_inside(paths)]
     if inside:
         raise ValueError(
             f"'{name}' holds no safetensors file, and {format_names(inside)} does: give that one"
         )
-    pickles = [path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES]
-    pickles = sorted(file for file in pickles if not _OF_A_TRAINER.fullmatch(file))
+    pickles = [file for file in names if file.endswith(_PICKLE_SUFFIXES)]
+    pickles = [file for file in pickles if not _OF_A_TRAINER.fullmatch(file)]
     if pickles:
         raise ValueError(
             f"'{name}' holds {_kind_of_pickle(folder / pickles[0])} ({format_names(pickles)}), "
@@ -608,20 +598,23 @@ def _has_weights(name: str) -> bool:
     return not (_OF_A_TRAINER.fullmatch(name) or _COPY.fullmatch(name))
 
 
-def _models_inside(folder: Path) -> list[Path]:
-    """Return the folders in a folder that hold a model or an adapter: of a Trainer's checkpoints,
-    the newest.
+def _models_inside(paths: Iterable[str]) -> list[str]:
+    """Return the folders that hold a model or an adapter, given the paths of all files: of a
+    Trainer's checkpoints, the newest.
     """
-    models = {path.parent for path in folder.glob("*/*config.json")}
-    models = {path for path in models if any(path.glob("*model*.safetensors"))}
+    folders = {path.rpartition("/")[0] for path in paths if path.endswith("config.json")}
+    models = []
+    for folder in sorted(folders):
+        if any(fnmatchcase(path, f"{folder}/*model*.safetensors") for path in paths):
+            models.append(folder)
     checkpoints = {}  # by their numbers
     for path in models:
-        match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+        match = re.fullmatch(r"checkpoint-(\d+)", path)
         if match:
             checkpoints[int(match[1])] = path
     if checkpoints:
         return [checkpoints[max(checkpoints)]]
-    return sorted(models)
+    return models
 
 
 def _kind_of_pickle(file: Path) -> str:
@@ -662,66 +655,56 @@ def _hub_command(name: str) -> str:
     return f"{command} --local-dir FOLDER"
 
 
-def _hub_digests(name: str, commit: str, files: Sequence[str]) -> list[str]:
-    """Return the digests that the hub gives for files, or nothing if it gives none."""
+def _cached_digests(opened: Mapping[str, TensorFile]) -> dict[str, str]:
+    """Return the hub's digests of files in its cache, which names a file by them; none if one is
+    named otherwise.
+    """
+    targets = {file: weights.path.resolve() for file, weights in opened.items()}
+    if any(target.parent.name != "blobs" for target in targets.values()):
+        return {}
+    return {file: target.name for file, target in targets.items()}
+
+
+def _hub_digests(name: str, commit: str) -> Mapping[str, str]:
+    """Return the digests of all files of a hub repository, by path, as its cache names them."""
     try:
-        infos = huggingface_hub.get_paths_info(_repository(name), [*files], revision=commit)
-    except Exception as error:
-        # The commit is known, and says the same of a model as digests.
-        log.debug("'%s': the hub can't give the digests of its weights: %s", name, error)
-        return []
-    digests = {}
-    for info in infos:
-        if isinstance(info, RepoFile):
-            # By either of which the hub's cache names the file.
-            digests[info.path] = info.lfs.sha256 if info.lfs else info.blob_id
-    return [digests[file] for file in files if file in digests]
-
-
-def _cached_digests(paths: Sequence[Path]) -> list[str]:
-    """Return the hub's digests of files in its cache, which names a file by them."""
-    targets = [path.resolve() for path in paths]
-    return [target.name for target in targets if target.parent.name == "blobs"]
-
-
-def _hub_headers(name: str, commit: str) -> _Files:
-    """Return the tensors of the weights in a hub repository."""
-    try:
-        metadata = huggingface_hub.get_safetensors_metadata(_repository(name), revision=commit)
-    except NotASafetensorsRepoError as error:
-        # The hub gives the headers of files with these names alone. Of a folder, the one file of
-        # any name is read, and what is pickled is refused with the command that converts it.
+        repository = huggingface_hub.model_info(
+            _repository(name), revision=commit, timeout=10, files_metadata=True
+        )
+    except Exception as error:  # no network, or no access any more
         raise ValueError(
-            f"'{name}' on the hub holds neither {_SINGLE} nor {INDEX}; pickled weights run code "
-            f"when opened and are refused. Get it with `{_hub_command(name)}`, and give FOLDER"
+            f"'{name}': the hub can't list its files: {message_in_one_line(error)}"
         ) from error
+    digests = {}
+    for file in repository.siblings or ():
+        digests[file.rfilename] = file.lfs.sha256 if file.lfs else str(file.blob_id)
+    return digests
+
+
+def _hub_headers(name: str, commit: str, paths: Sequence[str]) -> _Files:
+    """Return the tensors of files of a hub repository, by the name of the file."""
+
+    def read(path: str) -> SafetensorsFileMetadata:
+        return huggingface_hub.parse_safetensors_file_metadata(
+            _repository(name), path, revision=commit
+        )
+
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    try:
+        with ThreadPoolExecutor() as threads:
+            all_metadata = list(threads.map(read, paths))
     except Exception as error:
         raise ValueError(
             f"'{name}': the hub can't give the headers of its weights: {message_in_one_line(error)}"
         ) from error
-    return {file: _from_hub(file, header) for file, header in metadata.files_metadata.items()}
-
-
-def _hub_header(name: str, commit: str, file: str) -> dict[str, TensorInfo]:
-    """Return the tensors of one file of a hub repository."""
-    try:
-        metadata = huggingface_hub.parse_safetensors_file_metadata(
-            _repository(name), file, revision=commit
-        )
-    except Exception as error:
-        raise ValueError(
-            f"'{name}': the hub can't give the header of {file}: {message_in_one_line(error)}"
-        ) from error
-    return _from_hub(PurePosixPath(file).name, metadata)
-
-
-def _from_hub(file: str, metadata: SafetensorsFileMetadata) -> dict[str, TensorInfo]:
-    """Return the tensors that a header describes; their offsets do not count the header."""
-    tensors = {}
-    for key, tensor in metadata.tensors.items():
-        start, stop = tensor.data_offsets
-        tensors[key] = TensorInfo(file, str(tensor.dtype), tuple(tensor.shape), start, stop)
-    return tensors
+    for path, metadata in zip(paths, all_metadata, strict=True):
+        file = PurePosixPath(path).name
+        headers[file] = {}
+        for key, tensor in metadata.tensors.items():
+            start, stop = tensor.data_offsets  # which do not count the header
+            shape = tuple(tensor.shape)
+            headers[file][key] = TensorInfo(file, str(tensor.dtype), shape, start, stop)
+    return headers
 
 
 def _is_small_file(name: str) -> bool:

@@ -10,15 +10,9 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import NotASafetensorsRepoError
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.repocard import metadata_load
-from huggingface_hub.utils import (
-    SafetensorsFileMetadata,
-    SafetensorsRepoMetadata,
-    TensorInfo,
-    filter_repo_objects,
-)
+from huggingface_hub.utils import SafetensorsFileMetadata, TensorInfo, filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from fusion_bench_nufilt import FusionConfig, load_task
@@ -83,32 +77,17 @@ def hub(tmp_path, monkeypatch):
             infos[key] = TensorInfo(info.dtype, list(info.shape), data_offsets=offsets)
         return SafetensorsFileMetadata(metadata={}, tensors=infos)
 
-    def get_safetensors_metadata(name, revision=None):
-        folder = tmp_path / "remote" / name.split("/")[1]
-        files = {}
-        for path in folder.glob("*.safetensors"):
-            files[path.name] = parse_safetensors_file_metadata(name, path.name)
-        if not files:
-            raise NotASafetensorsRepoError("no safetensors")
-        return SafetensorsRepoMetadata(
-            metadata=None, sharded=True, weight_map={}, files_metadata=files
-        )
-
-    def get_paths_info(name, files, revision):
+    def model_info(name, revision, timeout, files_metadata):
         assert revision == COMMIT
-        infos = []
-        for file in files:
-            path = tmp_path / "remote" / name.split("/")[1] / file
-            lfs = {"oid": sha256(path), "size": path.stat().st_size, "pointerSize": 1}
-            infos.append(RepoFile(path=file, size=lfs["size"], oid="0" * 40, lfs=lfs))
-        return infos
+        folder = tmp_path / "remote" / name.split("/")[1]
+        siblings = []
+        for path in folder.rglob("*"):
+            if path.is_file():
+                file = path.relative_to(folder).as_posix()
+                siblings.append(RepoSibling(rfilename=file, blob_id=sha256(path)))
+        return SimpleNamespace(siblings=siblings)
 
-    for stand_in in (
-        snapshot_download,
-        parse_safetensors_file_metadata,
-        get_safetensors_metadata,
-        get_paths_info,
-    ):
+    for stand_in in (snapshot_download, parse_safetensors_file_metadata, model_info):
         monkeypatch.setattr(huggingface_hub, stand_in.__name__, stand_in)
     return downloaded
 
@@ -152,7 +131,8 @@ def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hu
     assert (task["name"], task["revision"]) == ("owner/task1", COMMIT)
     assert task["hub"] == {WEIGHTS: sha256(tmp_path / "remote" / "task1" / WEIGHTS)}
     assert task["fingerprint"] == Checkpoint.open(str(tmp_path / "remote" / "task1")).fingerprint
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", never)
+    monkeypatch.setattr(huggingface_hub, "model_info", never)
+    monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", never)
     again = plan("task1", "task2")
     assert merge_folders(again, tmp_path / "out") == tmp_path / "out"  # known as the finished run
     assert same(tensors(merge_folders(again, tmp_path / "out2")), expected)
@@ -181,12 +161,7 @@ def test_what_the_hub_says_of_its_files_tells_other_content_before_any_download(
     assert not weights(hub)
 
 
-@pytest.mark.parametrize("says", [True, False])
-def test_after_the_download_a_hub_model_is_known_as_a_copy_in_a_folder_is(
-    tmp_path, hub, monkeypatch, says
-):
-    if not says:
-        monkeypatch.setattr(huggingface_hub, "get_paths_info", never)
+def test_after_the_download_a_hub_model_is_known_as_a_copy_in_a_folder_is(tmp_path, hub):
     remote = tmp_path / "remote"
     merge(remote, ["task1"], "one")
     options = FusionConfig(**RANKS)
@@ -244,29 +219,18 @@ def test_an_adapter_and_the_index_of_a_whole_model_are_refused(tmp_path, hub):
 
 def test_a_plan_refuses_what_does_not_fit_before_any_download(tmp_path, hub):
     next((tmp_path / "remote" / "task2").glob("*.safetensors")).unlink()
-    message = r"'owner/task2' on the hub holds neither model\.safetensors nor .*are refused"
+    message = "'owner/task2' holds no safetensors file; get it with `hf download owner/task2 "
     with pytest.raises(ValueError, match=message):
         plan("task1", "task2")
     assert not weights(hub)
 
 
-def test_one_file_of_another_name_is_merged_from_a_folder_as_the_message_says(
-    tmp_path, hub, monkeypatch
-):
+def test_weights_of_any_name_are_read_from_the_hub_as_from_a_folder(tmp_path, hub):
     expected = tensors(merge(tmp_path / "remote", ["task1"]))
     folder = tmp_path / "remote" / "task1"
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    get_metadata = huggingface_hub.get_safetensors_metadata
-
-    def get_safetensors_metadata(name, revision=None):
-        if name == "owner/task1":
-            raise NotASafetensorsRepoError("it looks for model.safetensors alone")
-        return get_metadata(name, revision)
-
-    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", get_safetensors_metadata)
-    with pytest.raises(ValueError, match="hf download owner/task1 --local-dir FOLDER`, and give"):
-        plan("task1")
-    planned = plan_merge("owner/base", [str(folder)], None, FusionConfig(**RANKS))
+    planned = plan("task1")
+    assert not weights(hub)
     assert same(tensors(merge_folders(planned, tmp_path / "out")), expected)
 
 
@@ -340,21 +304,15 @@ def test_a_head_is_loaded_without_the_state(tmp_path, hub):
     assert f"owner/one/{STATE}" not in hub
 
 
-def test_weights_beside_an_adapter_on_the_hub_are_refused_without_a_download(
-    tmp_path, hub, monkeypatch
-):
+def test_weights_beside_an_adapter_on_the_hub_are_refused_without_a_download(tmp_path, hub):
     save_adapter(tmp_path / "remote", llama())
     (tmp_path / "remote" / "adapter").rename(tmp_path / "remote" / "lora")
-    names = ["adapter_config.json", "adapter_model.safetensors", "non_lora_trainables.bin"]
-
-    def model_info(name, revision, timeout):
-        assert (name, revision) == ("owner/lora", COMMIT)
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in names])
-
-    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+    beside = tmp_path / "remote" / "lora" / "non_lora_trainables.bin"
+    beside.touch()
     with pytest.raises(ValueError, match=r"owner/lora' has 'non_lora_trainables\.bin' beside it"):
         plan("lora")
-    names.pop()
+    assert not any(file.endswith(beside.name) for file in hub)
+    beside.unlink()
     plan("lora")
 
 
