@@ -29,7 +29,7 @@ def check_base(selection: Selection) -> None:
     stored = selection.pretrained.entries
     names_by_key: dict[str, str] = {}  # of the parameters that hold layers, by their keys
     for layer in selection.layers:
-        name = architecture.param_named(layer.view.key)
+        name = architecture.param(layer.view.key)
         if name == layer.param:
             names_by_key |= dict.fromkeys(layer.keys, name)
         elif name in stored:  # of a shape in which it holds no parts
