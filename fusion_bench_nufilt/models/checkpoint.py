@@ -19,7 +19,7 @@ from typing import Any, cast
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import SafetensorsFileMetadata
+from huggingface_hub.utils import SafetensorsFileMetadata, filter_repo_objects
 from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -342,7 +342,7 @@ class Checkpoint(Source):
         Raises:
             ValueError: a file can't be read, is too large, or is a link out of the folder.
         """
-        paths = [path for path in self.folder.iterdir() if _is_small_file(path.name)]
+        paths = _small_files(self.folder.iterdir())
         paths += (self.folder / "additional_chat_templates").glob("*.jinja")
         wanted = []
         for path in sorted(paths):
@@ -384,17 +384,29 @@ class Checkpoint(Source):
         return _local_paths(self.folder)
 
     def module_files(self) -> dict[str, bytes]:
-        """Return the files of the modules that sentence-transformers puts behind the model, by path
-        in the folder.
+        """Return the files of the modules that sentence-transformers puts behind the model, with
+        their weights, by path in the folder; a ValueError names pickled weights.
         """
-        weights = []
-        for module in _module_folders(self.folder):
-            # Pickles, too: a module that has nothing else is refused, wherever it comes from.
-            for suffix in (".safetensors", *_PICKLE_SUFFIXES):
-                weights.append(f"{module}/*{suffix}")
-        if not weights:
+        modules = _module_folders(self.folder)
+        if not modules:
             return {}
-        return _read_module_files(self.folder_with(*weights))
+        # Pickles, too: a module that has nothing else is refused, wherever it comes from.
+        suffixes = (".safetensors", *_PICKLE_SUFFIXES)
+        folder = self.folder_with(*(f"{module}/*{end}" for module in modules for end in suffixes))
+        paths = []
+        for module in modules:
+            files = [path for path in sorted((folder / module).rglob("*")) if path.is_file()]
+            safetensors = [path for path in files if path.suffix == ".safetensors"]
+            pickles = [path for path in files if path.suffix in _PICKLE_SUFFIXES]
+            # Beside safetensors, pickles are further copies of the weights, and are left behind.
+            if pickles and not safetensors:
+                raise ValueError(
+                    f"'{pickles[0]}' holds pickled weights, which run code when opened and are "
+                    "refused. Where you trust them, load the folder with sentence-transformers and "
+                    "save it again"
+                )
+            paths += [*_small_files(files), *safetensors]
+        return _read_files(folder, paths)
 
     # Its tensors
 
@@ -707,11 +719,15 @@ def _hub_headers(name: str, commit: str, paths: Sequence[str]) -> _Files:
     return headers
 
 
-def _is_small_file(name: str) -> bool:
-    """Tell whether a file of this name, without folders, belongs to a model besides its weights."""
-    if any(fnmatchcase(name, pattern) for pattern in _NOT_OF_THE_MODEL):
-        return False
-    return any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)
+def _small_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files that belong to a model besides its weights, whatever folder they are in."""
+    small = filter_repo_objects(
+        paths,
+        allow_patterns=_SMALL_FILES,
+        ignore_patterns=_NOT_OF_THE_MODEL,
+        key=lambda path: path.name,
+    )
+    return list(small)
 
 
 _MOST_BYTES = 10**9  # the largest small file, which is held in memory
@@ -757,24 +773,3 @@ def _module_folders(folder: Path) -> list[str]:
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"'{file}' names '{path}', which is not in the folder")
     return [str(path) for path in paths]
-
-
-def _read_module_files(folder: Path) -> dict[str, bytes]:
-    """Return the content of the modules' files, with their weights, by path in the folder; a
-    ValueError names pickled weights.
-    """
-    paths = []
-    for module in _module_folders(folder):
-        files = [path for path in sorted((folder / module).rglob("*")) if path.is_file()]
-        safetensors = [path for path in files if path.suffix == ".safetensors"]
-        pickles = [path for path in files if path.suffix in _PICKLE_SUFFIXES]
-        # Beside safetensors, pickles are further copies of the weights, and are left behind.
-        if pickles and not safetensors:
-            raise ValueError(
-                f"'{pickles[0]}' holds pickled weights, which run code when opened and are "
-                "refused. Where you trust them, load the folder with sentence-transformers and "
-                "save it again"
-            )
-        paths += [path for path in files if _is_small_file(path.name)]
-        paths += safetensors
-    return _read_files(folder, paths)
