@@ -62,10 +62,6 @@ class MatrixView:
         """Write a matrix into a model."""
         self._rows(model.get_parameter(self.key)).copy_(self.as_stored(matrix))
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the rows of one parameter into another of the same shape."""
-        self._rows(target).copy_(self._rows(source))
-
     def _rows(self, parameter: Tensor) -> Tensor:
         return parameter.detach()[slice(*self.rows)]
 
