@@ -139,8 +139,7 @@ class _Tokens:
             rows.append(base.rows)
         self.rows: int = min(rows)
         self.files = model.checkpoint.small_files(TOKENIZER_FILES)
-        self.words = _words(self.files)
-        self.template = _template(self.files)
+        self.words, self.template = _words_and_template(self.files)
 
     @property
     def tokenizer(self) -> Any:
@@ -238,7 +237,7 @@ def join_vocabularies(
     all models, of the first or of none is right by itself.
 
     A model whose rows can't be matched stays as it is. A layer is merged in the base's rows, and
-    gets those of new tokens at its end (:meth:`Vocabulary.grown_layer`).
+    gets those of new tokens at its end (:meth:`.entries.Grown.grow`).
 
     Args:
         models: the base, the model merged so far, and the tasks, including adapters.
@@ -490,41 +489,35 @@ def _set_files(result: Vocabulary, base: _Tokens, owner: _Tokens, extended: Any)
 
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-def _words(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the content of a tokenizer's files without chat templates."""
-    words: dict[str, Any] = {}
-    for name, content in files.items():
-        # Models that differ in their templates alone have one vocabulary.
-        if name.endswith(".jinja") or name == "chat_template.json":
-            continue
-        words[name] = content
-        if name == _TOKENIZER_CONFIG and b"chat_template" in content:
-            config = _read_config(content)
-            words[name] = {key: config[key] for key in config if key != "chat_template"}
-    return words
-
-
 _TEMPLATE = "chat_template.jinja"
 
 
-def _template(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of a model's chat templates; those in its configuration become files."""
-    template = {name: files[name] for name in files if name.endswith(".jinja")}
-    if "chat_template.json" in files:
-        template["chat_template.json"] = files["chat_template.json"]
-    in_config = _read_config(files.get(_TOKENIZER_CONFIG, b"{}")).get("chat_template")
+def _words_and_template(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the content of a tokenizer's files without chat templates, in which alone models of
+    one vocabulary may differ, and the files of these; those in its configuration become files.
+    """
+    words: dict[str, Any] = {}
+    template = {}
+    for name, content in files.items():
+        if name.endswith(".jinja") or name == "chat_template.json":
+            template[name] = content
+        else:
+            words[name] = content
+    config = _read_config(files.get(_TOKENIZER_CONFIG, b"{}"))
+    if "chat_template" not in config:
+        return words, template
+    in_config = config.pop("chat_template")
+    words[_TOKENIZER_CONFIG] = config
+    if isinstance(in_config, str):
+        in_config = [{"name": "default", "template": in_config}]
     # A file wins over the configuration, as in transformers.
     if template or not in_config:
-        return template
-    if isinstance(in_config, str):
-        return {_TEMPLATE: in_config.encode()}
+        return words, template
     for each in in_config:
         # The name comes from a file, and must not lead out of the folder.
         name = f"additional_chat_templates/{Path(each['name']).name}.jinja"
         template[_TEMPLATE if each["name"] == "default" else name] = each["template"].encode()
-    return template
+    return words, template
 
 
 def _read_config(content: bytes) -> dict[str, Any]:
@@ -538,7 +531,7 @@ def _read_config(content: bytes) -> dict[str, Any]:
 def _with_template(files: Mapping[str, bytes], models: Sequence[_Tokens]) -> dict[str, bytes]:
     """Return the files of a result with the first chat template of some models."""
     templates = [tokens.template for tokens in models if tokens.template]
-    template_now = _template(files)
+    _, template_now = _words_and_template(files)
     if not templates or templates[0] == template_now:
         return dict(files)
     kept = {name: files[name] for name in files if name not in template_now}
