@@ -41,7 +41,6 @@ from fusion_bench_nufilt.utils.tensors import TensorFile, TensorInfo
 from .quantised import (
     DESCRIPTIONS,
     READABLE,
-    Encoded,
     ModelOptDescription,
     Quantisation,
     join_encoded,
@@ -423,20 +422,12 @@ class Checkpoint(Source):
         self.split(self.row_ranges)
 
     def read(self, key: str, device: torch.device | str = "cpu") -> Tensor:
-        info = self.tensors[key]
-        if isinstance(info, Encoded):
-            stored = info.read(self.opened)
-        else:
-            stored = self.opened[info.file].read(info)
-        tensor = stored.to(device)
+        tensor = self.tensors[key].read(self.opened).to(device)
         self.check_finite(key, tensor)
         return tensor
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
-        info = self.tensors[key]
-        if isinstance(info, Encoded):
-            return info.elements(self.opened, start, stop)
-        return self.opened[info.file].elements(info, start, stop)
+        return self.tensors[key].elements(self.opened, start, stop)
 
     # How names are mended
 

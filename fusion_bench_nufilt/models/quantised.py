@@ -38,17 +38,12 @@ class Encoded(TensorInfo):
     is_quantised: ClassVar[bool] = True
 
     @abstractmethod
-    def read(self, files: Mapping[str, TensorFile]) -> Tensor:
-        """Return the values."""
-
-    @abstractmethod
     def around(self, start: int, stop: int) -> tuple["Encoded", int]:
         """Return the part that holds elements ``start`` to ``stop`` and can be decoded by itself,
         and the number of its first element.
         """
 
     def elements(self, files: Mapping[str, TensorFile], start: int, stop: int) -> Tensor:
-        """Return some elements of the flattened tensor."""
         part, first = self.around(start, stop)
         return part.read(files).flatten()[start - first : stop - first]
 

@@ -81,6 +81,14 @@ class TensorInfo:
         stop = self.start + last * row_bytes
         return replace(self, shape=shape, start=start, stop=stop)
 
+    def read(self, files: Mapping[str, "TensorFile"]) -> Tensor:
+        """Return the values, given the files by name."""
+        return files[self.file].read(self)
+
+    def elements(self, files: Mapping[str, "TensorFile"], start: int, stop: int) -> Tensor:
+        """Return some elements of the flattened tensor."""
+        return files[self.file].elements(self, start, stop)
+
     def with_dtype(self, dtype: str) -> "TensorInfo":
         """Return the same tensor in another floating dtype, without a place in a file."""
         nbytes = math.prod(self.shape) * FLOATS[dtype].itemsize
