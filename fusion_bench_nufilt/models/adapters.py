@@ -90,7 +90,7 @@ class LoraAdapter(ModelWeights):
         # Those of ZeRO-3 may stand where peft takes nothing from an adapter.
         self.source.check_not_empty(key for key in tensors if not _is_of_base(key))
         for key in filter(_is_of_base, tensors):
-            self._check_rows(architecture, key)
+            self._note_beneath(architecture, key)
         keys: dict[str, dict[str, str]] = {}  # by part, of each module with factors
         unknown = []
         no_layers: set[str] = set()  # modules with factors or lengths of something else
@@ -126,15 +126,18 @@ class LoraAdapter(ModelWeights):
                 f"layer; {with_peft(self.checkpoint, architecture)}"
             )
 
-    def _check_rows(self, architecture: Architecture, key: str) -> None:
-        """Refuse an embedding that was resized beneath what the adapter trained of it, which would
-        be without the rows of new tokens.
+    def _note_beneath(self, architecture: Architecture, key: str) -> None:
+        """Note the embedding on which the adapter was trained, whose rows of new tokens may be
+        others than the base's; refuse one that was resized, which would be without these rows.
         """
         if not key.endswith(".base_layer.weight"):
             return
         name = place_of(self._prefix + key).name.replace(".token_adapter.", ".")
+        param = architecture.model_name(name)
         rows = self.source.tensors[key].shape[0]
-        rows_of_base = architecture.rows(architecture.model_name(name))
+        rows_of_base = architecture.rows(param)
+        if rows == rows_of_base:
+            self.beneath[param] = Stored.of(self.source, key)
         # A placeholder has no rows, and neither has what the base is not known to have.
         if 0 not in (rows, rows_of_base) and rows != rows_of_base:
             raise ValueError(

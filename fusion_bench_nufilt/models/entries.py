@@ -162,6 +162,7 @@ class PartOfMean(NamedTuple):
     entry: Entry
     row: int
     weight: float
+    beneath: Entry  # the tensor to which the entry may be an update
 
 
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -225,8 +226,8 @@ class Grown(Entry):
         width = math.prod(self.shape[1:])
         start = part.row * width
         theta_0 = _NOTHING
-        if part.row < self.own.shape[0]:
-            theta_0 = self.own.elements(start, start + width, theta_0)
+        if part.row < part.beneath.shape[0]:
+            theta_0 = part.beneath.elements(start, start + width, theta_0)
         row = entry.elements(start, start + width, theta_0)
         entry.source.check_finite(entry.key or self.key, row)
         return row

@@ -41,6 +41,8 @@ class ModelWeights:
         self.entries: dict[str, Entry] = {}
         self.left_out: list[str] = []  # names of tied weights that are more than one here alone
         self.head: dict[str, Entry] = {}  # the task's own head, by param
+        #: The base's embeddings as an adapter was trained on them, by param.
+        self.beneath: dict[str, Entry] = {}
         self.gives_rows_of: set[str] = set()  # params from which the result has rows of new tokens
         self.coefficient = 1.0  # of its update in a merge, as task arithmetic calls it
         architecture.split(source)

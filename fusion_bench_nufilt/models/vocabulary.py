@@ -362,10 +362,12 @@ def _grown(result: Vocabulary, tokens_of: Mapping[str, _Tokens], param: str) -> 
     for row, token in result.new_tokens.items():
         parts = []
         for holder in token.holders:
-            entry = tokens_of[holder.role].own.get(param)
-            # An adapter has the base's rows, and what it adds to them.
+            tokens = tokens_of[holder.role]
+            entry = tokens.own.get(param)
+            # An adapter has the rows that it was trained on, and what it adds to them.
             if holder.row < own.shape[0] or (entry is not None and entry.key):
-                parts.append(PartOfMean(entry or own, holder.row, holder.weight))
+                beneath = tokens.model.beneath.get(param, own)
+                parts.append(PartOfMean(entry or own, holder.row, holder.weight, beneath))
         new_rows[row] = parts
     return Grown(own.source, own.key, (result.rows, *own.shape[1:]), own, new_rows)
 

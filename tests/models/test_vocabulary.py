@@ -442,6 +442,25 @@ def test_rows_that_only_pad_the_vocabulary_move_with_an_adapter_as_in_pefts_mode
         torch.testing.assert_close(out[key], whole[key])
 
 
+@pytest.mark.parametrize("what", ["factors", "tokens"])
+def test_the_row_of_a_new_token_is_the_one_on_which_an_adapter_was_trained(tmp_path, what):
+    """Who adds a token in the rows that pad the vocabulary may begin with another row there."""
+    save(tmp_path / "base", llama(tie_word_embeddings=False), rows=56)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[WORDS : WORDS + 2] += 1
+    config = LoraConfig(target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
+    if what == "tokens":
+        config = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, WORDS + 1])
+    model = get_peft_model(model, config)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tokenizer("<one>", "<two>").save_pretrained(tmp_path / "adapter")
+    whole = model.merge_and_unload().state_dict()
+    out = tensors(merge(tmp_path, ["adapter"], method="sum", scale=1.0, **MEAN))
+    torch.testing.assert_close(out[EMBEDDING][: WORDS + 2], whole[EMBEDDING][: WORDS + 2])
+
+
 def test_factors_of_an_embedding_move_no_row_of_a_token_that_another_task_brings(tmp_path):
     base = llama(tie_word_embeddings=False)
     save(tmp_path / "base", base, rows=50)
