@@ -156,7 +156,7 @@ class LoraAdapter(ModelWeights):
             # Those of some rows are the others', too, in a layer of all.
             return architecture.rows_of_divided(place.name) is None
         # A convolution's A has four sides.
-        return place.part != WHOLE and len(self.source.tensors[key].shape) == 2
+        return place.part != WHOLE and len(self.source.tensors[key].shape) <= 2
 
     def _add_factors(
         self, keys: Mapping[str, Mapping[str, str]], architecture: Architecture
@@ -164,6 +164,10 @@ class LoraAdapter(ModelWeights):
         """Note the factors A ``(rank, d_i)`` and B ``(d_o, rank)`` of the layers' updates, or of
         the experts in a stack, with what peft says of them.
         """
+        for module, parts in keys.items():
+            factors = [key for part, key in parts.items() if part != LENGTHS]
+            if any(len(self.source.tensors[key].shape) < 2 for key in factors):
+                self._check_shapes(module, parts, None)  # peft makes nothing of them
         try:
             layers = ask_peft(self.checkpoint, keys, architecture)
         except UnknownLayersError as error:
