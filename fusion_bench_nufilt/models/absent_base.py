@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusion_bench_nufilt.utils.files import Input, expanded, printable
+from fusion_bench_nufilt.utils.files import expanded, printable
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .adapters import base_name_key
@@ -59,12 +59,6 @@ class AbsentBase(Checkpoint):
         if self.name.count("/") > 1 or expanded(self.name).is_dir():
             return printable(Path(self.name).absolute().name)
         return printable(self.name)
-
-    def identity(self) -> Input:
-        return Input(name=self.label)
-
-    def small_files(self, names: str = ".*") -> dict[str, bytes]:
-        return {}
 
     def module_files(self) -> dict[str, bytes]:
         return {}
