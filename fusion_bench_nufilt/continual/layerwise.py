@@ -40,9 +40,9 @@ from fusion_bench_nufilt.models.layers import MatrixView
 from fusion_bench_nufilt.models.model import (
     ModelWeights,
     carry_over,
-    earlier_params,
     tie_weights,
     untie_model,
+    weights_in,
 )
 from fusion_bench_nufilt.models.selection import (
     Selection,
@@ -107,7 +107,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     _mean_counts: dict[str, int]  # models in the mean of a tensor, where not one for each step
     _rounding: dict[str, float]  # what rounding has added to the update of each layer so far
     _ignored_keys: dict[str, set[str]]  # by model: weights that its checkpoint lacks
-    _first_params: dict[str, str]  # of tied weights, in a merge that is gone on from
+    _earlier_architecture: Architecture | None  # of a merged model that is gone on from
     _reports: list[dict[str, Any]]  # the rows of layers.csv
 
     def __init__(self, layer_method: str, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self._rounding = {}
         self._reports = []
         self._ignored_keys = {}
-        self._first_params = {}
+        self._earlier_architecture = None
         base = module_source(PRETRAINED, pretrained)
         self._architecture = Architecture(pretrained)
         self._pretrained = ModelWeights(base, self._architecture)
@@ -212,26 +212,23 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
 
     def _untie(self, model: nn.Module, name: str, missing_keys: Sequence[str]) -> None:
         """Untie what a model has as two weights, and the pretrained one as one."""
-        architecture = self._architecture
-        weights = ModelWeights(module_source(name, model, missing_keys), architecture)
-        tied_before = architecture.names_by_weight
+        before = self._architecture
+        weights = ModelWeights(module_source(name, model, missing_keys), before)
         if name == MERGED:
-            self._first_params = earlier_params(architecture, weights)
+            self._earlier_architecture = before.apart(weights_in(before, weights))
             self._tie(lasting=[weights])
         else:
             step = self.first_step + self.names.index(name)
             self._tie(tasks=[weights], first_step=step)
-        architecture = self._architecture
-        if architecture.names_by_weight == tied_before:
+        if self._architecture.names_by_weight == before.names_by_weight:
             return
         self._select()
-        # What was kept of a tied weight goes to each of those that it has become.
-        first_params = {}
-        for names in tied_before:
-            for param in names:
-                first_params[param] = architecture.first(names)
-        carry_over(architecture, self._mean_counts, first_params)
-        carry_over(architecture, self._states, first_params, state_key)
+        self._carry_over(before)
+
+    def _carry_over(self, earlier: Architecture) -> None:
+        """Have what was kept of a weight for each of those that it has become."""
+        carry_over(self._architecture, self._mean_counts, earlier)
+        carry_over(self._architecture, self._states, earlier, state_key)
 
     @property
     def solving_share(self) -> float | None:
@@ -273,9 +270,8 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
         self.head_tensors = {}
         for task, head in self.task_heads.items():
             self.head_tensors[task] = load(self.files[head["file"]])
-        architecture = self._architecture
-        carry_over(architecture, self._mean_counts, self._first_params)
-        carry_over(architecture, self._states, self._first_params, state_key)
+        if self._earlier_architecture is not None:
+            self._carry_over(self._earlier_architecture)
         step = manifest.get("step", self.first_step - 1) + 1
         plan = dataclasses.replace(self._plan([], step), merged_manifest=manifest)
         kept = KeptState(plan)

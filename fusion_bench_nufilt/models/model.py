@@ -7,6 +7,7 @@ two weights in one of the models is merged as two, so that a model has a tensor 
 :func:`tie_weights` has asked them all.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -47,6 +48,8 @@ class ModelWeights:
         self.coefficient = 1.0  # of its update in a merge, as task arithmetic calls it
         architecture.split(source)
         self._find_tensors(architecture)
+        for names in architecture.names_by_weight:
+            self._join_same(names)
 
     def _find_tensors(self, architecture: Architecture) -> None:
         for key in self.source.tensors:
@@ -64,6 +67,15 @@ class ModelWeights:
         """Have the tensor of one name stand for those of others that are not stored."""
         for name in names:
             self.entries.setdefault(name, self.entries[stored])
+
+    def _join_same(self, names: Sequence[str]) -> None:
+        """Have one entry for those names of a weight that have the same tensor."""
+        for number, name in enumerate(names):
+            for other in names[:number]:
+                entry = self.entries.get(other)
+                if entry is not None and name in self.entries and entry.same(self.entries[name]):
+                    self.entries[name] = entry
+                    break
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -215,11 +227,11 @@ def tie_weights(
         first_step: the number of the first task.
     """
     for model in lasting:
-        architecture = _with_weights_of(architecture, model)
+        architecture = architecture.apart(weights_in(architecture, model))
     for step, task in enumerate(tasks, first_step):
         names = names_apart(architecture, task)
         if names and (targets.changes_other_params(step) or architecture.selects(targets, names)):
-            architecture = _with_weights_of(architecture, task)
+            architecture = architecture.apart(weights_in(architecture, task))
         else:
             task.left_out = [name for name in names if name in task.entries]
     # After all were asked: until the last one, any model may still untie a weight for the others.
@@ -228,67 +240,38 @@ def tie_weights(
     return architecture
 
 
-def _with_weights_of(architecture: Architecture, model: ModelWeights) -> Architecture:
-    """Return the architecture with what is more than one tensor in a model as several weights."""
+def weights_in(architecture: Architecture, model: ModelWeights) -> list[list[str]]:
+    """Return the names of the weights that the architecture ties, by the tensors that a model has
+    for them.
+    """
     weights: list[list[str]] = []
     for names in architecture.names_by_weight:
-        weights += _groups(model, names)
-    # As a rule; layers need not be found once more.
-    if weights == architecture.names_by_weight:
-        return architecture
-    return architecture.apart(weights)
+        names_of_entries = defaultdict(list)
+        for name in names:
+            names_of_entries[model.entries.get(name)].append(name)
+        weights += names_of_entries.values()
+    return weights
 
 
 def names_apart(architecture: Architecture, model: ModelWeights) -> list[str]:
     """Return the names of weights that a model has apart from those that they are tied to."""
-    apart: list[str] = []
-    for names in architecture.names_by_weight:
-        if len(_groups(model, names)) > 1:
-            apart += names
-    return apart
-
-
-def _groups(model: ModelWeights, names: Sequence[str]) -> list[list[str]]:
-    """Group names of a weight by the tensors that a model has for them."""
-    groups: list[tuple[Entry | None, list[str]]] = []
-    for name in names:
-        entry = model.entries.get(name)
-        for other, group in groups:
-            if _are_same(entry, other):
-                group.append(name)
-                break
-        else:
-            groups.append((entry, [name]))
-    return [group for _, group in groups]
-
-
-def _are_same(entry: Entry | None, other: Entry | None) -> bool:
-    if entry is None or other is None:
-        return entry is other
-    return entry is other or entry.same(other)
-
-
-def earlier_params(architecture: Architecture, merged: ModelWeights) -> dict[str, str]:
-    """Return for the names of all weights that the configuration ties the params by which they
-    went when a model was merged, given that model before its names are tied.
-    """
-    params: dict[str, str] = {}
-    for names in architecture.shared:
-        for group in _groups(merged, names):
-            params |= dict.fromkeys(group, architecture.first(group))
-    return params
+    weights = weights_in(architecture, model)
+    tied = [names for names in architecture.names_by_weight if names not in weights]
+    return list(chain(*tied))
 
 
 def carry_over(
     architecture: Architecture,
     known: dict[str, Any],
-    earlier: Mapping[str, str],
+    earlier: Architecture,
     key_of: Callable[[str], str] = str,
 ) -> None:
-    """Enter what is known of weights also under the params that shared them when it was noted."""
+    """Enter what is known of weights also under the params of those that were one with them in an
+    earlier architecture, by whose params it was noted.
+    """
     for names in architecture.names_by_weight:
         param = architecture.param(names[0])
-        earlier_key = key_of(earlier.get(param, param))
+        earlier_key = key_of(earlier.param(param))
         if earlier_key in known:
             known.setdefault(key_of(param), known[earlier_key])
 

@@ -10,7 +10,7 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest, state_
 from .adapters import LoraAdapter
 from .architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter
-from .model import ModelWeights, carry_over, complete_base, earlier_params, tie_weights
+from .model import ModelWeights, carry_over, complete_base, tie_weights, weights_in
 
 
 class Checkpoints(NamedTuple):
@@ -48,13 +48,13 @@ def name_models(checkpoints: Checkpoints, targets: TargetConfig, settings: Setti
     merged_model = None
     state = None
     lasting: list[ModelWeights] = []
-    earlier: dict[str, str] = {}
+    earlier = architecture
     if merged is not None:
         merged_manifest = read_manifest(merged.folder)
         merged_model = _open_model(merged, architecture)
         state = _open_kept(merged, merged_manifest, architecture)
         lasting.append(merged_model)
-        earlier = earlier_params(architecture, merged_model)
+        earlier = architecture.apart(weights_in(architecture, merged_model))
     opened = []
     for checkpoint, coefficient in zip(tasks, settings.coefficients(len(tasks)), strict=True):
         task = _open_model(checkpoint, architecture)
