@@ -221,6 +221,11 @@ class Architecture:
             names[self._params[name]].append(name)
         return list(names.values())
 
+    @property
+    def tied_to_embedding(self) -> list[str]:
+        """The names of the weight that the configuration has the embedding be, its own as well."""
+        return list(chain(*(names for names in self.shared if self.embedding in names)))
+
     def tied_by_class(self, name: str) -> list[str]:
         """Return the names that the model's class ties to a weight, whether it is one with theirs
         in this model or not.
@@ -239,14 +244,8 @@ class Architecture:
         for names in self.names_by_weight:
             if len(names) > 1 and not self._sources.keys().isdisjoint(names):
                 return False
-        for names in self.shared:
-            if self.embedding in names:
-                return any(name in names and self._is_apart(name) for name in self.head)
-        return False
-
-    def _is_apart(self, head: str) -> bool:
-        """Tell whether a head has another weight than the embedding in this merge."""
-        return self._params[head] != self._params[self.embedding]
+        heads = [name for name in self.head if name in self.tied_to_embedding]
+        return any(self._params[name] != self._params[self.embedding] for name in heads)
 
     def names_to_store(self, names: Sequence[str]) -> Sequence[str]:
         """Return the names under which a checkpoint must store a weight that was untied, so that
@@ -538,23 +537,18 @@ def _unsaved_buffers(model: nn.Module) -> Iterator[str]:
             yield f"{path}.{name}".removeprefix(".")
 
 
-def untie_parameter(model: nn.Module, names: Collection[str]) -> None:
+def untie_parameter(model: nn.Module, names: Sequence[str], others: Iterable[str]) -> None:
     """Give some of the names of a parameter a parameter of their own, with the same values, where
-    :meth:`Architecture.apart` lets them have one.
+    :meth:`Architecture.apart` lets them have one; the ``others`` keep theirs.
     """
-    shared: set[str] = set()
-    for names_of_one in shared_names(model):
-        if not set(names).isdisjoint(names_of_one):
-            shared.update(names_of_one)
-    old = model.get_parameter(next(iter(names)))
+    old = model.get_parameter(names[0])
     own = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
     for name in names:
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         # Names of one weight may also be names of one module, as of T5's embedding in
         # transformers 4.
-        others = map(module_of, shared.difference(names))
-        if any(model.get_submodule(other) is module for other in others):
+        if any(model.get_submodule(module_of(other)) is module for other in others):
             parent = model.get_submodule(module_of(path))
             # copy() shares the dict of parameters, where the new one would show under all names.
             module = copy(module)

@@ -96,8 +96,11 @@ class ModelWeights:
         Until then, each name has its own.
         """
         for name in chain(*architecture.shared):
-            if architecture.param(name) != name:
-                self.entries.pop(name, None)
+            param = architecture.param(name)
+            if name == param or name not in self.entries:
+                continue
+            if self.entries.pop(name) is not self.entries.get(param):
+                self.left_out.append(name)
 
     def has(self, param: str) -> bool:
         """Return whether the model has a tensor of the base, changed or not."""
@@ -232,8 +235,6 @@ def tie_weights(
         names = names_apart(architecture, task)
         if names and (targets.changes_other_params(step) or architecture.selects(targets, names)):
             architecture = architecture.apart(weights_in(architecture, task))
-        else:
-            task.left_out = [name for name in names if name in task.entries]
     # After all were asked: until the last one, any model may still untie a weight for the others.
     for model in (*lasting, *tasks):
         model.tie(architecture)
@@ -282,37 +283,34 @@ def complete_base(
     """Have the base's files present each weight under all names by which transformers looks for it,
     now that it is no longer tied to another one: by the key that a model has for a name.
     """
-    names_of_keys = {architecture.model_name(key): key for key in base.source.tensors}
+    if architecture.names_by_weight == architecture.shared:
+        return
+    keys: dict[str, str] = {}  # by name
+    for model in models:
+        for key in model.source.tensors:
+            keys.setdefault(architecture.model_name(key), key)
     for names in architecture.names_by_weight:
         param = architecture.param(names[0])
         if param not in base.entries:
             continue
         key_now = base.entries[param].key
         for name in architecture.names_to_store(names):
-            if name not in names_of_keys:
-                names_of_keys[name] = _key_of(name, architecture, models)
-                base.checkpoint.add_copy(names_of_keys[name], key_now)
+            key = keys.setdefault(name, name)
+            if key not in base.source.tensors:
+                base.checkpoint.add_copy(key, key_now)
         # Its own key, under which it is written, and not that of what it was tied to.
-        stored = [names_of_keys[name] for name in names if name in names_of_keys]
-        if key_now not in stored:
-            base.entries[param] = Stored.of(base.source, stored[0])
-
-
-def _key_of(name: str, architecture: Architecture, models: Iterable[ModelWeights]) -> str:
-    """Return the key that a model has for a name, by default the name."""
-    for model in models:
-        for key in model.source.tensors:
-            if architecture.model_name(key) == name:
-                return key
-    return name
+        own_keys = [keys[name] for name in names if keys.get(name) in base.source.tensors]
+        if key_now not in own_keys:
+            base.entries[param] = Stored.of(base.source, own_keys[0])
 
 
 def untie_model(architecture: Architecture, model: nn.Module) -> None:
     """Give a model in memory the weights that the architecture has."""
     for names in architecture.names_by_weight:
         tied_now = next(tied for tied in shared_names(model) if names[0] in tied)
-        if not set(tied_now).issubset(names):
-            untie_parameter(model, names)
+        others = [name for name in tied_now if name not in names]
+        if others:
+            untie_parameter(model, names, others)
     config: Any = getattr(model, "config", None)
     if config is None or not architecture.may_untie(vars(config)):
         return

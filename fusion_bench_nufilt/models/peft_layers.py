@@ -10,7 +10,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -197,8 +196,7 @@ def _tie_factors(
         return
     factors = layers[source].shapes
     shapes = {"A": factors["B"][::-1], "B": factors["A"][::-1]}
-    tied_names = [names for names in architecture.shared if architecture.embedding in names]
-    for name in chain(*tied_names):
+    for name in architecture.tied_to_embedding:
         tied = modules.get(name)
         if tied is not None and not keys[tied].get("A", "").endswith(EMBEDDING_A):
             rank = layers[source].rank
