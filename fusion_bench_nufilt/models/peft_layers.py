@@ -8,8 +8,8 @@ configuration.
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
 # the keys name: nothing that changes what the factors are.
 _NOT_OF_FACTORS = (
     *("peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("modules_to_save", "trainable_token_indices", "ensure_weight_tying", "bias"),
+    *("modules_to_save", "trainable_token_indices", "bias"),
     *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "loftq_config", "eva_config"),
     *("corda_config", "lora_ga_config", "velora_config", "megatron_config", "megatron_core"),
     *("runtime_config", "auto_mapping"),
@@ -173,36 +173,24 @@ def ask_peft(
             parameters = config.get("target_parameters") or ()
             if not any(f".{name}".endswith(f".{parameter}") for parameter in parameters):
                 targets.append(module)
-        layers = _wrapped_layers(skeleton(shapes, embeddings), config, targets)
+        model = skeleton(shapes, embeddings)
+        _tie_to_embedding(model, keys, architecture)
+        layers = _wrapped_layers(model, config, targets)
     except Exception as error:  # whatever peft finds wrong with it
         raise UnknownLayersError(_problem(error)) from error
-    layers = {module: layers[other] for module, other in stands_for.items() if other in layers}
-    if config.get("ensure_weight_tying"):
-        _tie_factors(layers, keys, architecture)
-    return layers
+    return {module: layers[other] for module, other in stands_for.items() if other in layers}
 
 
-def _tie_factors(
-    layers: dict[str, PeftLayer],
-    keys: Mapping[str, Mapping[str, str]],
-    architecture: Architecture,
-) -> None:
-    """Give linear layers that are tied to the embedding its factors, transposed, as peft does,
-    whatever rank a pattern has for either; a scaling is each layer's own.
+def _tie_to_embedding(model: Any, modules: Iterable[str], architecture: Architecture) -> None:
+    """Have a model say which of its modules are tied to its embedding, as those of transformers do;
+    with ``ensure_weight_tying``, peft gives them its factors.
     """
-    modules = {architecture.model_name(f"{module}.weight"): module for module in layers}
-    source = modules.get(architecture.embedding)
-    if source is None:
-        return
-    factors = layers[source].shapes
-    shapes = {"A": factors["B"][::-1], "B": factors["A"][::-1]}
-    for name in architecture.tied_to_embedding:
-        tied = modules.get(name)
-        if tied is not None and not keys[tied].get("A", "").endswith(EMBEDDING_A):
-            rank = layers[source].rank
-            layers[tied] = replace(
-                layers[tied], shapes={**layers[tied].shapes, **shapes}, rank=rank
-            )
+    paths = {architecture.model_name(f"{module}.weight"): module for module in modules}
+    embedding = paths.pop(architecture.embedding, None)
+    if embedding is not None:
+        tied = [paths[name] for name in architecture.tied_to_embedding if name in paths]
+        model._tied_weights_keys = [f"{path}.weight" for path in tied]
+        model.get_input_embeddings = lambda: model.get_submodule(embedding)
 
 
 def _value_for(module: str, pattern: Mapping[str, Any]) -> Any:
@@ -259,7 +247,9 @@ def _wrapped_layers(
         (name,) = layer.r
         parameter = getattr(layer, "parameter_name", "")
         scaling = float(layer.scaling[name])
-        layers[path] = PeftLayer(shapes[path], layer.r[name], scaling, parameter)
+        # Of a tied layer, it is the embedding's, whatever the layer says.
+        rank = shapes[path]["A"][0] // getattr(layer, "num_experts", 1)
+        layers[path] = PeftLayer(shapes[path], rank, scaling, parameter)
     return layers
 
 

@@ -209,6 +209,21 @@ def test_an_adapter_changes_those_names_of_a_weight_that_it_changes_in_peft(
     torch.testing.assert_close(any_logits(result), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:You have requested `ensure_weight_tying`")
+@pytest.mark.skipif(not ON_LOADING, reason="transformers 4 ties these, whatever is stored")
+def test_a_layer_that_peft_does_not_tie_has_its_own_rank(tmp_path):
+    """It ties layers of two names alone, and a BERT has none of these."""
+    base = bert().double()
+    base.save_pretrained(tmp_path / "base")
+    config = {"target_modules": ["query", "word_embeddings", "decoder"]}
+    config |= {"rank_pattern": {"word_embeddings": 2}, "ensure_weight_tying": True}
+    adapted = get_peft_model(deepcopy(base), LoraConfig(r=4, lora_alpha=8, **config)).double()
+    adapt_at_random(adapted, 5, 0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    result = type(base).from_pretrained(merge(tmp_path, ["adapter"], **SUM), dtype=torch.float64)
+    torch.testing.assert_close(any_logits(result), any_logits(adapted), rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("what", ["LoRA of the embedding", "head", "tied LoRA", "tokens"])
 def test_an_adapter_on_a_tied_weight_is_merged_as_into_the_untied_base(tmp_path, what):
     base = llama().double()
