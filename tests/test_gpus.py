@@ -16,8 +16,8 @@ from fusion_bench_nufilt.continual.baselines.wemoe import WEMoEConfig, mixture_o
 from fusion_bench_nufilt.merge import merge_folders, strength
 from fusion_bench_nufilt.merge.engine import Worker
 from fusion_bench_nufilt.merge.kept_state import KeptState
+from fusion_bench_nufilt.merge.layer_jobs import layer_jobs, task_strengths
 from fusion_bench_nufilt.merge.output import Output
-from fusion_bench_nufilt.merge.planned import layer_jobs, task_strengths
 from fusion_bench_nufilt.methods.nufilt import Nufilt
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models.entries import Stored
@@ -348,7 +348,7 @@ def test_a_strength_that_a_gpu_cannot_measure_is_measured_on_the_cpu(gpus, strea
 @pytest.fixture
 def single(monkeypatch, stream):
     """The folder of models, whose seven layers are batches of their own."""
-    monkeypatch.setattr("fusion_bench_nufilt.merge.planned.BATCH_BYTES", 0)
+    monkeypatch.setattr("fusion_bench_nufilt.merge.layer_jobs.BATCH_BYTES", 0)
     return stream
 
 

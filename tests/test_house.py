@@ -133,7 +133,8 @@ def test_there_is_no_import_circle():
 
 def test_models_in_memory_and_folders_are_merged_by_the_same_code():
     shared = {
-        f"{NAME}.merge.{part}" for part in ("plan", "checks", "planned", "engine", "other_params")
+        f"{NAME}.merge.{part}"
+        for part in ("plan", "checks", "layer_jobs", "engine", "other_params")
     }
     users = {"continual": ("continual.layerwise",), "merge": ("merge.folders", "merge.planning")}
     for package, modules in users.items():

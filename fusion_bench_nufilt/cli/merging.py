@@ -17,9 +17,9 @@ from yaml import YAMLError
 
 from fusion_bench_nufilt.merge.checks import kept_from_base
 from fusion_bench_nufilt.merge.folders import check_disk, check_output, merge_folders
+from fusion_bench_nufilt.merge.layer_jobs import peak_memory
 from fusion_bench_nufilt.merge.output import work_folder
 from fusion_bench_nufilt.merge.plan import Plan
-from fusion_bench_nufilt.merge.planned import peak_memory
 from fusion_bench_nufilt.merge.planning import plan_merge
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import METHODS, find_method

@@ -21,15 +21,15 @@ from tqdm.auto import tqdm
 from fusion_bench_nufilt.merge.checks import check_same_base, other_options
 from fusion_bench_nufilt.merge.engine import Pieces, do_jobs
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.other_params import other_tensors
-from fusion_bench_nufilt.merge.output import Record
-from fusion_bench_nufilt.merge.plan import Plan, method_of
-from fusion_bench_nufilt.merge.planned import (
+from fusion_bench_nufilt.merge.layer_jobs import (
     affords_state,
     layer_jobs,
     machine_of,
     task_strengths,
 )
+from fusion_bench_nufilt.merge.other_params import other_tensors
+from fusion_bench_nufilt.merge.output import Record
+from fusion_bench_nufilt.merge.plan import Plan, method_of
 from fusion_bench_nufilt.methods.base import LayerMethod
 from fusion_bench_nufilt.methods.options import DeviceConfig, ProtocolConfig, Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method

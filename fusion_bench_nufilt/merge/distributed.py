@@ -19,9 +19,9 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo, raw_bytes
 
 from .engine import Job, Worker, batches, memory_limit
 from .kept_state import KeptState
+from .layer_jobs import layer_jobs, machine_of
 from .output import Record
 from .plan import Plan
-from .planned import layer_jobs, machine_of
 
 # The record of each layer, and its pieces in arrays of bytes, which Ray moves without a copy.
 _Merged = list[tuple[Record, list[tuple[TensorInfo, numpy.ndarray]]]]

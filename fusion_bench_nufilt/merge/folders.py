@@ -30,10 +30,10 @@ from .card import card, sentence_about_energy
 from .checks import check_contents, check_same_base, verify_merged
 from .engine import CPU, do_jobs
 from .kept_state import KeptState
+from .layer_jobs import layer_jobs, machine_of, task_strengths
 from .other_params import NOT_FINITE, other_tensors
 from .output import Output, Record, clear_work_folder, work_folder
 from .plan import Plan
-from .planned import layer_jobs, machine_of, task_strengths
 
 log = logging.getLogger(__name__)
 

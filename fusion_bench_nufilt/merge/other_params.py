@@ -24,9 +24,9 @@ from fusion_bench_nufilt.utils.tensors import (
 
 from .basis import Basis, LayerInBasis
 from .engine import CPU, Blocks, Job, LayerInProgress, Pieces, TaskInput
+from .layer_jobs import pieces_of_factors
 from .output import Record
 from .plan import Plan
-from .planned import pieces_of_factors
 from .rules import RULES, Keep
 
 log = logging.getLogger(__name__)

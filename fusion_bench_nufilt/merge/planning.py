@@ -26,13 +26,13 @@ from .checks import (
     verify_merged,
 )
 from .kept_state import KeptState
+from .layer_jobs import layer_jobs
 from .plan import (
     Plan,
     arrange_files,
     method_of,
     small_files_of,
 )
-from .planned import layer_jobs
 
 
 def plan_merge(

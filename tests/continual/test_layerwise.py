@@ -14,7 +14,7 @@ from fusion_bench_nufilt import (
     fuse_layers,
 )
 from fusion_bench_nufilt.continual import task_order
-from fusion_bench_nufilt.merge import other_params, planned
+from fusion_bench_nufilt.merge import layer_jobs, other_params
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.utils.files import LOCK
@@ -110,7 +110,7 @@ def test_the_order_is_the_seeds():
 def test_a_run_without_room_for_its_layers_in_float32_rounds_them_and_says_so(monkeypatch, caplog):
     models = {name: model.bfloat16() for name, model in pool(3, llama()).items()}
     whole = NufiltContinualMergingAlgorithm(**SMALL).run(deepcopy(models))
-    monkeypatch.setattr(planned, "free_memory", lambda device: 0)
+    monkeypatch.setattr(layer_jobs, "free_memory", lambda device: 0)
     rounded = NufiltContinualMergingAlgorithm(**SMALL).run(models)
     (message,) = [record.getMessage() for record in caplog.records if "room" in record.message]
     assert "rounded to the pretrained one's dtype after every task" in message

@@ -19,7 +19,7 @@ from fusion_bench_nufilt import FusionConfig
 from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.merge.engine import Budget
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.planned import layer_jobs
+from fusion_bench_nufilt.merge.layer_jobs import layer_jobs
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.utils.tensors import CHUNK_BYTES
 from tests.conftest import REPO
@@ -35,7 +35,7 @@ from fusion_bench_nufilt.merge import merge_folders, plan_merge
 from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.merge.engine import memory_limit
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, peak_memory
+from fusion_bench_nufilt.merge.layer_jobs import layer_jobs, machine_of, peak_memory
 from fusion_bench_nufilt.utils.devices import process_memory
 
 torch.set_num_threads(2)

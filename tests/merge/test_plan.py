@@ -9,7 +9,7 @@ import torch
 from fusion_bench_nufilt.merge import merge_folders
 from fusion_bench_nufilt.merge.engine import batches, memory_limit
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.planned import layer_jobs, machine_of, peak_memory
+from fusion_bench_nufilt.merge.layer_jobs import layer_jobs, machine_of, peak_memory
 from fusion_bench_nufilt.methods.options import Settings
 from tests.merge.helpers import plan, save_stream
 from tests.tiny_models import llama
@@ -44,7 +44,9 @@ def test_layers_solved_together_on_an_accelerator_count_together(stream, monkeyp
     # As if there was an accelerator.
     monkeypatch.setattr("fusion_bench_nufilt.utils.devices.check_devices", torch.device)
     # What this process takes by itself grows while tests run.
-    monkeypatch.setattr("fusion_bench_nufilt.merge.planned.process_memory", lambda workers: 10**9)
+    monkeypatch.setattr(
+        "fusion_bench_nufilt.merge.layer_jobs.process_memory", lambda workers: 10**9
+    )
     monkeypatch.setattr("fusion_bench_nufilt.merge.planning.process_memory", lambda workers: 10**9)
     free = plan(stream, settings={"device": "cuda"})
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from fusion_bench_nufilt import LayerwiseMergingAlgorithm
 from fusion_bench_nufilt.merge import strength
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.planned import task_strengths
+from fusion_bench_nufilt.merge.layer_jobs import task_strengths
 from fusion_bench_nufilt.methods.order_free import Sum
 from fusion_bench_nufilt.models import select_layers
 from fusion_bench_nufilt.models.architecture import Architecture

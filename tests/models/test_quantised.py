@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from fusion_bench_nufilt.merge.kept_state import KeptState
-from fusion_bench_nufilt.merge.planned import task_strengths
+from fusion_bench_nufilt.merge.layer_jobs import task_strengths
 from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from tests.families import FAMILIES
 from tests.merge.helpers import (
