@@ -47,7 +47,7 @@ def analyze_folders(
         vectors = {}
         for name, model in models.items():
             # An adapter has factors for the layers that it changes.
-            if layer.param in model.entries:
+            if model.entries[layer.param].rank != 0:
                 vectors[name] = task_vector(_update(model, layer, stored), rank)
         return float(torch.linalg.vector_norm(layer.view.matrix(stored))), vectors
 

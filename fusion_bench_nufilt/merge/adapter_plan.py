@@ -149,7 +149,8 @@ def _saved_tensors(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, Sav
     sources = adapters_outside(plan.merged, plan.tasks, plan.targets, plan.first_step)
     saved = {}
     for param in plan.other_keys:
-        changing = [each.entries[param] for each in sources if param in each.entries]
+        entries = [each.entries[param] for each in sources]
+        changing = [entry for entry in entries if entry.rank != 0]
         if not any(entry.key for entry in changing):
             continue
         saved[param] = SavedTensor(())
@@ -174,7 +175,7 @@ def _reader_by_names(
     for param in names:
         shapes[param] = plan.pretrained.entries[param].shape
         for adapter in adapters:
-            entry = adapter.entries.get(param)
+            entry = adapter.entries[param]
             if isinstance(entry, Rows) or (isinstance(entry, Factors) and entry.of_embedding):
                 embeddings.add(param)
         parts = param.split(".")
@@ -266,13 +267,13 @@ def _ranks(plan: Plan, saved: Collection[str], adapters: Sequence[LoraAdapter]) 
     ranks = {}
     kept = KeptState(plan)
     for layer in plan.layers:
-        if any(adapter.rank_of(layer.param) for adapter in adapters):
+        if any(adapter.entries[layer.param].rank for adapter in adapters):
             ranks[layer.param] = min(kept.shape_in_basis(layer) or layer.view.shape)
     for param in plan.other_keys:
         if param not in saved:
-            total = 0 if plan.merged is None else plan.merged.rank_of(param) or 0
+            total = 0 if plan.merged is None else plan.merged.entries[param].rank or 0
             for task in plan.joining(param):
-                total += task.rank_of(param) or 0
+                total += task.entries[param].rank or 0
             ranks[param] = min(total, *plan.pretrained.entries[param].shape)
     if plan.settings.rank is not None:
         ranks = {param: min(rank, plan.settings.rank) for param, rank in ranks.items()}

@@ -241,7 +241,7 @@ def check_same_base(plan: Plan) -> list[str]:
     """Warn if the weights suggest another base or no training, and refuse a layer that was drawn at
     random.
 
-    Of files, a sample of the layers is read, each layer once; of models in memory, all layers.
+    Each layer that is looked at is read once.
     """
     warnings: list[str] = []
     merged_params = {layer.param for layer in plan.layers}
@@ -249,10 +249,15 @@ def check_same_base(plan: Plan) -> list[str]:
         in_full = {param for param, entry in task.entries.items() if entry.key}
         if merged_params.union(plan.averaged_of(task)).isdisjoint(in_full):
             warnings += _check_factors(plan, task)
+    # Of files, a sample; of models in memory, all layers.
+    layers = plan.layers if plan.base.in_memory else _sample(plan.layers)
     models = []
     # The state of the model merged so far is compared with that model as its layers are read.
     for role, model in plan.models.items():
-        if role in ("base", "state") or not model.is_complete or model.source.remote:
+        if role in ("base", "state") or model.source.remote:
+            continue
+        # An adapter has updates alone, or nothing, of most layers.
+        if not any(model.info(layer.param) for layer in layers):
             continue
         # However far from it: a strong adapter may leave nothing of a layer.
         if not plan.base.in_memory:
@@ -263,17 +268,14 @@ def check_same_base(plan: Plan) -> list[str]:
     # A plan downloads no weights; the merge looks at them once they are on this disk.
     if not models or plan.base.remote:
         return warnings
-    layers = plan.layers
-    if not plan.base.in_memory:
-        layers = _sample(plan.layers)
     products: list[dict[Layer, Tensor]] = [{} for _ in models]
     # Layer by layer, so that the base's sample is read once for all models.
     for layer in layers:
         count = min(math.prod(layer.view.shape), _SAMPLED_ELEMENTS)
         x = plan.base.elements(layer.keys[0], 0, count)
         for model, of_layers in zip(models, products, strict=True):
-            if model.has(layer.param):
-                y = model.elements(layer.param, 0, count, x)
+            if model.info(layer.param):
+                y = model.entries[layer.param].elements(0, count, x)
                 of_layers[layer] = _inner_products(x.double(), y.double())
     for model, of_layers in zip(models, products, strict=True):
         warning = _compare(plan, model, of_layers)
@@ -284,7 +286,7 @@ def check_same_base(plan: Plan) -> list[str]:
 
 def _check_factors(plan: Plan, task: ModelWeights) -> list[str]:
     """Warn of an adapter that adds nothing to layers."""
-    updated = _sample([layer for layer in plan.layers if task.rank_of(layer.param)])
+    updated = _sample([layer for layer in plan.layers if task.entries[layer.param].rank])
     if not updated:
         return []
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")

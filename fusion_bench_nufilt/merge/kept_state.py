@@ -118,7 +118,7 @@ class KeptState:
         """
         sides = self.method.sides_in_basis
         earlier = self._earlier_directions(layer)
-        ranks = [task.rank_of(layer.param) for task in self.plan.tasks]
+        ranks = [task.entries[layer.param].rank for task in self.plan.tasks]
         if "o" not in sides or earlier is None:
             return None
         num_outputs, num_inputs = earlier
@@ -140,7 +140,7 @@ class KeptState:
         plan = self.plan
         if plan.merged is None:
             return 0, 0
-        rank = plan.merged.rank_of(layer.param)
+        rank = plan.merged.entries[layer.param].rank
         if rank is None:
             return None
         if plan.state is None or not self.has_state(layer):
@@ -181,7 +181,7 @@ class KeptState:
         for NUFILT, the factors of its update, where nothing else was kept.
         """
         state = self.read(layer, device)
-        if state or self.plan.merged is None or not self.plan.merged.rank_of(layer.param):
+        if state or self.plan.merged is None or not self.plan.merged.entries[layer.param].rank:
             return state
         update = self.plan.merged.factors(layer.param, device)
         return {_OUTPUTS: update.left, "weight": update.right}
@@ -213,7 +213,7 @@ class KeptState:
         stored = set(plan.state.entries) if plan.state else set()
         missing: list[str] = []
         for layer in plan.layers:
-            if plan.merged is not None and plan.merged.rank_of(layer.param) == 0:
+            if plan.merged is not None and plan.merged.entries[layer.param].rank == 0:
                 continue  # a merged adapter has nothing of it
             for part, like in self.of_layer(layer).items():
                 key = state_key(layer.name, part)

@@ -221,7 +221,7 @@ def _read_in_basis(kept: KeptState, layer: Layer, job: Job, device: torch.device
     wide = torch.promote_types(plan.dtype(layer.keys[0]), torch.float32)
     factors = {}
     for number, task in enumerate(plan.tasks):
-        if layer.param in task.entries:
+        if task.entries[layer.param].rank:
             factors[number] = task.factors(layer.param, device).to(wide)
     all_lefts = [update.left for update in factors.values()]
     all_rights = [update.right for update in factors.values()]
@@ -268,9 +268,10 @@ def _weight_so_far(plan: Plan, layer: Layer, theta_0: Tensor, kept: State) -> Te
 def _read_task(
     task: ModelWeights, layer: Layer, merged: LayerInProgress
 ) -> Tensor | LowRank | None:
-    if layer.param not in task.entries:
-        return None
-    weight = task.entries[layer.param].read(layer.view.as_stored(merged.theta_0))
+    entry = task.entries[layer.param]
+    if entry.rank == 0:
+        return None  # which leaves the merged weight as it is
+    weight = entry.read(layer.view.as_stored(merged.theta_0))
     if isinstance(weight, LowRank):
         return weight
     return layer.view.matrix(weight)

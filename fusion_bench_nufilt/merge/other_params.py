@@ -128,19 +128,20 @@ class _Tensor:
         """Return the elements before the first task: the merged model's, or the base's."""
         merged = self.plan.merged
         state = self.plan.state
-        if merged is None or self.is_copied:
+        # A run that merges a part of a model saves no more than that.
+        if merged is None or self.is_copied or self.param not in merged.entries:
             return theta_0
-        rounded = merged.elements(self.param, start, stop, theta_0)
+        rounded = merged.entries[self.param].elements(start, stop, theta_0)
         if not self.is_averaged or state is None or state_key(self.param) not in state.entries:
             return rounded.to(theta_0.dtype)
-        mean = state.elements(state_key(self.param), start, stop, theta_0)
+        mean = state.entries[state_key(self.param)].elements(start, stop, theta_0)
         check_belongs(mean, rounded.to(merged.entries[self.param].dtype), self.param, state.source)
         return mean
 
     def _read_task(
         self, task: ModelWeights, start: int, stop: int, merged: LayerInProgress
     ) -> Tensor:
-        theta_t = task.elements(self.param, start, stop, merged.theta_0)
+        theta_t = task.entries[self.param].elements(start, stop, merged.theta_0)
         if not is_finite(theta_t):
             raise ValueError(
                 f"model '{task.source.name}', tensor '{self.param}' has NaN or infinite values"
@@ -234,7 +235,7 @@ def _read_update(plan: Plan, record: Record, job: Job, device: torch.device) -> 
     lefts = []
     rights = []
     for model, part in parts_of_mean:
-        if model.rank_of(job.name):  # else it has the base's, of which the update is zero
+        if model.entries[job.name].rank:  # else it has the base's, of which the update is zero
             update = model.factors(job.name, device)
             lefts.append(update.left * part)
             rights.append(update.right)

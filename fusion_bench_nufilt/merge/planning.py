@@ -137,7 +137,7 @@ def _filtered_layers(plan: Plan) -> list[Layer]:
     filtered = []
     for layer in plan.layers:
         # An adapter leaves layers as they are, of which a merge into the base has all the same.
-        if any(task.rank_of(layer.param) != 0 for task in later_tasks):
+        if any(task.entries[layer.param].rank != 0 for task in later_tasks):
             filtered.append(layer)
     return filtered
 

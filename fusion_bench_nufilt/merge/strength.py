@@ -64,7 +64,7 @@ def strength_of(
     pool = DevicePool(devices)
 
     def measure(layer: Layer) -> Spectrum | None:
-        if layer.param not in task.entries:
+        if task.entries[layer.param].rank == 0:
             return None
         with reserve(layer), pool.free() as device:
             try:

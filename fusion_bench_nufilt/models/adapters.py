@@ -14,7 +14,7 @@ from fusion_bench_nufilt.utils.files import printable
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, config_at_hand
-from .entries import Entry, Rows, Stored
+from .entries import Entry, Rows, Stored, Unchanged
 from .experts import FactorsOfExpert, find_experts, find_saved_experts
 from .heads import labels
 from .lora import Dora, Factors, FactorsOfRows, LastFactors
@@ -59,7 +59,6 @@ class LoraAdapter(ModelWeights):
     """
 
     kind = "LoRA adapter"
-    is_complete = False
 
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self.config: Mapping[str, Any] = checkpoint.adapter_config
@@ -82,6 +81,11 @@ class LoraAdapter(ModelWeights):
             if isinstance(entry, kinds) or isinstance(own, kinds):
                 params.append(param)
         return params
+
+    def leave_unchanged(self, base: ModelWeights) -> None:
+        """Present all tensors of the base that the adapter neither changes nor brings."""
+        for param, entry in base.entries.items():
+            self.entries.setdefault(param, Unchanged(self.source, "", entry.shape))
 
     def _find_tensors(self, architecture: Architecture) -> None:
         tensors = self.source.tensors
@@ -165,8 +169,8 @@ class LoraAdapter(ModelWeights):
         the experts in a stack, with what peft says of them.
         """
         for module, parts in keys.items():
-            factors = [key for part, key in parts.items() if part != LENGTHS]
-            if any(len(self.source.tensors[key].shape) < 2 for key in factors):
+            keys_of_factors = [key for part, key in parts.items() if part != LENGTHS]
+            if any(len(self.source.tensors[key].shape) < 2 for key in keys_of_factors):
                 self._check_shapes(module, parts, None)  # peft makes nothing of them
         try:
             layers = ask_peft(self.checkpoint, keys, architecture)
@@ -391,7 +395,7 @@ class LoraAdapter(ModelWeights):
                 f"adapter '{self.source.name}' was trained on '{printable(trained_on)}', and the "
                 f"base given is '{source.name}': make sure that these are the same model"
             )
-        outside = [param for param in self.entries if param not in layers]
+        outside = [param for param in self.changed_params if param not in layers]
         dora = [param for param in self.params_of(Dora) if param not in layers]
         if dora and rule != "pretrained":
             could_be_layers = "name them in target_modules, or "

@@ -63,7 +63,7 @@ class Models(Selection):
         """Return the tasks that join the mean of a tensor in this merge."""
         joining = []
         for task in self.tasks:
-            if param in self.averaged_of(task) and task.has(param):
+            if param in self.averaged_of(task) and param in task.entries:
                 joining.append(task)
         return joining
 

@@ -38,7 +38,9 @@ class Entry(ABC):
 
     @property
     def rank(self) -> int | None:
-        """The rank of the factors by which an update is given, None where values are."""
+        """The rank of the factors by which an update is given, zero where there is none, and None
+        where values are given.
+        """
         return None
 
     @property
@@ -68,7 +70,7 @@ class Entry(ABC):
         """Tell whether this is the same tensor, or change of one, as another entry of the model."""
         return self is other
 
-    def in_rows(self, numbers: Sequence[int], shape: tuple[int, ...]) -> "Rows":
+    def in_rows(self, numbers: Sequence[int], shape: tuple[int, ...]) -> "Entry":
         """Return this tensor with its rows in another order, see :class:`Rows`."""
         return Rows(self.source, self.key, shape, self, list(numbers))
 
@@ -97,6 +99,24 @@ class Stored(Entry):
 
     def same(self, other: Entry) -> bool:
         return isinstance(other, Stored) and self.source.same(self.key, other.key)
+
+
+@dataclass(frozen=True, eq=False)
+class Unchanged(Entry):
+    """The base's tensor, which an adapter leaves as it is, in whatever rows."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def read(self, theta_0: Tensor) -> Tensor:
+        return theta_0
+
+    def elements(self, start: int, stop: int, theta_0: Tensor) -> Tensor:
+        return theta_0
+
+    def in_rows(self, numbers: Sequence[int], shape: tuple[int, ...]) -> Entry:
+        return replace(self, shape=shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -109,7 +109,7 @@ def check_fit(
         elif entry.shape != expected:
             why = _why_of_other_shape(entry.shape, expected, can_exclude=can_exclude)
             _refuse(model, base, param, expected, reason or why)
-    lost = [param for param in required if not model.has(param)]
+    lost = [param for param in required if param not in model.entries]
     if lost:
         why = reason or _why_layers_are_lost(lost, selection, model, can_exclude=can_exclude)
         _refuse(model, base, lost[0], base.entries[lost[0]].shape, why)
@@ -152,7 +152,7 @@ def _why_base_lacks(param: str, task: ModelWeights, selection: Selection) -> str
             f"it was trained on another class of the model, where this is '{renamed[0]}'; with "
             f"that class, {with_peft(task.checkpoint, selection.architecture)}"
         )
-    if not task.entries.keys().isdisjoint(base.entries):
+    if not base.entries.keys().isdisjoint(task.changed_params):
         return "give as the base the model with that layer, on which the adapter was trained"
     return "it is for another base"
 
@@ -212,10 +212,11 @@ def check_task(
     """
     layers = [layer.param for layer in selection.layers]
     check_fit(selection, task, layers, {*layers, *averaged}, can_exclude=can_exclude)
-    if layers and task.entries.keys().isdisjoint(layers):
+    changed_params = task.changed_params
+    if layers and set(layers).isdisjoint(changed_params):
         raise ValueError(
             f"adapter '{task.source.name}' changes none of the {len(layers)} layers to merge: it "
-            f"is of {format_names(task.entries)}"
+            f"is of {format_names(changed_params)}"
         )
     architecture = selection.architecture
     name = task.source.name
@@ -234,7 +235,7 @@ def check_task(
         warnings.append(
             f"'{name}' has {len(extra)} tensors that the base lacks, ignored: {format_names(extra)}"
         )
-    absent = sorted(param for param in averaged if not task.has(param))
+    absent = sorted(param for param in averaged if param not in task.entries)
     if absent:
         warnings.append(f"'{name}' is left out of the mean of {format_names(absent)}")
     rule = selection.targets.other_params

@@ -52,7 +52,7 @@ def select_for_adapter(selection: Selection, models: NamedModels, settings: Sett
         _refuse_without_base(selection, adapter, is_merged=adapter is models.merged)
     changed: set[str] = set()
     for adapter in models.adapters:
-        changed.update(adapter.entries)
+        changed.update(adapter.changed_params)
     layers = [layer for layer in selection.layers if layer.param in changed]
     if not layers:
         layers = selection.layers  # a check names them
@@ -65,7 +65,7 @@ def select_for_adapter(selection: Selection, models: NamedModels, settings: Sett
             )
     changed_outside: set[str] = set()
     for adapter in sources_outside:
-        changed_outside.update(adapter.entries)
+        changed_outside.update(adapter.changed_params)
     other_keys = {}
     for param, keys in selection.other_keys.items():
         if param in changed_outside:

@@ -35,7 +35,6 @@ class ModelWeights:
     """
 
     kind = "model"
-    is_complete = True  # whether the model has a tensor for every one of the base
 
     def __init__(self, source: Source, architecture: Architecture) -> None:
         self.source = source
@@ -102,23 +101,15 @@ class ModelWeights:
             if self.entries.pop(name) is not self.entries.get(param):
                 self.left_out.append(name)
 
-    def has(self, param: str) -> bool:
-        """Return whether the model has a tensor of the base, changed or not."""
-        # What an adapter does not change is the base's.
-        return param in self.entries or not self.is_complete
-
     def info(self, param: str) -> TensorInfo | None:
         """Return how the model stores a tensor that it holds in full, None of any other."""
         entry = self.entries.get(param)
         return None if entry is None else entry.info
 
-    def rank_of(self, param: str) -> int | None:
-        """Return the rank of the factors by which the model gives a layer's update, 0 where it
-        leaves the layer as it is, and None where it gives the weight in full.
-        """
-        if param in self.entries:
-            return self.entries[param].rank
-        return None if self.is_complete else 0
+    @property
+    def changed_params(self) -> list[str]:
+        """The params of all tensors but those that an adapter leaves as they are."""
+        return [param for param, entry in self.entries.items() if entry.rank != 0]
 
     @property
     def trained_modules(self) -> Collection[str] | None:
@@ -148,14 +139,6 @@ class ModelWeights:
         update = scaled_update(self.entries[param].read(nothing), nothing, self.coefficient)
         assert isinstance(update, LowRank)
         return update
-
-    def elements(self, param: str, start: int, stop: int, theta_0: Tensor) -> Tensor:
-        """Return some elements of a flattened tensor, given the base's, which are those of a
-        tensor that the model lacks.
-        """
-        if param not in self.entries:
-            return theta_0
-        return self.entries[param].elements(start, stop, theta_0)
 
     def head_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the task's head by their names in the task's model."""

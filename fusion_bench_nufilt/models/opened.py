@@ -70,7 +70,10 @@ def name_models(checkpoints: Checkpoints, targets: TargetConfig, settings: Setti
         carry_over(architecture, merged_manifest["mean_counts"], earlier)
     if state is not None:
         carry_over(architecture, state.entries, earlier, state_key)
-    return NamedModels(architecture, pretrained, opened, merged_manifest, merged_model, state)
+    models = NamedModels(architecture, pretrained, opened, merged_manifest, merged_model, state)
+    for adapter in models.adapters:
+        adapter.leave_unchanged(pretrained)
+    return models
 
 
 def _open_model(checkpoint: Checkpoint, architecture: Architecture) -> ModelWeights:

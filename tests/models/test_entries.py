@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusion_bench_nufilt.models.entries import Stored
+from fusion_bench_nufilt.models.entries import Stored, Unchanged
 from fusion_bench_nufilt.models.experts import Expert, ExpertRows, FactorsOfExpert
 from fusion_bench_nufilt.models.lora import Dora, Factors, FactorsOfRows, LastFactors
 from fusion_bench_nufilt.models.source import MemorySource
@@ -46,6 +46,7 @@ def of_expert(number: int) -> FactorsOfExpert:
 UPDATE = 0.5 * B @ A
 DORA = (THETA_0 + UPDATE) * (LENGTHS / (THETA_0 + UPDATE).norm(dim=1))[:, None]
 ENTRIES = {
+    "unchanged": (Unchanged(SOURCE, "", (ROWS, COLUMNS)), THETA_0),
     "stored": (Stored.of(SOURCE, "weight"), THETA_0),
     "rows of an expert": (
         ExpertRows(SOURCE, "experts", (ROWS, COLUMNS), 24, 48, COLUMNS, False),
@@ -66,7 +67,7 @@ def test_an_entry_is_read_whole_and_in_pieces(name):
     entry, expected = ENTRIES[name]
     assert entry.shape == (ROWS, COLUMNS)
     whole = entry.read(THETA_0)
-    if entry.rank is not None:
+    if entry.rank:
         assert whole.rank == entry.rank
         whole = THETA_0 + whole.product()
     torch.testing.assert_close(whole, expected)
