@@ -350,10 +350,12 @@ def is_iterated(case: Case, theta_0: Tensor) -> bool:
     """Tell whether an adapter has more directions of a layer than `best` finds to rounding: it
     finds others by iteration, which begins elsewhere in the basis of a merge into an adapter.
     """
+    if case.method != "best" or theta_0.ndim == 0:
+        return False
     k = min(len(theta_0), theta_0[0].numel())
     found = k // 8 + max(16, k // 64)
     ranks = [task.lora.r for task in case.tasks if task.lora is not None]
-    return case.method == "best" and max(ranks) > found
+    return max(ranks) > found
 
 
 def check_other(

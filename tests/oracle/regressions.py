@@ -39,4 +39,7 @@ REGRESSIONS = {
     "layers that are numbered and no blocks": Case(
         "Qwen2.5-VL", (Task(10),), options=(("ramp", 0.4), ("scale", 1.0))
     ),
+    "a number that no adapter changes": Case(
+        "CLIP", (Task(10, Lora()),), method="best", way="an adapter"
+    ),
 }
