@@ -198,7 +198,9 @@ def is_classified(family):
     if family not in TEXT:
         return False
     model = base_model(family, None)
-    return classifier_class(model) is not type(model)
+    # transformers 4 has no part of Gemma 3 by the name that it says.
+    has_body = hasattr(model, model.base_model_prefix)
+    return has_body and classifier_class(model) is not type(model)
 
 
 @st.composite
