@@ -360,7 +360,12 @@ class Checkpoint(Source):
         """The files of weights beside those that are read, by path in the folder; of folders in it,
         those of the ones that are no model by themselves. The state of a merge is no part of it.
         """
-        paths = [PurePosixPath(path) for path in self._paths_at_hand()]
+        files = _local_paths(self.folder)
+        if self.revision is not None and is_adapter(self.folder):
+            # Not all were downloaded; without a network, those that were are looked at.
+            with suppress(ValueError):
+                files = list(_hub_digests(self.name, self.revision))
+        paths = [PurePosixPath(file) for file in files]
         models = {path.parent for path in paths if path.name.endswith("config.json")}
         unread = []
         for path in paths:
@@ -371,16 +376,6 @@ class Checkpoint(Source):
             if is_own and not (is_of_trainer or is_read) and _has_weights(path.name):
                 unread.append(str(path))
         return sorted(unread)
-
-    def _paths_at_hand(self) -> list[str]:
-        """Return the paths of the files in the folder and the folders in it, of an adapter on the
-        hub also those that are there.
-        """
-        if self.revision is not None and is_adapter(self.folder):
-            # Without a network, or access any more, those on this disk.
-            with suppress(ValueError):
-                return list(_hub_digests(self.name, self.revision))
-        return _local_paths(self.folder)
 
     def module_files(self) -> dict[str, bytes]:
         """Return the files of the modules that sentence-transformers puts behind the model, with
