@@ -132,11 +132,18 @@ class LoraAdapter(ModelWeights):
 
     def _note_beneath(self, architecture: Architecture, key: str) -> None:
         """Note the embedding on which the adapter was trained, whose rows of new tokens may be
-        others than the base's; refuse one that was resized, which would be without these rows.
+        others than the base's; refuse one that was resized, which would be without these rows, and
+        one that was trained in full.
         """
         if not key.endswith(".base_layer.weight"):
             return
         name = place_of(self._prefix + key).name.replace(".token_adapter.", ".")
+        is_saved = _is_in_module(name, self.config.get("modules_to_save") or ())
+        if ".token_adapter." in key and is_saved:
+            raise ValueError(
+                f"adapter '{self.source.name}' has rows of tokens and all of '{name}', which peft "
+                "makes and does not run: leave one of the two out, and train it again"
+            )
         param = architecture.model_name(name)
         rows = self.source.tensors[key].shape[0]
         rows_of_base = architecture.rows(param)

@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -207,6 +208,22 @@ def test_an_adapter_changes_those_names_of_a_weight_that_it_changes_in_peft(
         pytest.skip("transformers 4 ties these, whatever is stored")
     result = type(base).from_pretrained(out, dtype=torch.float64)
     torch.testing.assert_close(any_logits(result), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.skipif(peft.__version__ < "0.19", reason="peft 0.18 can't make one of the two")
+def test_rows_of_tokens_of_what_is_saved_in_full_are_refused_as_peft_runs_none(tmp_path, tied):
+    base = gpt2()
+    base.save_pretrained(tmp_path / "base")
+    config = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"wte": [3, 7]}}
+    lora = LoraConfig(target_modules=["c_attn"], ensure_weight_tying=tied, **config)
+    adapted = get_peft_model(deepcopy(base), lora)
+    with pytest.raises(ValueError, match="TrainableTokensLayer wraps an unknown layer"):
+        adapted(WORDS)
+    adapted.save_pretrained(tmp_path / "adapter")
+    for settings in ({}, {"adapter": True}):
+        with pytest.raises(ValueError, match=r"rows of tokens and all of '.*', which peft"):
+            plan(tmp_path, ["adapter"], base="base", settings=settings, **SUM)
 
 
 @pytest.mark.filterwarnings("ignore:You have requested `ensure_weight_tying`")
