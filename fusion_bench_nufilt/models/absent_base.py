@@ -7,7 +7,7 @@ from fusion_bench_nufilt.utils.files import expanded, printable
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .adapters import base_name_key
-from .architecture import configured_names, on_meta
+from .architecture import on_meta, shared_names
 from .checkpoint import Checkpoint, folder_at_hand
 from .peft_layers import EMBEDDING_A, place_of
 
@@ -49,7 +49,7 @@ class AbsentBase(Checkpoint):
             built, known_from = on_meta(self)
             if known_from == type(built).__name__:
                 self.tensors = {}
-                for name, *_ in configured_names(built, self.config):
+                for name, *_ in shared_names(built, self.config):
                     self.tensors[name] = _described(tuple(built.get_parameter(name).shape))
         self.whole = self.tensors
 

@@ -79,7 +79,7 @@ class Architecture:
         loaded: a model of this architecture, as transformers has it in memory.
         naming: what a checkpoint calls its tensors; by default, the same.
         known_from: what tells the architecture: a class, the modules, or the names of tensors.
-        weights: the names of each weight, by default those of one parameter.
+        config: that of a checkpoint, which may untie what the modules share.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Architecture:
         loaded: nn.Module,
         naming: Names | None = None,
         known_from: str = "the modules",
-        weights: Sequence[list[str]] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.naming = naming or Names(loaded)
         self.model = self.naming.model
@@ -116,7 +116,7 @@ class Architecture:
         for tied_name, name in getattr(loaded, "all_tied_weights_keys", {}).items():
             self._sources[self.naming.name(tied_name)] = self.naming.name(name)
         self._params: dict[str, str] = {}
-        weights = weights or shared_names(self.model)
+        weights = shared_names(self.model, config)
         for names in weights:
             self._params |= dict.fromkeys(names, self.first(names))
         self._unsaved = set(_unsaved_buffers(loaded))
@@ -152,8 +152,7 @@ class Architecture:
         tensors' names tell.
         """
         built, known_from = on_meta(base)
-        naming = names_of(built, base.tensors)
-        return cls(built, naming, known_from, configured_names(naming.model, base.config))
+        return cls(built, names_of(built, base.tensors), known_from, base.config)
 
     # What tensors are called
 
@@ -507,23 +506,16 @@ def _token_tables(model: Any) -> tuple[str, list[str], list[str]]:
     return f"{paths.get(id(embedding))}.weight", names_of_head, names_of_tables
 
 
-def shared_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter; one that modules share has several."""
-    return _grouped(shared_weights(model))
+def shared_names(model: nn.Module, config: Mapping[str, Any] | None = None) -> list[list[str]]:
+    """Return the names of each weight; one that modules share has several.
 
-
-def configured_names(model: nn.Module, config: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names of each weight that a model on the meta device has once it is loaded:
-    transformers 5 builds all T5s with a tied head, and unties it then.
+    ``config`` is that of a model which is on the meta device: transformers 5 builds all T5s with a
+    tied head, and unties it as it loads those that say so.
     """
     weights = shared_weights(model)
-    if config.get("tie_word_embeddings") is False:
+    if config is not None and config.get("tie_word_embeddings") is False:
         _, head, _ = _token_tables(model)
         weights |= dict.fromkeys(head, "the head's own")
-    return _grouped(weights)
-
-
-def _grouped(weights: Mapping[str, str]) -> list[list[str]]:
     names = defaultdict(list)
     for name, weight in weights.items():
         names[weight].append(name)
