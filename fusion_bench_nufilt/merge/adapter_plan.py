@@ -10,27 +10,21 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fusion_bench_nufilt.methods.base import LayerMethod
-from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.absent_base import AbsentBase
 from fusion_bench_nufilt.models.adapter_reader import AdapterReader, reader_of
 from fusion_bench_nufilt.models.adapters import (
     LoraAdapter,
     adapter_config,
-    holds_in_full,
-    refuse_adapter_of_others,
 )
 from fusion_bench_nufilt.models.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Checkpoint,
-    is_adapter,
 )
 from fusion_bench_nufilt.models.entries import Rows
 from fusion_bench_nufilt.models.into_adapter import adapters_outside
 from fusion_bench_nufilt.models.lora import Factors
 from fusion_bench_nufilt.models.names import module_of
-from fusion_bench_nufilt.models.opened import Checkpoints
 from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
     ROWS,
@@ -39,8 +33,6 @@ from fusion_bench_nufilt.models.peft_layers import (
     skeleton,
 )
 from fusion_bench_nufilt.models.vocabulary import TOKENIZER_FILES
-from fusion_bench_nufilt.utils.files import Manifest
-from fusion_bench_nufilt.utils.manifest import read_manifest
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
 from .kept_state import KeptState
@@ -48,41 +40,6 @@ from .plan import DTYPES, FactorKeys, Plan, SavedTensor
 
 # The ranks that vLLM has for its option max_lora_rank end here.
 _HIGHEST_RANK_OF_VLLM = 512
-
-
-def open_adapters(
-    base: str | None,
-    tasks: Sequence[str],
-    merged: str | None,
-    targets: TargetConfig,
-    settings: Settings,
-    method_class: type[LayerMethod],
-) -> Checkpoints:
-    """Open the adapters, and of their base no more than is needed; the arguments are those of
-    :func:`.planning.plan_merge`.
-    """
-    if "o" not in method_class.sides_in_basis:
-        raise ValueError(
-            f"method {method_class.name} does not say that it merges in a basis of the tasks' "
-            "directions (sides_in_basis), without which there is no merge into an adapter: leave "
-            "--adapter out, and name the base with --base"
-        )
-    opened = [_open_adapter(name) for name in tasks]
-    merged_checkpoint = None if merged is None else _open_adapter(merged)
-    all_adapters = opened if merged_checkpoint is None else [merged_checkpoint, *opened]
-    checkpoints = Checkpoints(AbsentBase(all_adapters, base), opened, merged_checkpoint)
-    sources_outside = []
-    first_step = settings.first_step(Manifest())
-    if merged_checkpoint is not None:
-        sources_outside.append(merged_checkpoint)
-        first_step = settings.first_step(read_manifest(merged_checkpoint.folder))
-    for step, adapter in enumerate(opened, first_step):
-        if targets.changes_other_params(step):
-            sources_outside.append(adapter)
-    if base is not None and any(map(holds_in_full, sources_outside)):
-        # Of what an adapter holds in full, a mean needs the base's.
-        return checkpoints._replace(base=Checkpoint.open(base))
-    return checkpoints
 
 
 def with_adapter(plan: Plan) -> Plan:
@@ -128,17 +85,6 @@ def with_adapter(plan: Plan) -> Plan:
         small_files=small_files,
         warnings=warnings,
     )
-
-
-def _open_adapter(name: str) -> Checkpoint:
-    checkpoint = Checkpoint.open(name)
-    if not is_adapter(checkpoint.folder):
-        refuse_adapter_of_others(checkpoint)
-        raise ValueError(
-            f"'{name}' is a whole model, and --adapter merges adapters alone: leave it out, and "
-            "name the base with --base"
-        )
-    return checkpoint
 
 
 def _saved_tensors(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, SavedTensor]:

@@ -20,7 +20,6 @@ from fusion_bench_nufilt.models.checkpoint import Checkpoint
 from fusion_bench_nufilt.models.door import open_models
 from fusion_bench_nufilt.models.layers import Layer
 from fusion_bench_nufilt.models.model import ModelWeights
-from fusion_bench_nufilt.models.opened import Checkpoints
 from fusion_bench_nufilt.models.selection import Selection
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import in_dtype
@@ -144,12 +143,11 @@ def _folder(model: Any) -> Path:
 
 @cache
 def _base(folder: Path, targets: TargetConfig) -> _Base:
-    checkpoint = Checkpoint.open(str(folder))
-    selection = open_models(Checkpoints(checkpoint, []), targets, Settings())
+    selection = open_models(str(folder), [], None, targets, Settings())
     architecture = selection.architecture
     # mergekit gives tensors as they are stored, of which the base has one for each layer.
     layers: dict[str, list[Layer]] = {}
-    for key in checkpoint.whole:
+    for key in selection.base.whole:
         layers[architecture.param(key)] = []
     for layer in selection.layers:
         layers[architecture.param(layer.view.key)].append(layer)

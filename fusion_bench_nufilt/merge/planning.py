@@ -6,11 +6,8 @@ from typing import Any
 
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.methods.registry import find_method
-from fusion_bench_nufilt.models.adapters import refuse_adapter_of_others
-from fusion_bench_nufilt.models.checkpoint import Checkpoint, is_adapter
 from fusion_bench_nufilt.models.door import open_models
 from fusion_bench_nufilt.models.layers import Layer
-from fusion_bench_nufilt.models.opened import Checkpoints
 from fusion_bench_nufilt.utils.devices import process_memory, workers_on
 from fusion_bench_nufilt.utils.files import size_text
 from fusion_bench_nufilt.utils.heap import give_back_freed_memory
@@ -82,37 +79,24 @@ def plan_merge(
             f"step {settings.step} needs the merged model that holds the tasks before it: name it"
         )
 
-    if settings.adapter:
-        from .adapter_plan import open_adapters, with_adapter
-
-        checkpoints = open_adapters(base, tasks, merged, targets, settings, method_class)
-    else:
-        checkpoints = _open_folders(base, tasks, merged)
-    models = open_models(checkpoints, targets, settings)
+    if settings.adapter and "o" not in method_class.sides_in_basis:
+        raise ValueError(
+            f"method {method_class.name} does not say that it merges in a basis of the tasks' "
+            "directions (sides_in_basis), without which there is no merge into an adapter: leave "
+            "--adapter out, and name the base with --base"
+        )
+    models = open_models(base, tasks, merged, targets, settings)
     plan = Plan(**vars(models), method=method_of(method_class, options, settings.seed, models))
-    plan = with_adapter(plan) if settings.adapter else _with_model(plan)
+    if settings.adapter:
+        from .adapter_plan import with_adapter
+
+        plan = with_adapter(plan)
+    else:
+        plan = _with_model(plan)
     state_file = {key: describe(like) for key, like in KeptState(plan).needed().items()}
     if state_file:
         plan = dataclasses.replace(plan, files={**plan.files, STATE_FILE: state_file})
     return dataclasses.replace(plan, warnings=[*plan.warnings, *_check(plan)])
-
-
-def _open_folders(base: str | None, tasks: Sequence[str], merged: str | None) -> Checkpoints:
-    """Open the models of a merge into a model; the arguments are those of :func:`plan_merge`."""
-    if base is None:
-        raise ValueError("the base must be named, unless adapters are merged into an adapter")
-    checkpoint = Checkpoint.open(base)
-    _refuse_adapter("base", checkpoint, "name the model that it was trained on")
-    merged_checkpoint = None
-    if merged is not None:
-        merged_checkpoint = Checkpoint.open(merged)
-        advice = "give it as a --task, or add --adapter for one more adapter"
-        _refuse_adapter("merged model", merged_checkpoint, advice)
-    checkpoints = [Checkpoint.open(name) for name in tasks]
-    for task in checkpoints:
-        if not is_adapter(task.folder):
-            refuse_adapter_of_others(task)
-    return Checkpoints(checkpoint, checkpoints, merged_checkpoint)
 
 
 def _with_model(plan: Plan) -> Plan:
@@ -124,11 +108,6 @@ def _with_model(plan: Plan) -> Plan:
         plan.vocabulary.files, checkpoint, files, plan.settings.dtype, untied
     )
     return dataclasses.replace(plan, small_files=small_files, files=files)
-
-
-def _refuse_adapter(role: str, checkpoint: Checkpoint, advice: str) -> None:
-    if is_adapter(checkpoint.folder):
-        raise ValueError(f"the {role} '{checkpoint.name}' is an adapter: {advice}")
 
 
 def _filtered_layers(plan: Plan) -> list[Layer]:

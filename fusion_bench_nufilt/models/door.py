@@ -3,6 +3,7 @@ tensor for each weight, fit each other, and are not changed; nobody asks which o
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,10 +13,10 @@ from fusion_bench_nufilt.utils.files import Head, Input, Manifest
 from .checkpoint import Checkpoint
 from .configurations import check_configuration
 from .fit import check_base, check_merged, check_task
-from .into_adapter import refuse_what_no_adapter_holds, select_for_adapter
+from .into_adapter import open_adapters, refuse_what_no_adapter_holds, select_for_adapter
 from .layers import Layer
 from .model import ModelWeights
-from .opened import Checkpoints, name_models
+from .opened import name_models, open_folders
 from .selection import Selection, describe_heads, heads_of_base, take_heads
 from .vocabulary import Vocabulary, join_vocabularies
 
@@ -100,27 +101,42 @@ class Models(Selection):
         return {role: model.checkpoint.identity() for role, model in self.models.items()}
 
 
-def open_models(checkpoints: Checkpoints, targets: TargetConfig, settings: Settings) -> Models:
-    """Return the models of a merge, which fit each other.
+def open_models(
+    base: str | None,
+    tasks: Sequence[str],
+    merged: str | None,
+    targets: TargetConfig,
+    settings: Settings,
+) -> Models:
+    """Open the models of a merge, by their headers, and return them as they fit each other.
 
     Args:
-        checkpoints: the models as they were opened.
+        base: folder or hub name of the pretrained model; None for adapters that are merged into an
+            adapter.
+        tasks: folders or hub names of the task models, in merging order.
+        merged: folder or hub name of the result to merge into; None means the base.
         targets: which layers are merged, and what happens to the rest.
         settings: how folders are merged.
 
     Raises:
-        ValueError: a model does not fit the base in its names, shapes or dtypes, holds nothing but
-            placeholders, or is of another type; the message names it and says what to do.
+        ValueError: a model can't be read, does not fit the base in its names, shapes or dtypes,
+            holds nothing but placeholders, or is of another type; the message names it and says
+            what to do.
     """
+    if settings.adapter:
+        checkpoints = open_adapters(base, tasks, merged, targets, settings)
+    else:
+        checkpoints = open_folders(base, tasks, merged)
     named = name_models(checkpoints, targets, settings)
-    architecture, pretrained, tasks, merged_manifest, merged, state = named
+    architecture = named.architecture
+    pretrained = named.pretrained
     rule = targets.heads
     if settings.adapter:
         refuse_what_no_adapter_holds(named, targets)
         rule = "none"  # of which there is none left
     # A task's own head is no layer, although the base may have one of that name.
-    heads = heads_of_base(architecture, pretrained, rule, merged_manifest)
-    take_heads(heads, tasks)
+    heads = heads_of_base(architecture, pretrained, rule, named.merged_manifest)
+    take_heads(heads, named.tasks)
     of_model = Selection.of(architecture, pretrained, targets, heads)
     check_base(of_model)
     selection = of_model
@@ -128,12 +144,12 @@ def open_models(checkpoints: Checkpoints, targets: TargetConfig, settings: Setti
         selection = select_for_adapter(of_model, named, settings)
     models = Models(
         **vars(selection),
-        tasks=tasks,
+        tasks=named.tasks,
         settings=settings,
-        merged_manifest=merged_manifest,
-        merged=merged,
-        state=state,
-        heads=describe_heads(heads, pretrained, tasks, merged_manifest),
+        merged_manifest=named.merged_manifest,
+        merged=named.merged,
+        state=named.state,
+        heads=describe_heads(heads, pretrained, named.tasks, named.merged_manifest),
         layers_of_model=of_model.layers,
     )
     if not settings.adapter:

@@ -6,15 +6,58 @@ import dataclasses
 from collections.abc import Sequence
 
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
+from fusion_bench_nufilt.utils.files import Manifest
+from fusion_bench_nufilt.utils.manifest import read_manifest
 
+from .absent_base import AbsentBase
 from .adapter_reader import INTO_A_MODEL
-from .adapters import LoraAdapter
+from .adapters import LoraAdapter, holds_in_full, refuse_adapter_of_others
+from .checkpoint import Checkpoint, is_adapter
 from .experts import ExpertRows, FactorsOfExpert
 from .lora import Dora
 from .model import ModelWeights
-from .opened import NamedModels
+from .opened import Checkpoints, NamedModels
 from .selection import Selection, add_head_of, heads_of_base
 from .source import format_names
+
+
+def open_adapters(
+    base: str | None,
+    tasks: Sequence[str],
+    merged: str | None,
+    targets: TargetConfig,
+    settings: Settings,
+) -> Checkpoints:
+    """Open the adapters, and of their base no more than is needed; the arguments are those of
+    :func:`.door.open_models`.
+    """
+    opened = [_open_adapter(name) for name in tasks]
+    merged_checkpoint = None if merged is None else _open_adapter(merged)
+    all_adapters = opened if merged_checkpoint is None else [merged_checkpoint, *opened]
+    checkpoints = Checkpoints(AbsentBase(all_adapters, base), opened, merged_checkpoint)
+    sources_outside = []
+    first_step = settings.first_step(Manifest())
+    if merged_checkpoint is not None:
+        sources_outside.append(merged_checkpoint)
+        first_step = settings.first_step(read_manifest(merged_checkpoint.folder))
+    for step, adapter in enumerate(opened, first_step):
+        if targets.changes_other_params(step):
+            sources_outside.append(adapter)
+    if base is not None and any(map(holds_in_full, sources_outside)):
+        # Of what an adapter holds in full, a mean needs the base's.
+        return checkpoints._replace(base=Checkpoint.open(base))
+    return checkpoints
+
+
+def _open_adapter(name: str) -> Checkpoint:
+    checkpoint = Checkpoint.open(name)
+    if not is_adapter(checkpoint.folder):
+        refuse_adapter_of_others(checkpoint)
+        raise ValueError(
+            f"'{name}' is a whole model, and --adapter merges adapters alone: leave it out, and "
+            "name the base with --base"
+        )
+    return checkpoint
 
 
 def refuse_what_no_adapter_holds(models: NamedModels, targets: TargetConfig) -> None:

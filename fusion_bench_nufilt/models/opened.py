@@ -7,7 +7,7 @@ from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.utils.files import Manifest
 from fusion_bench_nufilt.utils.manifest import STATE_FILE, read_manifest, state_key
 
-from .adapters import LoraAdapter
+from .adapters import LoraAdapter, refuse_adapter_of_others
 from .architecture import Architecture
 from .checkpoint import Checkpoint, is_adapter
 from .model import ModelWeights, carry_over, complete_base, tie_weights, weights_in
@@ -35,6 +35,31 @@ class NamedModels(NamedTuple):
     def adapters(self) -> list[LoraAdapter]:
         """Those that are adapters, the merged one first."""
         return [model for model in (self.merged, *self.tasks) if isinstance(model, LoraAdapter)]
+
+
+def open_folders(base: str | None, tasks: Sequence[str], merged: str | None) -> Checkpoints:
+    """Open the models of a merge into a model; the arguments are those of
+    :func:`.door.open_models`.
+    """
+    if base is None:
+        raise ValueError("the base must be named, unless adapters are merged into an adapter")
+    checkpoint = Checkpoint.open(base)
+    _refuse_adapter("base", checkpoint, "name the model that it was trained on")
+    merged_checkpoint = None
+    if merged is not None:
+        merged_checkpoint = Checkpoint.open(merged)
+        advice = "give it as a --task, or add --adapter for one more adapter"
+        _refuse_adapter("merged model", merged_checkpoint, advice)
+    checkpoints = [Checkpoint.open(name) for name in tasks]
+    for task in checkpoints:
+        if not is_adapter(task.folder):
+            refuse_adapter_of_others(task)
+    return Checkpoints(checkpoint, checkpoints, merged_checkpoint)
+
+
+def _refuse_adapter(role: str, checkpoint: Checkpoint, advice: str) -> None:
+    if is_adapter(checkpoint.folder):
+        raise ValueError(f"the {role} '{checkpoint.name}' is an adapter: {advice}")
 
 
 def name_models(checkpoints: Checkpoints, targets: TargetConfig, settings: Settings) -> NamedModels:
