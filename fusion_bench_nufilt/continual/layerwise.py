@@ -321,7 +321,9 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
     def _check_merged(self, merged: ModelWeights) -> None:
         check_merged(self._selection, merged)
         plan = self._plan([], self.first_step, merged)
-        warnings = other_options(dataclasses.replace(plan, merged_manifest=self.merged_manifest))
+        plan_to_go_on = dataclasses.replace(plan, merged_manifest=self.merged_manifest)
+        # Of the options of a run, a plan has the seed alone.
+        warnings = other_options(plan_to_go_on, ProtocolConfig)
         if self.verify and self.is_of_this_base is None:
             warnings += check_same_base(plan)
         for warning in warnings:
@@ -407,7 +409,7 @@ class LayerwiseMergingAlgorithm(ContinualMergingAlgorithm):
             blocks = defaultdict(list)
             for place, piece in pieces:
                 blocks[place].append(piece)
-            device = self._pretrained.source.elements(keys[record["param"]], 0, 1).device
+            device = self._pretrained.source.device(keys[record["param"]])
             for place, parts in blocks.items():
                 value = parts[0] if len(parts) == 1 else torch.cat(parts)
                 value = value.reshape(place.shape)

@@ -1,4 +1,6 @@
-"""Merging checkpoint folders of any size, without loading a model."""
+"""The plan, the engine and the writer of a merge: of folders of any size, without loading a model,
+and of models in memory.
+"""
 
 from typing import TYPE_CHECKING
 

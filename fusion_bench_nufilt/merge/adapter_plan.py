@@ -97,7 +97,7 @@ def _saved_tensors(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, Sav
     for param in plan.other_keys:
         entries = [each.entries[param] for each in sources]
         changing = [entry for entry in entries if entry.rank != 0]
-        if not any(entry.key for entry in changing):
+        if not any(entry.is_stored for entry in changing):
             continue
         saved[param] = SavedTensor(())
         of_rows = [entry for entry in changing if isinstance(entry, Rows)]

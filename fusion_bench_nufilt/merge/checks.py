@@ -15,7 +15,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from fusion_bench_nufilt.methods.base import block_of
-from fusion_bench_nufilt.methods.options import ProtocolConfig, Settings, TargetConfig
+from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.models.layers import Layer, exclude_hint
 from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.source import format_names
@@ -68,19 +68,15 @@ def options_warning(name: str, differing: Sequence[Difference]) -> str:
     return f"settings differ from those that '{name}' was made with: {listing}"
 
 
-def other_options(plan: Plan) -> list[str]:
+def other_options(plan: Plan, kind: type = Settings) -> list[str]:
     """Warn of options that are to last for a stream, and that the merged model was made with
-    otherwise.
+    otherwise; those of a merge by itself are of a kind.
     """
     saved_options = plan.merged_manifest.get("settings", {})
     if "layer_method" in saved_options:  # as a run of a model pool has it
         saved_options = {**saved_options, "method": saved_options["layer_method"]}
     options = json.loads(json.dumps(plan.options()))  # as a manifest has them
-    kinds: list[type] = [type(plan.method.options), TargetConfig]
-    if plan.base.in_memory:
-        kinds.append(ProtocolConfig)  # whose seed is the only one that a plan has
-    else:
-        kinds.append(Settings)
+    kinds = [type(plan.method.options), TargetConfig, kind]
     before = {}
     now = {}
     # What is for one merge, its tasks or its run may differ from one step to the next.
@@ -232,7 +228,7 @@ def kept_from_base(plan: Plan) -> list[str]:
         averaged = plan.averaged_of(task)
         for param, entry in task.entries.items():
             is_changed = param in averaged or param in plan.computed
-            if entry.key and param in plan.other_keys and not is_changed:
+            if entry.is_stored and param in plan.other_keys and not is_changed:
                 kept[param] = None
     return list(kept)
 
@@ -246,7 +242,7 @@ def check_same_base(plan: Plan) -> list[str]:
     warnings: list[str] = []
     merged_params = {layer.param for layer in plan.layers}
     for task in plan.tasks:
-        in_full = {param for param, entry in task.entries.items() if entry.key}
+        in_full = {param for param, entry in task.entries.items() if entry.is_stored}
         if merged_params.union(plan.averaged_of(task)).isdisjoint(in_full):
             warnings += _check_factors(plan, task)
     # Of files, a sample; of models in memory, all layers.

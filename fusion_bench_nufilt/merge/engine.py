@@ -307,7 +307,7 @@ class Worker:
     @torch.no_grad()
     def do_blocks(self, tensor: Blocks, add: Add) -> int:
         """Do the jobs of a tensor's blocks, one after the other, and hand over their pieces; return
-        the number of layers in it.
+        the number of layers done, which is none.
         """
 
         def pieces() -> Pieces:

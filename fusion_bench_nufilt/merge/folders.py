@@ -43,9 +43,9 @@ def merge_folders(
 ) -> Path:
     """Carry out a plan, and return ``out``.
 
-    A tensor goes through all tasks before the next one is read, so that each input is read once,
-    after the samples for the plan and for strengths, and nothing in between is stored. A run that
-    was interrupted goes on where it stopped.
+    A tensor goes through all tasks at once, so that each input is read once, after the samples for
+    the plan and for strengths, and nothing in between is stored. A run that was interrupted goes on
+    where it stopped.
 
     Args:
         plan: from :func:`fusion_bench_nufilt.merge.plan_merge`.

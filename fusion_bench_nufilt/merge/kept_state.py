@@ -296,7 +296,7 @@ class KeptState:
         # A mean without a model in it is replaced by the first one, so that its digits don't count.
         if self.plan.models_in_mean(param) == 0:
             return False
-        if merged is not None and merged.info(param) is None:
+        if merged is not None and merged.entries[param].rank == 0:
             return False  # it has the base's
         return self._is_rounded(param)
 

@@ -289,7 +289,7 @@ def _pieces(
     merged: LayerInProgress,
     merged_weight: Callable[[], Tensor],
 ) -> Pieces:
-    """Yield a layer's state and its weight, each if it has a place."""
+    """Yield a layer's state, if one is kept, and its weight, where it has a place."""
     plan = kept.plan
     weight = None
     # That of a step that nobody reads is not computed, unless it is the state.

@@ -23,7 +23,7 @@ from fusion_bench_nufilt.utils.tensors import (
 )
 
 from .basis import Basis, LayerInBasis
-from .engine import CPU, Blocks, Job, LayerInProgress, Pieces, TaskInput
+from .engine import Blocks, Job, LayerInProgress, Pieces, TaskInput
 from .layer_jobs import pieces_of_factors
 from .output import Record
 from .plan import Plan
@@ -75,7 +75,7 @@ class _Tensor:
         # FP8 is decoded by rows of blocks, MXFP4 and an adapter's stack by experts.
         units = [self.info.unit]
         for model in (*self.tasks, self.plan.merged):
-            if model is not None and self.param in model.entries:
+            if model is not None:
                 units.append(model.entries[self.param].unit)
         largest = max(units)
         # In elements, of which the widest, those of float64, have 8 bytes.
@@ -128,8 +128,7 @@ class _Tensor:
         """Return the elements before the first task: the merged model's, or the base's."""
         merged = self.plan.merged
         state = self.plan.state
-        # A run that merges a part of a model saves no more than that.
-        if merged is None or self.is_copied or self.param not in merged.entries:
+        if merged is None or self.is_copied:
             return theta_0
         rounded = merged.entries[self.param].elements(start, stop, theta_0)
         if not self.is_averaged or state is None or state_key(self.param) not in state.entries:
@@ -177,10 +176,7 @@ def other_tensors(
         jobs = _jobs(plan, param, record, places)
         if param in plan.adapter_keys:
             jobs = iter([_job_of_update(plan, param, record, places)])
-        device = CPU
-        if plan.base.in_memory:
-            device = plan.base.elements(keys[0], 0, 1).device
-        tensors.append(Blocks(record, numel, jobs, device))
+        tensors.append(Blocks(record, numel, jobs, plan.base.device(keys[0])))
     return tensors
 
 

@@ -1,6 +1,4 @@
-"""Which layers of a model are merged, how parameters hold them, and what happens to every other
-parameter.
-"""
+"""What a model is, in a folder or in memory, and which matrices of it are merged."""
 
 from typing import TYPE_CHECKING
 

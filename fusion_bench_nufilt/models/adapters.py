@@ -14,7 +14,7 @@ from fusion_bench_nufilt.utils.files import printable
 
 from .architecture import Architecture
 from .checkpoint import Checkpoint, config_at_hand
-from .entries import Entry, Rows, Stored, Unchanged
+from .entries import Entry, Rows, Stored
 from .experts import FactorsOfExpert, find_experts, find_saved_experts
 from .heads import labels
 from .lora import Dora, Factors, FactorsOfRows, LastFactors
@@ -81,11 +81,6 @@ class LoraAdapter(ModelWeights):
             if isinstance(entry, kinds) or isinstance(own, kinds):
                 params.append(param)
         return params
-
-    def leave_unchanged(self, base: ModelWeights) -> None:
-        """Present all tensors of the base that the adapter neither changes nor brings."""
-        for param, entry in base.entries.items():
-            self.entries.setdefault(param, Unchanged(self.source, "", entry.shape))
 
     def _find_tensors(self, architecture: Architecture) -> None:
         tensors = self.source.tensors

@@ -1,5 +1,6 @@
 """The door of a merge of folders: behind it, all models go by the base's names and rows, with one
-tensor for each weight, fit each other, and are not changed; nobody asks which of them are adapters.
+tensor for each weight, and fit each other; their entries do not change any more, and none but a
+merge into an adapter asks which of them are adapters.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ class Models(Selection):
 
     @cached_property
     def averaged(self) -> set[str]:
-        """The params of ``other_keys`` that the tasks change."""
+        """The params of ``other_keys`` that the tasks may change."""
         return self.averaged_at(self.first_step)
 
     def averaged_of(self, task: ModelWeights) -> set[str]:
@@ -193,6 +194,8 @@ def _check(models: Models) -> list[str]:
     if models.merged is not None:
         optional = models.computed | _other_parts(models, models.merged)
         check_merged(models, models.merged, optional)
+        # A run that merges a part of a model saves no more than that.
+        models.merged.leave_unchanged(models.pretrained)
     for task in models.tasks:
         warnings += check_task(models, task, models.averaged)
     return warnings

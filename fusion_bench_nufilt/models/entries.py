@@ -2,9 +2,9 @@
 it is in files.
 
 An entry gives the values, or the factors of what the model adds to the base's. :class:`Stored` is a
-tensor of a source, :class:`Rows` presents another entry with its rows in another order, and
-:class:`Grown` the base's with rows of new tokens; those of adapters are in ``lora.py`` and
-``experts.py``.
+tensor of a source, :class:`Unchanged` is the base's own, :class:`Rows` presents another entry with
+its rows in another order, and :class:`Grown` the base's with rows of new tokens; those of adapters
+are in ``lora.py`` and ``experts.py``.
 """
 
 import math
@@ -27,8 +27,8 @@ from .source import Source
 class Entry(ABC):
     """What a model has of a tensor.
 
-    ``source`` has its values. ``key`` is that of the tensor which holds it in full, empty where it
-    is computed from factors, and ``shape`` the one in which the base stores it. To methods,
+    ``source`` has its values. ``key`` is that of the tensor which holds it in full, empty where none
+    does, and ``shape`` the one in which the base stores it. To methods,
     ``theta_0`` is the base's tensor, or the same part of it, on whose device the values are put.
     """
 
@@ -49,9 +49,14 @@ class Entry(ABC):
         return 1
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the source holds it in full, in whatever rows."""
+        return bool(self.key)
+
+    @property
     def info(self) -> TensorInfo | None:
         """What is stored under ``key``."""
-        return self.source.tensors[self.key] if self.key else None
+        return self.source.tensors[self.key] if self.is_stored else None
 
     @property
     def dtype(self) -> torch.dtype | None:

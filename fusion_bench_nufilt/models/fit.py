@@ -97,13 +97,13 @@ def check_fit(
             expected = architecture.shape(param)
         shapes[param] = expected
         # An empty tensor is a lost one, unless the base's is empty, too.
-        if entry.key and expected is not None and 0 not in expected:
+        if entry.is_stored and expected is not None and 0 not in expected:
             keys_with_elements.append(entry.key)
     model.source.check_not_empty(keys_with_elements)
     for param, expected in shapes.items():
         entry = model.entries[param]
         if expected is None:
-            if not entry.key:  # an update, of which the base must have the rest
+            if not entry.is_stored:  # an update, of which the base must have the rest
                 why = _why_base_lacks(param, model, selection)
                 _refuse(model, base, param, None, why)
         elif entry.shape != expected:

@@ -68,7 +68,7 @@ def refuse_what_no_adapter_holds(models: NamedModels, targets: TargetConfig) -> 
     for task in models.tasks:
         add_head_of(heads, task)
     for adapter in models.adapters:
-        of_heads = heads.of(param for param, entry in adapter.entries.items() if entry.key)
+        of_heads = heads.of(param for param, entry in adapter.entries.items() if entry.is_stored)
         experts = adapter.params_of(ExpertRows, FactorsOfExpert)
         of_dora = adapter.params_of(Dora)
         reason = ""
@@ -135,7 +135,7 @@ def adapters_outside(
 
 
 def _refuse_without_base(selection: Selection, adapter: LoraAdapter, *, is_merged: bool) -> None:
-    keys = dict.fromkeys(entry.key for entry in adapter.entries.values() if entry.key)
+    keys = dict.fromkeys(entry.key for entry in adapter.entries.values() if entry.is_stored)
     if not keys or not selection.base.is_absent:
         return
     full = [adapter.name_of(key) for key in keys]

@@ -25,13 +25,13 @@ from .architecture import (
     untie_parameter,
 )
 from .checkpoint import Checkpoint
-from .entries import Entry, Stored
+from .entries import Entry, Stored, Unchanged
 from .source import Source
 
 
 class ModelWeights:
-    """A model with all its weights, in files or in memory: an entry for each tensor that it changes
-    or brings, by param.
+    """A model, in files or in memory: an entry for each tensor that it has, by param. An adapter
+    has all of the base's, once it is opened by their names.
     """
 
     kind = "model"
@@ -100,6 +100,11 @@ class ModelWeights:
                 continue
             if self.entries.pop(name) is not self.entries.get(param):
                 self.left_out.append(name)
+
+    def leave_unchanged(self, base: "ModelWeights") -> None:
+        """Present all tensors of the base that the model neither changes nor brings."""
+        for param, entry in base.entries.items():
+            self.entries.setdefault(param, Unchanged(self.source, "", entry.shape))
 
     def info(self, param: str) -> TensorInfo | None:
         """Return how the model stores a tensor that it holds in full, None of any other."""

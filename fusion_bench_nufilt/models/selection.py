@@ -24,7 +24,7 @@ class Selection:
     pretrained: ModelWeights
     targets: TargetConfig
     layers: list[Layer]  # merged by the method, in the base's order
-    other_keys: dict[str, tuple[str, ...]]  # the base's keys of every other tensor, by param
+    other_keys: dict[str, tuple[str, ...]]  # the base's keys of the result's others, by param
     head_params: set[str]  # tensors of heads that tasks have for themselves: the base's stay
     computed: set[str]  # the base's other tensors that are computed, and not trained
     coverage: Coverage  # how much of the model the layers cover

@@ -67,6 +67,10 @@ class Source(ABC):
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         """Read the elements ``start`` to ``stop`` of a flattened tensor."""
 
+    def device(self, key: str) -> torch.device:
+        """Return the device on which a tensor is read as it is."""
+        return torch.device("cpu")
+
     def same(self, key: str, other: str) -> bool:
         """Tell whether two tensors hold the same values; only floating point is compared."""
         info = self.tensors[key]
@@ -209,6 +213,9 @@ class MemorySource(Source):
         value = self._values[key]
         self.check_finite(key, value)
         return value.to(device)
+
+    def device(self, key: str) -> torch.device:
+        return self._values[key].device
 
     def elements(self, key: str, start: int, stop: int) -> Tensor:
         return self._values[key].flatten()[start:stop]

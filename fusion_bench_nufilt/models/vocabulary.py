@@ -21,7 +21,7 @@ from .entries import Grown, PartOfMean
 from .model import ModelWeights
 from .source import format_names
 
-Models = Mapping[str, ModelWeights]
+ModelsByRole = Mapping[str, ModelWeights]
 """Models by their role in the merge: base, merged, task 0, ..."""
 
 
@@ -51,7 +51,7 @@ class NewToken:
 class Vocabulary:
     """The rows of a result's embeddings; without ``params``, they are those of the base."""
 
-    models: Models = field(default_factory=dict)
+    models: ModelsByRole = field(default_factory=dict)
     params: list[str] = field(default_factory=list)  # tensors with a row for every token
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
@@ -134,7 +134,7 @@ class _Tokens:
             # With all digits of its means.
             own |= {param: kept.entries.get(state_key(param), own[param]) for param in own}
         self.own = {param: own[param] for param in params if param in own}
-        rows = [entry.shape[0] for entry in self.own.values() if entry.key]
+        rows = [entry.shape[0] for entry in self.own.values() if entry.is_stored]
         if base is not None and not rows:
             rows.append(base.rows)
         self.rows: int = min(rows)
@@ -207,7 +207,7 @@ class _Tokens:
         """
         for param in params:
             entry = self.model.entries.get(param)
-            if entry is None or not entry.key:
+            if entry is None or not entry.is_stored:
                 continue
             if entry.shape[1:] != base.own[param].shape[1:]:
                 return False
@@ -222,7 +222,7 @@ class _Tokens:
 
 
 def join_vocabularies(
-    models: Models,
+    models: ModelsByRole,
     params: Sequence[str],
     choice: str,
     files: Mapping[str, bytes],
@@ -339,7 +339,7 @@ def _match_rows(
         wanted = rows
         shape = base.own[param].shape
         # An adapter's factors have a row for each of the base's, whatever its tokens are.
-        if not entry.key:
+        if not entry.is_stored:
             if param in layers or entry.shape != shape:
                 continue
             wanted = list(range(base.rows))
@@ -365,14 +365,14 @@ def _grown(result: Vocabulary, tokens_of: Mapping[str, _Tokens], param: str) -> 
             tokens = tokens_of[holder.role]
             entry = tokens.own.get(param)
             # An adapter has the rows that it was trained on, and what it adds to them.
-            if holder.row < own.shape[0] or (entry is not None and entry.key):
+            if holder.row < own.shape[0] or (entry is not None and entry.is_stored):
                 beneath = tokens.model.beneath.get(param, own)
                 parts.append(PartOfMean(entry or own, holder.row, holder.weight, beneath))
         new_rows[row] = parts
     return Grown(own.source, own.key, (result.rows, *own.shape[1:]), own, new_rows)
 
 
-def _owner(models: Models, choice: str) -> str:
+def _owner(models: ModelsByRole, choice: str) -> str:
     """Return the role of the model whose tokenizer the result has, or to which tokens are added."""
     if choice == "base":
         return "base"
