@@ -42,4 +42,7 @@ REGRESSIONS = {
     "a number that no adapter changes": Case(
         "CLIP", (Task(10, Lora()),), method="best", way="an adapter"
     ),
+    "a head that is tied to embeddings that a classifier's adapter changes": Case(
+        "SmolLM3", (Task(10, Lora(embeddings=True), labels=3),)
+    ),
 }
