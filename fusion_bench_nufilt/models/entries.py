@@ -27,8 +27,8 @@ from .source import Source
 class Entry(ABC):
     """What a model has of a tensor.
 
-    ``source`` has its values. ``key`` is that of the tensor which holds it in full, empty where none
-    does, and ``shape`` the one in which the base stores it. To methods,
+    ``source`` has its values. ``key`` is that of the tensor which holds it in full, empty where
+    none does, and ``shape`` the one in which the base stores it. To methods,
     ``theta_0`` is the base's tensor, or the same part of it, on whose device the values are put.
     """
 
