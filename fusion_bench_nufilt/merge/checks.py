@@ -252,8 +252,9 @@ def check_same_base(plan: Plan) -> list[str]:
     for role, model in plan.models.items():
         if role in ("base", "state") or model.source.remote:
             continue
-        # An adapter has updates alone, or nothing, of most layers.
-        if not any(model.info(layer.param) for layer in layers):
+        # The layers that an adapter holds in full are no sample of a model.
+        params = [layer.param for layer in layers if layer.param in model.entries]
+        if not all(model.info(param) for param in params):
             continue
         # However far from it: a strong adapter may leave nothing of a layer.
         if not plan.base.in_memory:

@@ -23,6 +23,7 @@ from tests.merge.helpers import (
     merge,
     plan,
     rename,
+    rewrite,
     same,
     save_stream,
     tensors,
@@ -264,6 +265,23 @@ def test_the_base_that_an_adapter_names_may_be_anywhere_but_is_the_one_that_is_g
     assert f"adapter' was trained on '{trained_on}', and the base given is '" in text
     change_json(tmp_path / "another" / "config.json", _name_or_path=f"owner/{given}")
     assert plan(tmp_path, ["adapter"], base="another").warnings == []
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.02, 1.0])
+def test_a_layer_that_an_adapter_holds_in_full_does_not_tell_of_which_base_it_is(tmp_path, scale):
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    values = {PREFIX + name: value.clone() for name, value in base.state_dict().items()}
+    save_adapter(tmp_path, base, target_modules=["q_proj"], modules_to_save=["up_proj"])
+
+    def train(state):
+        for key in filter(values.__contains__, state):
+            state[key] = values[key] + scale * torch.randn_like(values[key])
+        return state
+
+    rewrite(tmp_path / "adapter", train)
+    planned = plan(tmp_path, ["adapter"], method="sum", target_modules="all-linear")
+    assert [warning for warning in planned.warnings if "layers" in warning] == []
 
 
 def test_a_folder_of_somebodys_is_not_said_to_be_removed(tmp_path):
