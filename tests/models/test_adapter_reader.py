@@ -36,7 +36,7 @@ from fusion_bench_nufilt.utils.tensors import TensorInfo
 from tests.merge.helpers import change_json, merge, plan
 from tests.oracle.test_classes import tiny, tiny_model
 from tests.released import released
-from tests.tiny_models import SMALL, T5, adapt_at_random, build, clip, full_clip, llama, llava
+from tests.tiny_models import SMALL, T5, adapt_at_random, build, clip, full_clip, llama, llava, t5
 
 SUM = {"method": "sum", "scale": 1.0}
 MEAN = {"target_modules": "all-linear", "other_params": "mean", **SUM}
@@ -296,6 +296,16 @@ def test_the_strength_is_that_of_the_whole_model(tmp_path):
         names.append(save_adapter(tmp_path, kind, seed, r=4, target_modules=["k_proj"]))
     best = {"method": "best", "target_modules": "all-linear", "other_params": "mean"}
     assert_read_as_merged(tmp_path, kind, TEXT, names, best)
+
+
+def test_an_untied_head_is_a_layer_where_no_weight_of_the_base_is_read(tmp_path):
+    kind = save_base(tmp_path, t5())
+    change_json(tmp_path / "base" / "config.json", tie_word_embeddings=False)
+    targets = ["q", "lm_head"]
+    names = [save_adapter(tmp_path, kind, seed, target_modules=targets) for seed in (1, 2)]
+    options = {"base": "base", "settings": {"adapter": True}, "target_modules": targets}
+    planned = plan(tmp_path, names, **SUM, **options)
+    assert "lm_head.weight" in [layer.param for layer in planned.layers]
 
 
 @modern
