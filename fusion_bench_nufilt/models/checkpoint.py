@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -600,11 +599,10 @@ def _models_inside(paths: Iterable[str]) -> list[str]:
     """Return the folders that hold a model or an adapter, given the paths of all files: of a
     Trainer's checkpoints, the newest.
     """
-    folders = {path.rpartition("/")[0] for path in paths if path.endswith("config.json")}
-    models = []
-    for folder in sorted(folders):
-        if any(fnmatchcase(path, f"{folder}/*model*.safetensors") for path in paths):
-            models.append(folder)
+    files = [PurePosixPath(path) for path in paths]
+    with_config = {file.parent for file in files if file.name.endswith("config.json")}
+    with_weights = {file.parent for file in files if file.match("*model*.safetensors")}
+    models = sorted(str(folder) for folder in with_config & with_weights)
     checkpoints = {}  # by their numbers
     for path in models:
         match = re.fullmatch(r"checkpoint-(\d+)", path)

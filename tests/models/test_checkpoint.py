@@ -64,6 +64,12 @@ def test_the_newest_checkpoint_in_a_trainers_folder_is_named(adapter, of):
     assert same(tensors(merge(folder, [remedy])), expected)
 
 
+def test_the_model_in_a_folder_is_named_whatever_its_own_folder_is_called(adapter):
+    folder = adapter.parent / "trained" / "run [1]"
+    shutil.copytree(adapter, folder)
+    assert f"'{folder}' does: give that one" in refused(adapter.parent, "trained")
+
+
 def test_what_a_trainer_saves_beside_weights_is_not_taken_for_weights(adapter):
     folder = adapter.parent
     (folder / "trained").mkdir()
