@@ -10,10 +10,8 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fusion_bench_nufilt.models.absent_base import AbsentBase
 from fusion_bench_nufilt.models.adapter_reader import AdapterReader, reader_of
 from fusion_bench_nufilt.models.adapters import (
-    LoraAdapter,
     adapter_config,
 )
 from fusion_bench_nufilt.models.checkpoint import (
@@ -24,6 +22,7 @@ from fusion_bench_nufilt.models.checkpoint import (
 from fusion_bench_nufilt.models.entries import Rows
 from fusion_bench_nufilt.models.into_adapter import adapters_outside
 from fusion_bench_nufilt.models.lora import Factors
+from fusion_bench_nufilt.models.model import ModelWeights
 from fusion_bench_nufilt.models.names import module_of
 from fusion_bench_nufilt.models.peft_layers import (
     EMBEDDING_A,
@@ -44,7 +43,7 @@ _HIGHEST_RANK_OF_VLLM = 512
 
 def with_adapter(plan: Plan) -> Plan:
     """Return a plan with the files of an adapter, as peft reads them."""
-    adapters = [model for model in (plan.merged, *plan.tasks) if isinstance(model, LoraAdapter)]
+    adapters = plan.merged_and_tasks
     base = plan.pretrained.checkpoint
     saved = _saved_tensors(plan, adapters)
     ranks = _ranks(plan, saved, adapters)
@@ -72,7 +71,7 @@ def with_adapter(plan: Plan) -> Plan:
             f"{_HIGHEST_RANK_OF_VLLM}: --rank {_HIGHEST_RANK_OF_VLLM} cuts it"
         )
     has_ramp = getattr(plan.method.options, "ramp", 0.0) != 0
-    if has_ramp and isinstance(base, AbsentBase) and not base.has_config:
+    if has_ramp and base.is_absent and not base.config:
         warnings.append(
             f"the config.json of '{base.name}' is not here, so that its last block is taken "
             "to be the adapters', and the ramp ends there: --base FOLDER names one with it"
@@ -87,7 +86,7 @@ def with_adapter(plan: Plan) -> Plan:
     )
 
 
-def _saved_tensors(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, SavedTensor]:
+def _saved_tensors(plan: Plan, adapters: Sequence[ModelWeights]) -> dict[str, SavedTensor]:
     """Return by param what the result holds in full, without its keys.
 
     Rows that were trained stay the rows of these tokens, unless an adapter changes others, too.
@@ -110,7 +109,7 @@ def _saved_tensors(plan: Plan, adapters: Sequence[LoraAdapter]) -> dict[str, Sav
 
 
 def _reader_by_names(
-    plan: Plan, adapters: Sequence[LoraAdapter], params: Iterable[str]
+    plan: Plan, adapters: Sequence[ModelWeights], params: Iterable[str]
 ) -> AdapterReader:
     """Return what reads an adapter for a base of a class that is not known: the modules that the
     names tell.
@@ -138,15 +137,14 @@ def _reader_by_names(
 def _config(
     base: Checkpoint,
     saved_tensors: Mapping[str, SavedTensor],
-    adapters: Sequence[LoraAdapter],
+    adapters: Sequence[ModelWeights],
     reader: AdapterReader,
     ranks: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the configuration of the result."""
     modules = {module_of(reader.name(param)): rank for param, rank in ranks.items()}
     configs = [adapter.checkpoint.adapter_config for adapter in adapters]
-    base_name = base.trained_on if isinstance(base, AbsentBase) else base.name
-    content = adapter_config(configs, base_name, modules, reader.class_of_model)
+    content = adapter_config(configs, base.name_in_adapters, modules, reader.class_of_model)
     saved_modules: dict[str, None] = {}
     tokens_by_module = {}
     in_full = [*ranks]
@@ -155,7 +153,7 @@ def _config(
         if saved.tokens is not None:
             tokens_by_module[module_of(name)] = list(saved.tokens)
         elif name.endswith("bias") and not any(
-            param in adapter.trained_params for adapter in adapters
+            module_of(param) in (adapter.trained_modules or ()) for adapter in adapters
         ):
             content["bias"] = "all"
         else:
@@ -208,7 +206,7 @@ def _keys(
     return factor_keys, saved_keys
 
 
-def _ranks(plan: Plan, saved: Collection[str], adapters: Sequence[LoraAdapter]) -> dict[str, int]:
+def _ranks(plan: Plan, saved: Collection[str], adapters: Sequence[ModelWeights]) -> dict[str, int]:
     """Return the rank of each tensor in the result that has factors, by param."""
     ranks = {}
     kept = KeptState(plan)
@@ -246,7 +244,7 @@ def _tensors(
     return tensors
 
 
-def _tokenizers(adapters: Sequence[LoraAdapter]) -> list[dict[str, bytes]]:
+def _tokenizers(adapters: Sequence[ModelWeights]) -> list[dict[str, bytes]]:
     """Return the files of the tokenizers of adapters that have one, the same ones once."""
     tokenizers = []
     for adapter in adapters:

@@ -249,8 +249,8 @@ def check_same_base(plan: Plan) -> list[str]:
     layers = plan.layers if plan.base.in_memory else _sample(plan.layers)
     models = []
     # The state of the model merged so far is compared with that model as its layers are read.
-    for role, model in plan.models.items():
-        if role in ("base", "state") or model.source.remote:
+    for model in plan.merged_and_tasks:
+        if model.source.remote:
             continue
         # The layers that an adapter holds in full are no sample of a model.
         params = [layer.param for layer in layers if layer.param in model.entries]

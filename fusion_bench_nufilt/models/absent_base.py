@@ -32,20 +32,20 @@ class AbsentBase(Checkpoint):
     is_absent = True
 
     def __init__(self, adapters: Sequence[Checkpoint], name: str | None = None) -> None:
-        self.trained_on = name or _base_of(adapters)
+        trained_on = name or _base_of(adapters)
         folders = [adapter.folder for adapter in adapters]
         with_config = [folder for folder in folders if (folder / _CONFIG).is_file()]
-        folder = folder_at_hand(self.trained_on or "") or [*with_config, *folders][0]
+        folder = folder_at_hand(trained_on or "") or [*with_config, *folders][0]
         if name is not None and not (folder / _CONFIG).is_file():
             raise ValueError(
                 f"the base '{name}' has no {_CONFIG} on this disk, which is all that is read of "
                 "it: leave --base out, or name a folder that has one"
             )
-        super().__init__(self.trained_on or "the base", folder, [])
+        super().__init__(trained_on or "the base", folder, [])
+        self.name_in_adapters = trained_on
         self.revision = None  # of no file is known which commit it is of
         self.tensors = _adapted(adapters)
-        self.has_config = (self.folder / _CONFIG).is_file()
-        if self.has_config:
+        if (self.folder / _CONFIG).is_file():
             built, known_from = on_meta(self)
             if known_from == type(built).__name__:
                 self.tensors = {}

@@ -18,9 +18,9 @@ from fusion_bench_nufilt.utils.files import message_in_one_line
 from fusion_bench_nufilt.utils.garbage import garbage_left
 from fusion_bench_nufilt.utils.tensors import TensorInfo
 
-from .adapters import LoraAdapter
 from .architecture import Architecture, settings_of
 from .checkpoint import Checkpoint
+from .model import ModelWeights
 from .peft_layers import PREFIX, auto_class
 from .source import format_names
 
@@ -148,7 +148,7 @@ class AdapterReader:
 
 
 def reader_of(
-    adapters: Sequence[LoraAdapter], base: Checkpoint, architecture: Architecture
+    adapters: Sequence[ModelWeights], base: Checkpoint, architecture: Architecture
 ) -> AdapterReader | None:
     """Return what reads an adapter that is merged from others: a model of the class that all of
     them are for, else of the base's; None if transformers does not know the latter.
@@ -160,7 +160,7 @@ def reader_of(
         return None
     with garbage_left():
         config = settings_of(base.folder)
-    kinds = {class_of(adapter.config, config) or own for adapter in adapters}
+    kinds = {class_of(adapter.checkpoint.adapter_config, config) or own for adapter in adapters}
     kind = kinds.pop() if len(kinds) == 1 else own
     with torch.device("meta"):
         model = kind._from_config(_config_for(kind, config) or config)

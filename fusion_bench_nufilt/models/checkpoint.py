@@ -103,6 +103,7 @@ class Checkpoint(Source):
 
     def __init__(self, name: str, folder: Path, files: Sequence[str], inside: str = "") -> None:
         self.name = name
+        self.name_in_adapters: str | None = name  # None of a base that no adapter names
         self.revision: str | None = None
         if not expanded(name).is_dir():
             self.revision = folder.name  # in the hub's cache, that of the commit

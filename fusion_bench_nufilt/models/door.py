@@ -89,6 +89,11 @@ class Models(Selection):
         return models
 
     @property
+    def merged_and_tasks(self) -> list[ModelWeights]:
+        """The models that were made of the base, in merging order."""
+        return [*self.tasks] if self.merged is None else [self.merged, *self.tasks]
+
+    @property
     def checkpoints(self) -> list[Checkpoint]:
         return [model.checkpoint for model in self.models.values()]
 
@@ -182,15 +187,14 @@ def _with_rows_of_result(models: Models) -> Models:
 def _check(models: Models) -> list[str]:
     """Refuse models that do not fit the base, and return warnings about what is doubtful."""
     warnings = []
-    for role, model in models.models.items():
-        if role not in ("base", "state"):
-            warnings += check_configuration(
-                model.source.name,
-                model.trained_config,
-                models.base.config,
-                verify=models.settings.verify,
-                remedy="add --no-verify",
-            )
+    for model in models.merged_and_tasks:
+        warnings += check_configuration(
+            model.source.name,
+            model.trained_config,
+            models.base.config,
+            verify=models.settings.verify,
+            remedy="add --no-verify",
+        )
     if models.merged is not None:
         optional = models.computed | _other_parts(models, models.merged)
         check_merged(models, models.merged, optional)

@@ -11,7 +11,7 @@ from fusion_bench_nufilt.utils.manifest import read_manifest
 
 from .absent_base import AbsentBase
 from .adapter_reader import INTO_A_MODEL
-from .adapters import LoraAdapter, holds_in_full, refuse_adapter_of_others
+from .adapters import holds_in_full, refuse_adapter_of_others
 from .checkpoint import Checkpoint, is_adapter
 from .experts import ExpertRows, FactorsOfExpert
 from .lora import Dora
@@ -125,16 +125,16 @@ def adapters_outside(
     tasks: Sequence[ModelWeights],
     targets: TargetConfig,
     first_step: int,
-) -> list[LoraAdapter]:
+) -> list[ModelWeights]:
     """Return the adapters from which the result has tensors outside the merged layers."""
-    sources = [merged]
+    sources = [] if merged is None else [merged]
     for step, task in enumerate(tasks, first_step):
         if targets.changes_other_params(step):
             sources.append(task)
-    return [adapter for adapter in sources if isinstance(adapter, LoraAdapter)]
+    return sources
 
 
-def _refuse_without_base(selection: Selection, adapter: LoraAdapter, *, is_merged: bool) -> None:
+def _refuse_without_base(selection: Selection, adapter: ModelWeights, *, is_merged: bool) -> None:
     keys = dict.fromkeys(entry.key for entry in adapter.entries.values() if entry.is_stored)
     if not keys or not selection.base.is_absent:
         return
