@@ -225,7 +225,8 @@ class LoraAdapter(ModelWeights):
                 expected = f"{', '.join(layer.shapes)} of rank {layer.rank}"
         raise ValueError(
             f"adapter '{self.source.name}', '{module}': its file has {stored}, and peft makes "
-            f"{expected} of its adapter_config.json for this base: they do not belong together"
+            f"{expected} of its adapter_config.json for this base: they do not belong together; "
+            f"{_SAVE_AGAIN}"
         )
 
     def _add_layer(

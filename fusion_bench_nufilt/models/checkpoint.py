@@ -109,7 +109,8 @@ class Checkpoint(Source):
             self.revision = folder.name  # in the hub's cache, that of the commit
         self.folder = folder / inside
         self.files = files
-        self.remote = not all((self.folder / file).is_file() for file in files)
+        is_here = all((self.folder / file).is_file() for file in files)
+        self.remote = self.revision is not None and not is_here
         self._inside = inside
         self._fingerprint = ""  # until it is asked for
         self.tensors: dict[str, TensorInfo] = {}
@@ -539,9 +540,11 @@ _COPY = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin|adapter_model\.bin")
 
 
 def _local_paths(folder: Path) -> list[str]:
-    """Return the paths of the files in a folder and the folders in it."""
+    """Return the paths of what is in a folder and the folders in it, if only a link that leads
+    nowhere, as a pruned cache of the hub has: whoever opens it says what it is.
+    """
     paths = [*folder.glob("*"), *folder.glob("*/*")]
-    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def _weight_files(name: str, folder: Path, paths: Collection[str]) -> list[str]:

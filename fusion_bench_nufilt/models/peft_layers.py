@@ -205,7 +205,10 @@ def _problem(error: Exception) -> str:
 
     if isinstance(error, UnknownLayersError):
         return str(error)
-    return f"can't be looked at by peft {peft.__version__} ({message_in_one_line(error)})"
+    return (
+        f"has an adapter_config.json that peft {peft.__version__} can't use for it "
+        f"({message_in_one_line(error)})"
+    )
 
 
 def _wrapped_layers(
