@@ -45,4 +45,8 @@ REGRESSIONS = {
     "a head that is tied to embeddings that a classifier's adapter changes": Case(
         "SmolLM3", (Task(10, Lora(embeddings=True), labels=3),)
     ),
+    "rows of a head that peft draws anew for each reader of an adapter": Case(
+        "mistral",
+        (Task(10), Task(11, Lora(saved=("embeddings",), embeddings=True), tokens=(0, 1, 2))),
+    ),
 }
