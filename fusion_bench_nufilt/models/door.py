@@ -207,8 +207,10 @@ def _check(models: Models) -> list[str]:
 
 def _other_parts(models: Models, merged: ModelWeights) -> set[str]:
     """Return what is in parts of the base that a merged model lacks and no task changes: a run that
-    merges the vision towers of CLIPs saves a tower.
+    merges the vision towers of CLIPs saves a tower. One without any layer to merge is no part.
     """
+    if all(layer.param not in merged.entries for layer in models.layers):
+        return set()
     parts = {param.partition(".")[0] for param in merged.entries}
     others = set()
     for param in models.pretrained.entries:

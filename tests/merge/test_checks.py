@@ -180,6 +180,15 @@ def test_a_base_and_tasks_that_are_all_named_alike_are_merged_as_they_are(stream
     assert result.keys() == {f"module.{key}" for key in expected}
 
 
+@pytest.mark.parametrize("renamed", [".*", "model.*"])
+def test_a_model_merged_so_far_that_has_no_layer_of_the_base_is_refused(stream, renamed):
+    """It is no part of the base, whose other parts would be taken for unchanged."""
+    merge(stream, ["task1"], "one")
+    rename(stream / "one", lambda key: f"x.{key}" if re.fullmatch(renamed, key) else key)
+    with pytest.raises(ValueError, match=r"one' lacks '.*: it was not made from this base"):
+        plan(stream, ["task2"], merged="one", settings={"verify": False})
+
+
 def test_a_model_in_memory_is_to_be_given_without_its_wrapper():
     with pytest.raises(ValueError, match=r"svhn' was saved from the wrapper of Distr.*is inside"):
         check_module(clip(), torch.nn.DataParallel(clip()), "svhn")
