@@ -173,6 +173,7 @@ def _strength(base_folder: Path, targets: TargetConfig, folder: Path) -> float:
     selection = _base(base_folder, targets).selection
     task = ModelWeights(Checkpoint.open(str(folder)), selection.architecture)
     task.tie(selection.architecture)
+    task.leave_unchanged(selection.pretrained)  # mergekit may do without some of its tensors
     return strength_of(selection.pretrained, selection.layers, task)
 
 

@@ -17,6 +17,7 @@ from tests.merge.helpers import (
     STATE,
     change,
     change_json,
+    rewrite,
     same,
     save_merged_adapters,
     save_stream,
@@ -113,6 +114,21 @@ def test_best_gives_a_task_that_was_an_adapter_the_strength_that_nufilt_merge_gi
     state = load_file(folder / "ours" / STATE)
     assert state["model.layers.0.self_attn.q_proj.state.strength"] == 1.5
     assert same(theirs, ours)
+
+
+def test_a_layer_that_a_task_lacks_says_nothing_about_its_strength(folder):
+    """mergekit takes the task's embedding for the head that it lacks."""
+    head = tensors(folder / "base")["lm_head.weight"]
+    change(folder / "task2", "lm_head.weight", lambda value: None)
+    write(folder, "best", target_modules=r"(.*\.)?(q_proj|lm_head)")
+    code, text = nufilt(*THEIRS, "--quiet")
+    assert code == 0, text
+    rewrite(folder / "task2", lambda state: {**state, "lm_head.weight": head})
+    code, text = nufilt(*OURS, "--quiet")
+    assert code == 0, text
+    theirs = tensors(folder / "theirs")
+    ours = tensors(folder / "ours")
+    assert [key for key in ours if not torch.equal(theirs[key], ours[key])] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize("method", ["nufilt", "best"])
