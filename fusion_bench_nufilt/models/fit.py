@@ -85,8 +85,8 @@ def check_fit(
     """
     architecture = selection.architecture
     base = selection.pretrained
-    model.source.check_unwrapped(set(model.entries) - set(base.entries))
-    selection.base.check_unwrapped(set(base.entries) - set(model.entries))
+    model.source.check_unwrapped(param for param in model.entries if param not in base.entries)
+    selection.base.check_unwrapped(param for param in base.entries if param not in model.entries)
     shapes = {}  # that are expected
     keys_with_elements = []
     for param, entry in model.entries.items():
