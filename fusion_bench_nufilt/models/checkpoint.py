@@ -244,8 +244,14 @@ class Checkpoint(Source):
             return {}
         if not self.remote:
             return _cached_digests(self.opened)
-        digests = _hub_digests(self.name, self.revision)
-        return {file: digests[path] for file, path in zip(self.files, self._paths, strict=True)}
+        digests_by_path = _hub_digests(self.name, self.revision)
+        digests = {}
+        for file, path in zip(self.files, self._paths, strict=True):
+            digest = digests_by_path.get(path)
+            if digest is None:
+                return {}
+            digests[file] = digest
+        return digests
 
     def identity(self) -> Input:
         """Return what this checkpoint is known by, without reading all of its weights: their
@@ -665,8 +671,10 @@ def _cached_digests(opened: Mapping[str, TensorFile]) -> dict[str, str]:
     return {file: target.name for file, target in targets.items()}
 
 
-def _hub_digests(name: str, commit: str) -> Mapping[str, str]:
-    """Return the digests of all files of a hub repository, by path, as its cache names them."""
+def _hub_digests(name: str, commit: str) -> Mapping[str, str | None]:
+    """Return the digests of all files of a hub repository, by path, as its cache names them; None
+    where a mirror of the hub gives none.
+    """
     try:
         repository = huggingface_hub.model_info(
             _repository(name), revision=commit, timeout=10, files_metadata=True
@@ -677,7 +685,7 @@ def _hub_digests(name: str, commit: str) -> Mapping[str, str]:
         ) from error
     digests = {}
     for file in repository.siblings or ():
-        digests[file.rfilename] = file.lfs.sha256 if file.lfs else str(file.blob_id)
+        digests[file.rfilename] = file.lfs.sha256 if file.lfs else file.blob_id
     return digests
 
 

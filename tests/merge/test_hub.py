@@ -161,6 +161,21 @@ def test_what_the_hub_says_of_its_files_tells_other_content_before_any_download(
     assert not weights(hub)
 
 
+def test_models_of_a_mirror_that_gives_no_digests_are_not_taken_for_one(tmp_path, hub, monkeypatch):
+    model_info = huggingface_hub.model_info
+
+    def without_digests(*args, **kwargs):
+        repository = model_info(*args, **kwargs)
+        names = [file.rfilename for file in repository.siblings]
+        return SimpleNamespace(siblings=[RepoSibling(rfilename=name) for name in names])
+
+    monkeypatch.setattr(huggingface_hub, "model_info", without_digests)
+    planned = plan("task1", "task2")
+    assert not weights(hub)
+    result = tensors(merge_folders(planned, tmp_path / "out"))
+    assert same(result, tensors(merge(tmp_path / "remote", ["task1", "task2"])))
+
+
 def test_after_the_download_a_hub_model_is_known_as_a_copy_in_a_folder_is(tmp_path, hub):
     remote = tmp_path / "remote"
     merge(remote, ["task1"], "one")
