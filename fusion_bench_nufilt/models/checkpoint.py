@@ -166,10 +166,12 @@ class Checkpoint(Source):
             raise ValueError(
                 f"'{name}' is no folder, and the hub can't give it: {message_in_one_line(error)}"
             ) from error
-        shards = set(_weight_map(folder).values()) or {_SINGLE}
+        files = list(_weight_map(folder).values())
+        if not files or (folder / _SINGLE).is_file():
+            files = [_SINGLE]
         # What lies in the cache needs no network. Of all else, headers come first: weights are
         # downloaded once these have passed all checks.
-        if is_adapter(folder) or all((folder / file).is_file() for file in shards):
+        if is_adapter(folder) or all((folder / file).is_file() for file in files):
             paths = _local_paths(folder)
         else:
             # The folder is named after its commit: headers and weights are of one version.

@@ -138,6 +138,15 @@ def test_weights_that_are_here_already_need_no_headers_from_the_hub(tmp_path, hu
     assert same(tensors(merge_folders(again, tmp_path / "out2")), expected)
 
 
+def test_weights_that_are_here_need_no_hub_though_an_index_names_others(tmp_path, hub, monkeypatch):
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "remote" / "task1" / "model.safetensors.index.json").write_text(json.dumps(index))
+    out = merge_folders(plan("task1"), tmp_path / "out")
+    assert f"owner/task1/{WEIGHTS}" in hub
+    monkeypatch.setattr(huggingface_hub, "model_info", never)
+    assert merge_folders(plan("task1"), out) == out
+
+
 def test_what_the_hub_says_of_its_files_tells_other_content_before_any_download(tmp_path, hub):
     remote = tmp_path / "remote"
     out = tmp_path / "out"
