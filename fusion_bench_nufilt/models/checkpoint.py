@@ -156,16 +156,7 @@ class Checkpoint(Source):
         if folder.is_dir():
             return cls(name, folder, _weight_files(name, folder, _local_paths(folder)))
         _refuse_path(name)
-        try:
-            folder = _download(name, name.partition("@")[2] or None, [ADAPTER_WEIGHTS])
-        except HFValidationError as error:
-            raise ValueError(
-                f"'{name}' is neither a folder nor the name of a hub repository"
-            ) from error
-        except Exception as error:  # no network, no such repository, no access
-            raise ValueError(
-                f"'{name}' is no folder, and the hub can't give it: {message_in_one_line(error)}"
-            ) from error
+        folder = _download(name, name.partition("@")[2] or None, [ADAPTER_WEIGHTS])
         files = list(_weight_map(folder).values())
         if not files or (folder / _SINGLE).is_file():
             files = [_SINGLE]
@@ -640,12 +631,21 @@ def _download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     """Download the small files and some others into a folder that is named after their commit, and
     return it.
     """
-    folder = huggingface_hub.snapshot_download(
-        _repository(name),
-        revision=revision,
-        allow_patterns=[*_SMALL_FILES, *files],
-        ignore_patterns=_NOT_OF_THE_MODEL,
-    )
+    try:
+        folder = huggingface_hub.snapshot_download(
+            _repository(name),
+            revision=revision,
+            allow_patterns=[*_SMALL_FILES, *files],
+            ignore_patterns=_NOT_OF_THE_MODEL,
+        )
+    except HFValidationError as error:
+        raise ValueError(
+            f"'{name}' is neither a folder nor the name of a hub repository"
+        ) from error
+    except Exception as error:  # no network, no such repository, no access
+        raise ValueError(
+            f"'{name}' is no folder, and the hub can't give it: {message_in_one_line(error)}"
+        ) from error
     return Path(folder)
 
 

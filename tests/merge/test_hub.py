@@ -271,6 +271,21 @@ def test_without_a_network_the_cause_is_told_in_one_line(monkeypatch):
         plan("task1")
 
 
+def test_a_network_that_breaks_as_weights_are_downloaded_is_told_as_an_error(
+    tmp_path, hub, monkeypatch
+):
+    class ClosedConnectionError(Exception):
+        """As httpx has it, whose errors are no OSError."""
+
+    def broken(*args, **kwargs):
+        raise ClosedConnectionError("peer closed connection")
+
+    planned = plan("task1")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", broken)
+    with pytest.raises(ValueError, match=r"owner/base'.* the hub can't give it: peer closed"):
+        merge_folders(planned, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
