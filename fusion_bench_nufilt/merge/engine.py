@@ -85,7 +85,7 @@ class Job:
     read: Callable[["Job", torch.device], "LayerInProgress"]
     """Reads the base, and the state before the first task, to a device."""
     tasks: Sequence[TaskInput]
-    first_step: int  # the number of the first task in the stream, from 1
+    first_step: int  # the number of the first task, from 1: in the stream, or in a tensor's mean
     pieces: Callable[["LayerInProgress", Callable[[], Tensor]], Pieces]
     """Returns what is written, given what was merged, and the function that computes its weight."""
     shape: tuple[int, ...] = ()  # of a layer, which may be merged in the smaller one of a basis

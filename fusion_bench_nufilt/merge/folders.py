@@ -53,8 +53,8 @@ def merge_folders(
         progress: called with the number of finished tensors and the number of all tensors.
 
     Raises:
-        ValueError: ``out`` exists, the disk has no room, or a tensor has NaN or infinite values;
-            the message names it.
+        ValueError: ``out`` exists and is not this very merge, the disk has no room, or a tensor has
+            NaN or infinite values; the message names it.
     """
     # Ahead of any download: a result that is finished needs no weights.
     if check_output(plan, out):

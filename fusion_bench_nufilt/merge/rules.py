@@ -1,5 +1,5 @@
 """The rules for the tensors outside the merged layers: methods of a few lines, whose state is the
-weight so far, in float32 at least until all tasks have joined.
+weight so far, in float32 at least where tasks join it.
 
 They are functions of single values, so that a tensor may be given in blocks of any shape.
 """
