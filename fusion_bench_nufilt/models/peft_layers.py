@@ -45,6 +45,7 @@ _PARTS = {
     ".lora_magnitude_vector": LENGTHS,
     ".token_adapter.trainable_tokens_delta": ROWS,
 }
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
 # What a configuration has of the way in which the factors were trained, or of the modules, which
 # the keys name: nothing that changes what the factors are.
@@ -140,7 +141,6 @@ def ask_peft(
         UnknownLayersError: peft makes no layers of them, or others than we know.
     """
     config: Mapping[str, Any] = adapter.adapter_config
-    patterns = [config.get(field) or {} for field in ("rank_pattern", "alpha_pattern")]
     shapes: dict[str, tuple[int, ...]] = {}
     embeddings = set()
     targets = []
@@ -160,7 +160,7 @@ def ask_peft(
             d_o = adapter.tensors[parts["B"]].shape[0] if "B" in parts else 1
             d_i = adapter.tensors[parts["A"]].shape[1] if "A" in parts else 1
             of_embedding = parts.get("A", "").endswith(EMBEDDING_A)
-            values = [_value_for(module, pattern) for pattern in patterns]
+            values = [_value_for(module, config, field) for field in _PATTERNS]
             kind = (without_numbers(module), of_embedding, d_o, d_i, *values)
             stands_for[module] = stand_ins.setdefault(kind, module)
             if stands_for[module] != module:
@@ -193,11 +193,17 @@ def _tie_to_embedding(model: Any, modules: Iterable[str], architecture: Architec
         model.get_input_embeddings = lambda: model.get_submodule(embedding)
 
 
-def _value_for(module: str, pattern: Mapping[str, Any]) -> Any:
+def _value_for(module: str, config: Mapping[str, Any], field: str) -> Any:
     """Return the value of the pattern by which peft finds a module, None if there is none."""
     from peft.utils.other import get_pattern_key
 
-    return pattern.get(get_pattern_key(list(pattern), module))
+    values = config.get(field) or {}
+    try:
+        return values.get(get_pattern_key(list(values), module))
+    except re.error as error:
+        raise UnknownLayersError(
+            f"has a {field} in its adapter_config.json with an expression that is none ({error})"
+        ) from error
 
 
 def _problem(error: Exception) -> str:

@@ -304,7 +304,7 @@ def adapters() -> Iterator[Row]:
     yield said("r that is not that of the tensors", apart, r=5)
     yield said("no r pattern for its tensors", apart, rank_pattern={"q_proj": 3})
     for field in ("alpha_pattern", "rank_pattern"):
-        says = "adapter_config.json that peft .*unterminated"
+        says = f"adapter 'lora' has a {field} in its adapter_config.json .*unterminated"
         yield said(f"{field} that is no expression", says, **{field: {"q_proj(": 4}})
     yield said("lora_bias", "merge it into its base with peft", lora_bias=True)
     yield said("use_dora", apart, use_dora=True)
