@@ -95,20 +95,22 @@ release: $(READY)
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
-$(INSTALLED): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# Before the one that lies inside: two that are made at once find each other's folder.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python $(INSTALL) $(TORCH) --editable .
 	$(call compile,$(VENV))
 	touch $@
 
-$(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(READY): pyproject.toml | $(BIN)/python
 	$(BIN)/python $(INSTALL) $(TORCH) --editable '.[dev,mergekit]'
 	$(call compile,$(VENV))
 	touch $(INSTALLED) $@
 
 # By default not the lowest torch: earlier releases without gigabytes of CUDA are only on PyTorch's own index.
-$(OLDEST)/.ready: pyproject.toml tools/oldest.py
+$(OLDEST)/.ready: pyproject.toml tools/oldest.py | $(BIN)/python
 	$(PYTHON) -m venv $(OLDEST)
 	$(PYTHON) tools/oldest.py > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python $(INSTALL) --constraint $(OLDEST)/constraints.txt $(OLDEST_TORCH) --editable '.[dev]'
