@@ -2,7 +2,7 @@
 
 Layers are merged in a basis of the adapters' factors, where the base is zero, and the result has
 the factors of what comes out. What adapters hold in full outside these layers is kept in full: its
-mean, for which the base must be given. What no adapter holds is refused.
+mean, for which the base must be given. What no adapter holds was refused at the door.
 """
 
 import dataclasses
@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fusion_bench_nufilt.models.adapter_reader import AdapterReader, reader_of
-from fusion_bench_nufilt.models.adapters import (
-    adapter_config,
-)
+from fusion_bench_nufilt.models.adapters import adapter_config
 from fusion_bench_nufilt.models.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

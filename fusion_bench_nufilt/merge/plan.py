@@ -16,13 +16,11 @@ import torch
 from safetensors.torch import save
 
 from fusion_bench_nufilt.methods.base import LayerMethod
-from fusion_bench_nufilt.methods.options import Settings
 from fusion_bench_nufilt.models.checkpoint import INDEX, Checkpoint
 from fusion_bench_nufilt.models.door import Models
 from fusion_bench_nufilt.models.quantised import DESCRIPTIONS
 from fusion_bench_nufilt.models.selection import Selection
 from fusion_bench_nufilt.models.source import split_rows
-from fusion_bench_nufilt.models.vocabulary import Vocabulary
 from fusion_bench_nufilt.utils.files import Input
 from fusion_bench_nufilt.utils.manifest import (
     combined_digest,
@@ -249,16 +247,16 @@ def method_of(
     return kind(options, list(shapes), seed, selection.architecture.last_blocks, shapes)
 
 
-def arrange_files(selection: Selection, vocabulary: Vocabulary, settings: Settings) -> Files:
+def arrange_files(plan: Plan) -> Files:
     """Arrange the tensors of the result in the base's files."""
-    base = selection.pretrained.checkpoint
-    tensors = {key: as_written(info, settings.dtype) for key, info in base.whole.items()}
-    keys_by_param = dict(selection.other_keys)
-    for layer in selection.layers:
+    base = plan.pretrained.checkpoint
+    tensors = {key: as_written(info, plan.settings.dtype) for key, info in base.whole.items()}
+    keys_by_param = dict(plan.other_keys)
+    for layer in plan.layers:
         keys_by_param[layer.param] = layer.keys
-    for param in vocabulary.params:
+    for param in plan.vocabulary.grown:
         for key in keys_by_param[param]:
-            tensors[key] = tensors[key].rows(0, vocabulary.rows)
+            tensors[key] = tensors[key].rows(0, plan.vocabulary.rows)
     return _by_file(tensors)
 
 

@@ -15,6 +15,7 @@ from fusion_bench_nufilt.utils.manifest import STATE_FILE
 from fusion_bench_nufilt.utils.options import split_options
 from fusion_bench_nufilt.utils.tensors import describe
 
+from .adapter_plan import with_adapter
 from .checks import (
     check_contents,
     check_merged_manifest,
@@ -24,12 +25,7 @@ from .checks import (
 )
 from .kept_state import KeptState
 from .layer_jobs import layer_jobs
-from .plan import (
-    Plan,
-    arrange_files,
-    method_of,
-    small_files_of,
-)
+from .plan import Plan, arrange_files, method_of, small_files_of
 
 
 def plan_merge(
@@ -87,12 +83,7 @@ def plan_merge(
         )
     models = open_models(base, tasks, merged, targets, settings)
     plan = Plan(**vars(models), method=method_of(method_class, options, settings.seed, models))
-    if settings.adapter:
-        from .adapter_plan import with_adapter
-
-        plan = with_adapter(plan)
-    else:
-        plan = _with_model(plan)
+    plan = with_adapter(plan) if settings.adapter else _with_model(plan)
     state_file = {key: describe(like) for key, like in KeptState(plan).needed().items()}
     if state_file:
         plan = dataclasses.replace(plan, files={**plan.files, STATE_FILE: state_file})
@@ -102,7 +93,7 @@ def plan_merge(
 def _with_model(plan: Plan) -> Plan:
     """Return a plan with the files of a whole model."""
     checkpoint = plan.pretrained.checkpoint
-    files = arrange_files(plan, plan.vocabulary, plan.settings)
+    files = arrange_files(plan)
     untied = plan.architecture.may_untie(checkpoint.config)
     small_files = small_files_of(
         plan.vocabulary.files, checkpoint, files, plan.settings.dtype, untied

@@ -4,6 +4,7 @@ refused.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 from fusion_bench_nufilt.methods.options import Settings, TargetConfig
 from fusion_bench_nufilt.utils.files import Manifest
@@ -20,6 +21,8 @@ from .opened import Checkpoints, NamedModels
 from .selection import Selection, add_head_of, heads_of_base
 from .source import format_names
 
+AnyAdapter = TypeVar("AnyAdapter", Checkpoint, ModelWeights)
+
 
 def open_adapters(
     base: str | None,
@@ -35,14 +38,11 @@ def open_adapters(
     merged_checkpoint = None if merged is None else _open_adapter(merged)
     all_adapters = opened if merged_checkpoint is None else [merged_checkpoint, *opened]
     checkpoints = Checkpoints(AbsentBase(all_adapters, base), opened, merged_checkpoint)
-    sources_outside = []
-    first_step = settings.first_step(Manifest())
+    merged_manifest = Manifest()
     if merged_checkpoint is not None:
-        sources_outside.append(merged_checkpoint)
-        first_step = settings.first_step(read_manifest(merged_checkpoint.folder))
-    for step, adapter in enumerate(opened, first_step):
-        if targets.changes_other_params(step):
-            sources_outside.append(adapter)
+        merged_manifest = read_manifest(merged_checkpoint.folder)
+    first_step = settings.first_step(merged_manifest)
+    sources_outside = adapters_outside(merged_checkpoint, opened, targets, first_step)
     if base is not None and any(map(holds_in_full, sources_outside)):
         # Of what an adapter holds in full, a mean needs the base's.
         return checkpoints._replace(base=Checkpoint.open(base))
@@ -121,11 +121,11 @@ def select_for_adapter(selection: Selection, models: NamedModels, settings: Sett
 
 
 def adapters_outside(
-    merged: ModelWeights | None,
-    tasks: Sequence[ModelWeights],
+    merged: AnyAdapter | None,
+    tasks: Sequence[AnyAdapter],
     targets: TargetConfig,
     first_step: int,
-) -> list[ModelWeights]:
+) -> list[AnyAdapter]:
     """Return the adapters from which the result has tensors outside the merged layers."""
     sources = [] if merged is None else [merged]
     for step, task in enumerate(tasks, first_step):

@@ -65,7 +65,7 @@ class Selection:
 
     @property
     def base(self) -> Source:
-        """The base's tensors, all of which the result has."""
+        """The source of the base's tensors."""
         return self.pretrained.source
 
     def averaged_at(self, step: int) -> set[str]:
