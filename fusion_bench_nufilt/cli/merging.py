@@ -196,13 +196,13 @@ def _rows(plan: Plan, out: Path, taken_over: Mapping[str, Any]) -> Iterator[tupl
     unchanged = kept_from_base(plan)
     if unchanged:
         loss = f"whatever a task changed in {counted(len(unchanged), 'tensor')} is left out"
-        if not set(unchanged).isdisjoint(plan.vocabulary.params):
+        if not set(unchanged).isdisjoint(plan.vocabulary.grown):
             loss += ", but for rows of new tokens"
         remedy = ""
         if other_params != "mean":
             remedy = "; other_params=mean averages them"
         yield "", f"{loss}: {format_names(unchanged)}{remedy}"
-    if plan.vocabulary.params:
+    if plan.vocabulary.grown:
         yield "tokenizer", str(plan.vocabulary)
     if plan.settings.engine == "local":
         yield "memory", f"{size_text(peak_memory(plan))} at most"

@@ -92,7 +92,7 @@ def card(plan: Plan, manifest: Mapping[str, Any]) -> str:
         "citation": plan.method.citation,
         "noun": noun,
         "coverage": str(plan.coverage).removeprefix("merging "),
-        "vocabulary": str(plan.vocabulary) if plan.vocabulary.params else "",
+        "vocabulary": str(plan.vocabulary) if plan.vocabulary.grown else "",
         "energy": energy,
     }
     filled = ModelCard.from_template(

@@ -221,12 +221,12 @@ class Grown(Entry):
     def _with_new_rows(self, of_base: Tensor, start: int, stop: int) -> Tensor:
         width = math.prod(self.shape[1:])
         values = torch.cat([of_base, of_base.new_zeros(stop - start - of_base.numel())])
-        for row in range(start // width, -(-stop // width)):
-            if row not in self.new_rows:
-                continue
-            new = self._mean(self.new_rows[row])
+        for row, parts in self.new_rows.items():
             first = max(start, row * width)
             last = min(stop, (row + 1) * width)
+            if first >= last:
+                continue
+            new = self._mean(parts)
             values = values.to(torch.promote_types(values.dtype, new.dtype))
             values[first - start : last - start] = new[first - row * width : last - row * width]
         return values

@@ -49,14 +49,13 @@ class NewToken:
 
 @dataclass
 class Vocabulary:
-    """The rows of a result's embeddings; without ``params``, they are those of the base."""
+    """The rows of a result's embeddings; without ``grown``, they are those of the base."""
 
     models: ModelsByRole = field(default_factory=dict)
-    params: list[str] = field(default_factory=list)  # tensors with a row for every token
     tokenizer: str = "base"  # base, union, or the name of the model whose tokenizer the result has
     rows: int = 0
     new_tokens: dict[int, NewToken] = field(default_factory=dict)  # by their rows in the result
-    #: The base's params with the rows of new tokens.
+    #: The tensors of the base with a row for every token, with those of new tokens, by param.
     grown: dict[str, Grown] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)  # all small files of the result
     warnings: list[str] = field(default_factory=list)
@@ -73,7 +72,7 @@ class Vocabulary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the manifest's entry."""
-        if not self.params:
+        if not self.grown:
             return {}
         tokens = self.new_tokens.values()
         return {
@@ -130,10 +129,11 @@ class _Tokens:
         self._base = base
         # What a model lacks, as a classifier does the head of a language model, tells no rows.
         own = {**model.head, **model.entries}
+        self.own = {param: own[param] for param in params if param in own}
         if kept is not None:
             # With all digits of its means.
-            own |= {param: kept.entries.get(state_key(param), own[param]) for param in own}
-        self.own = {param: own[param] for param in params if param in own}
+            for param, entry in self.own.items():
+                self.own[param] = kept.entries.get(state_key(param), entry)
         rows = [entry.shape[0] for entry in self.own.values() if entry.is_stored]
         if base is not None and not rows:
             rows.append(base.rows)
@@ -280,7 +280,7 @@ def join_vocabularies(
     keeps_files = choice in ("base", "union") or tokens_of[owner].files in (base.files, {})
     if keeps_files and all(tokens.is_like(base) for tokens in tokens_of.values()):
         return Vocabulary(tokenizer=name, files=_with_template(files, in_order))
-    result = Vocabulary(models, list(params), name, files=dict(files))
+    result = Vocabulary(models, name, files=dict(files))
 
     def weight_of(role: str, token: str, holders: Sequence[Holder]) -> float:
         if role == "merged":
@@ -303,7 +303,7 @@ def join_vocabularies(
         if tokens.rows != base.rows or rows != list(range(base.rows)):
             matched[tokens.label] = rows
         if tokens is not base:
-            _match_rows(result, base, tokens, layers)
+            _match_rows(result, base, tokens, params, layers)
     for param in params:
         grown = _grown(result, tokens_of, param)
         result.grown[param] = grown
@@ -327,12 +327,16 @@ def join_vocabularies(
 
 
 def _match_rows(
-    result: Vocabulary, base: _Tokens, tokens: _Tokens, layers: Collection[str]
+    result: Vocabulary,
+    base: _Tokens,
+    tokens: _Tokens,
+    params: Sequence[str],
+    layers: Collection[str],
 ) -> None:
     """Have a model, and the state beside it, present the result's rows, of layers the base's."""
     model = tokens.model
     rows = tokens.rows_of(base)
-    for param in result.params:
+    for param in params:
         entry = model.entries.get(param)
         if entry is None:
             continue

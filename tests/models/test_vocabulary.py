@@ -527,7 +527,7 @@ def test_the_rows_of_tokens_in_an_embedding_that_dora_changed_are_left_out_on_de
 
 def test_a_tokenizer_that_cannot_be_read_is_said_also_where_the_rows_are_as_many(grown):
     save(grown / "other", finetuned(AutoModelForCausalLM.from_pretrained(grown / "base"), seed=4))
-    assert not plan(grown, ["other"]).vocabulary.params
+    assert not plan(grown, ["other"]).vocabulary.grown
     path = grown / "other" / "tokenizer.json"
     path.write_text(path.read_text()[:-9])  # as an interrupted copy leaves it
     (warning,) = [
