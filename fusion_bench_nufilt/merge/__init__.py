@@ -17,5 +17,10 @@ __all__ = ["Plan", "Settings", "merge_folders", "plan_merge"]
 
 __getattr__ = lazy_exports(
     __name__,
-    {"Plan": "plan", "Settings": "plan", "merge_folders": "folders", "plan_merge": "planning"},
+    {
+        "Plan": "plan",
+        "Settings": ".methods.options",
+        "merge_folders": "folders",
+        "plan_merge": "planning",
+    },
 )
